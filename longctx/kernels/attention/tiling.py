@@ -1,0 +1,121 @@
+"""How blockwise attention cuts its work: tiles of query rows, swept over blocks of keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from longctx.kernels.attention.mask import BlockRanges, Tokens, block_ranges, visible
+
+# Rows of a tile and scores of one block of it, as measured on CPU (docs/attention.md). A decode has few rows and
+# takes longer blocks of keys instead.
+_ROWS = 1024
+_SCORES = _ROWS * 256
+_MAX_KV_BLOCK = 2048
+
+# Slice indices must share a type; a plain 0 is an int64 when x64 is on.
+_ZERO = np.int32(0)
+
+
+class Tiling(NamedTuple):
+    """The cut of one call. Blocks are slices in place: the last one of T or S is moved back to end there."""
+
+    queries: Tokens
+    keys: Tokens
+    causal: bool
+    kv_heads: int
+    group: int
+    q_block: int
+    kv_block: int
+    ranges: BlockRanges
+    num_tiles: int
+
+    @classmethod
+    def of(cls, q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool) -> "Tiling":
+        """For q `[B, T, N, H]` and k `[B, S, K, H]`."""
+        batch, q_length, heads, _ = q.shape
+        _, kv_length, kv_heads, _ = k.shape
+        group = heads // kv_heads
+        q_block = min(q_length, max(1, _ROWS // group))
+        kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
+        ranges = block_ranges(queries, keys, causal, q_block, kv_block)
+        num_tiles = batch * kv_heads * ranges.start.shape[1]
+        return cls(queries, keys, causal, kv_heads, group, q_block, kv_block, ranges, num_tiles)
+
+    def tile(self, index: Array) -> "Tile":
+        """One (sequence, KV head, block of queries), the last running fastest."""
+        index, q_index = jnp.divmod(jnp.int32(index), self.ranges.start.shape[1])
+        batch, head = jnp.divmod(index, self.kv_heads)
+        first = jnp.minimum(q_index * self.q_block, self.queries.positions.shape[1] - self.q_block)
+        return Tile(self, batch, head, q_index, first)
+
+
+class Tile(NamedTuple):
+    """A block of queries with the query heads of one KV head folded into its rows, R = q_block * G."""
+
+    tiling: Tiling
+    batch: Array
+    head: Array
+    q_index: Array
+    first: Array
+
+    def rows(self, x: Array) -> Array:
+        """x `[B, T, K, G, ...]` -> `[R, ...]`."""
+        block = lax.dynamic_slice(x, self._at(x, self.first), (1, self.tiling.q_block, 1, *x.shape[3:]))
+        return block.reshape(-1, *x.shape[4:])
+
+    def put_rows(self, x: Array, rows: Array) -> Array:
+        """Write rows `[R, ...]` into x `[B, T, K, G, ...]`."""
+        block = rows.reshape(1, self.tiling.q_block, 1, *x.shape[3:])
+        return lax.dynamic_update_slice(x, block, self._at(x, self.first))
+
+    def add_rows(self, x: Array, rows: Array) -> Array:
+        return self.put_rows(x, self.rows(x) + rows)
+
+    def own_rows(self) -> Array:
+        """Bool `[R]`, false for the rows that a last tile, moved back, shares with its neighbour."""
+        own = self.first + jnp.arange(self.tiling.q_block) >= self.q_index * self.tiling.q_block
+        return jnp.repeat(own, self.tiling.group)
+
+    def block(self, x: Array, index: Array) -> Array:
+        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`."""
+        size = (1, self.tiling.kv_block, 1, x.shape[3])
+        return lax.dynamic_slice(x, self._at(x, self._first_key(index)), size)[0, :, 0]
+
+    def add_block(self, x: Array, index: Array, update: Array) -> Array:
+        update = (self.block(x, index) + update)[None, :, None]
+        return lax.dynamic_update_slice(x, update, self._at(x, self._first_key(index)))
+
+    def visible(self, index: Array) -> Array:
+        """Bool `[R, kv_block]`: which rows see which keys of a block."""
+        tiling, first_key = self.tiling, self._first_key(index)
+        queries = Tokens(*(self._tokens(x, self.first, tiling.q_block) for x in tiling.queries))
+        keys = Tokens(*(self._tokens(x, first_key, tiling.kv_block) for x in tiling.keys))
+        seen = visible(queries, keys, tiling.causal)[0]
+        # Keys that a last block, moved back, shares with its neighbour have been counted there.
+        seen &= (first_key + jnp.arange(tiling.kv_block) >= index * tiling.kv_block)[None, :]
+        return jnp.repeat(seen, tiling.group, axis=0)
+
+    def sweep(self, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
+        """Run `step(block, carry, masked)` over the blocks that the tile sees: full ones first, then the edges."""
+        start, full_start, full_stop, stop = (self._tokens(x, self.q_index, 1)[0, 0] for x in self.tiling.ranges)
+        num_full = full_stop - full_start
+
+        def edge(n: Array, carry: Any) -> Any:
+            block = start + n
+            return step(jnp.where(block < full_start, block, block + num_full), carry, True)
+
+        carry = lax.fori_loop(full_start, full_stop, lambda block, carry: step(block, carry, False), carry)
+        return lax.fori_loop(0, stop - start - num_full, edge, carry)
+
+    def _at(self, x: Array, first: Array) -> tuple[Any, ...]:
+        return (self.batch, first, self.head, *(_ZERO,) * (x.ndim - 3))
+
+    def _tokens(self, x: Array, first: Array, size: int) -> Array:
+        """Part of an array `[Bm, L]`, Bm being 1 or the batch -> `[1, size]`."""
+        return lax.dynamic_slice(x, (self.batch if x.shape[0] > 1 else _ZERO, first), (1, size))
+
+    def _first_key(self, index: Array) -> Array:
+        return jnp.minimum(index * self.tiling.kv_block, self.tiling.keys.positions.shape[1] - self.tiling.kv_block)

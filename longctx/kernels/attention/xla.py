@@ -1,0 +1,118 @@
+"""Blockwise attention with an online softmax, in plain XLA: any backend, memory linear in T + S both ways.
+
+A tile is a block of queries with all the query heads that share one KV head folded into its rows, so neither K nor
+V is repeated. For each tile two loops run over blocks of keys: first over those that every row sees whole, without
+a mask, then over those on the edges, with one. `mask.block_ranges` has computed both ranges, so what the mask
+empties costs nothing. Blocks are sliced where they lie: nothing is padded, transposed or copied whole.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.tiling import Tiling
+
+# In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
+_LOWEST = -1e30
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def xla_attention(
+    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+) -> tuple[Array, Array]:
+    """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider."""
+    return _forward(q, k, v, queries, keys, causal, scale)
+
+
+def _forward(
+    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+) -> tuple[Array, Array]:
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    tiling = Tiling.of(q, k, queries, keys, causal)
+    grouped = _group_heads(q, k)
+
+    def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        tile = tiling.tile(index)
+        q_rows = tile.rows(grouped).astype(dtype) * scale
+
+        def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
+            peak, total, acc = carry
+            k_block, v_block = (tile.block(x, block).astype(dtype) for x in (k, v))
+            scores = q_rows @ k_block.T
+            if masked:
+                scores = jnp.where(tile.visible(block), scores, _LOWEST)
+            new_peak = jnp.maximum(peak, jnp.max(scores, 1))
+            weights = jnp.exp(scores - new_peak[:, None])
+            decay = jnp.exp(peak - new_peak)
+            total = total * decay + jnp.sum(weights, 1)
+            acc = acc * decay[:, None] + weights @ v_block
+            return new_peak, total, acc
+
+        zeros = jnp.zeros_like(q_rows)
+        peak, total, acc = tile.sweep(step, (zeros[:, 0] + _LOWEST, zeros[:, 0], zeros))
+        # A row that saw only masked keys has summed exp(_LOWEST - _LOWEST): it is empty all the same.
+        empty = peak == _LOWEST
+        total = jnp.where(empty, 1, total)
+        out_rows = jnp.where(empty[:, None], 0, acc / total[:, None])
+        lse_rows = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+        out, lse = state
+        return tile.put_rows(out, out_rows), tile.put_rows(lse, lse_rows)
+
+    zeros = jnp.zeros_like(grouped, dtype)
+    out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, (zeros, zeros[..., 0]))
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+def _save(q, k, v, queries, keys, causal, scale):  # type: ignore[no-untyped-def]
+    out, lse = _forward(q, k, v, queries, keys, causal, scale)
+    return (out, lse), (q, k, v, queries, keys, out, lse)
+
+
+def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
+    """dQ, dK and dV in one pass over the forward's tiles and ranges (five matrix products a block)."""
+    q, k, v, queries, keys, out, lse = saved
+    dtype = out.dtype
+    tiling = Tiling.of(q, k, queries, keys, causal)
+    empty = lse == -jnp.inf
+    d_out, d_lse = cotangents
+    # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
+    row_term = jnp.where(empty, 0, d_lse - jnp.sum(d_out * out, -1))
+    grouped, d_out, row_term, lse = (_group_heads(x, k) for x in (q, d_out, row_term, jnp.where(empty, jnp.inf, lse)))
+
+    def compute_tile(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        tile = tiling.tile(index)
+        q_rows = tile.rows(grouped).astype(dtype) * scale
+        d_out_rows, row_terms = tile.rows(d_out), tile.rows(row_term)
+        # Rows that the last tile shares with its neighbour have been done there: weight zero, add nothing.
+        lse_rows = jnp.where(tile.own_rows(), tile.rows(lse), jnp.inf)
+
+        def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
+            d_q_rows, d_k, d_v = carry
+            k_block, v_block = (tile.block(x, block).astype(dtype) for x in (k, v))
+            scores = q_rows @ k_block.T
+            if masked:
+                scores = jnp.where(tile.visible(block), scores, -jnp.inf)
+            weights = jnp.exp(scores - lse_rows[:, None])
+            d_scores = weights * (d_out_rows @ v_block.T + row_terms[:, None])
+            d_k = tile.add_block(d_k, block, d_scores.T @ q_rows)
+            d_v = tile.add_block(d_v, block, weights.T @ d_out_rows)
+            return d_q_rows + d_scores @ k_block, d_k, d_v
+
+        d_q, d_k, d_v = state
+        d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows), d_k, d_v))
+        return tile.add_rows(d_q, d_q_rows * scale), d_k, d_v
+
+    zeros = (jnp.zeros_like(x, dtype) for x in (grouped, k, v))
+    d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, tuple(zeros))
+    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+
+
+xla_attention.defvjp(_save, _backward)
+
+
+def _group_heads(x: Array, k: Array) -> Array:
+    """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
+    return x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:])

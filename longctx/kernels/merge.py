@@ -1,0 +1,56 @@
+"""Attention states of disjoint key sets merge exactly (context parallelism paper, appendix B)."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]:
+    """Merge stacked attention states into the state over the union of their keys.
+
+    Args:
+      outs: normalised attention outputs `[..., M, ..., T, N, H]`, M states along `axis`.
+      lses: their log-sum-exp, natural log, float32, `outs.shape` without the last dimension.
+        `-inf` marks a query that saw no key; its `out` must be 0.
+      axis: where the states are stacked, counted in `lses` (so never the head size).
+
+    Returns:
+      `(out, lse)` without `axis`: `out` in the dtype of `outs`, computed in float32 (float64 for float64).
+      A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and never NaN.
+
+    Raises:
+      ValueError: the shapes or `axis` don't fit.
+
+    Merging many partial results in bf16 adds an error per merge: keep them float32 until the last one
+    (`attention(..., out_dtype=jnp.float32)`).
+    """
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(f"lses must have the shape of outs without its last axis, {outs.shape[:-1]}: {lses.shape}")
+    if not -lses.ndim <= axis < lses.ndim:
+        raise ValueError(f"axis must index one of the {lses.ndim} axes of lses, got {axis}")
+    axis %= lses.ndim
+
+    # The peak only shifts the exponentials and cancels, so no gradient need flow through it.
+    peak = lax.stop_gradient(jnp.max(lses, axis, keepdims=True))
+    empty = peak == -jnp.inf
+    peak = jnp.where(empty, 0, peak)
+    weights = jnp.exp(lses - peak)
+    total = jnp.where(empty, 1, jnp.sum(weights, axis, keepdims=True))
+    out = jnp.sum(outs * (weights / total)[..., None], axis).astype(outs.dtype)
+    lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    return out, jnp.squeeze(lse, axis)
+
+
+def merge_state(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Merge two attention states: `merge_states` for a pair.
+
+    Args:
+      out_a, out_b: `[*B, T, N, H]`.
+      lse_a, lse_b: `[*B, T, N]` float32, natural log.
+
+    Returns:
+      `(out, lse)` over the keys of both; `out` in the promoted dtype of `out_a` and `out_b`.
+    """
+    for name, a, b in (("out", out_a, out_b), ("lse", lse_a, lse_b)):
+        if a.shape != b.shape:
+            raise ValueError(f"{name}_a and {name}_b must have one shape, got {a.shape} and {b.shape}")
+    return merge_states(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))

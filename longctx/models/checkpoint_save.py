@@ -1,0 +1,142 @@
+"""Writes checkpoints in Hugging Face's format."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from longctx.models.hf_names import Layout, layouts
+from longctx.models.llama import Llama
+from longctx.models.params import Params
+from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
+
+# One tensor to write: its name in the file, the parameter, and the layer if that is a stack.
+_Piece = tuple[str, Layout, jax.Array, int | None]
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str], model: Llama, params: Params, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Writes `config.json` and safetensors files that `load_checkpoint` and transformers read.
+
+    All files are written aside and then renamed into place, so an interrupted save leaves what was
+    there. Peak host memory is one file, at most `max_shard_bytes` (or one tensor, if that is more).
+
+    Args:
+      directory: made if missing; other files in it (a tokenizer) are left alone.
+      model: the model that `params` belong to.
+      params: with the structure and shapes of `model.abstract_params()`, of one dtype; float32,
+        float16 or bfloat16.
+      max_shard_bytes: beyond it the tensors go to several files with an index.
+
+    Raises:
+      ValueError: `params` do not fit the model, or are spread over several processes.
+    """
+    dtype = _check_params(model, params)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    groups = _group(_pieces(model, params), max_shard_bytes)
+    names = [SINGLE_FILE]
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
+        for name, group in zip(names, groups, strict=True):
+            _write_tensors(Path(staging, name), group)
+        if len(groups) > 1:
+            names.append(INDEX_FILE)
+            _write_json(Path(staging, INDEX_FILE), _index(groups, names))
+        names.append("config.json")
+        # `torch_dtype` is what `dtype` was called before transformers 4.56.
+        dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
+        _write_json(Path(staging, "config.json"), model.config.to_hf() | dtypes)
+        for name in names:
+            # safetensors makes files that only their owner can read.
+            shutil.copymode(Path(staging, "config.json"), Path(staging, name))
+            os.replace(Path(staging, name), directory / name)
+    # Left from an earlier save, it would be read instead of, or beside, what was written now.
+    (directory / (INDEX_FILE if len(groups) == 1 else SINGLE_FILE)).unlink(missing_ok=True)
+
+
+def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
+    expected = jax.tree.leaves_with_path(model.abstract_params())
+    given = dict(jax.tree.leaves_with_path(params))
+    if given.keys() != {path for path, _ in expected}:
+        different = sorted(map(jax.tree_util.keystr, given.keys() ^ {path for path, _ in expected}))
+        raise ValueError(f"params do not have the model's structure: they differ in {', '.join(different)}")
+    for path, leaf in expected:
+        if given[path].shape != leaf.shape:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {given[path].shape}, the model's is {leaf.shape}"
+            )
+        if isinstance(given[path], jax.Array) and not given[path].is_fully_addressable:
+            raise ValueError(f"params{jax.tree_util.keystr(path)} is spread over several processes")
+    dtypes = {np.dtype(leaf.dtype) for leaf in given.values()}
+    if len(dtypes) != 1 or not dtypes <= STORED_DTYPES:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"params must be all float32, all float16 or all bfloat16, got {names}")
+    return dtypes.pop()
+
+
+def _pieces(model: Llama, params: Params) -> list[_Piece]:
+    """Every tensor to write, layer by layer."""
+    wanted = layouts(model.config)
+    stacks = wanted.pop("layers")
+    pieces: list[_Piece] = [(layout.names[0], layout, params[key], None) for key, layout in wanted.items()]
+    for i in range(model.config.num_layers):
+        pieces += [(stack.names[i], stack, params["layers"][key], i) for key, stack in stacks.items()]
+    return pieces
+
+
+def _group(pieces: list[_Piece], max_bytes: int) -> list[list[_Piece]]:
+    groups: list[list[_Piece]] = [[]]
+    filled = 0
+    for piece in pieces:
+        if groups[-1] and filled + _bytes(piece) > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += _bytes(piece)
+    return groups
+
+
+def _bytes(piece: _Piece) -> int:
+    _, layout, param, _ = piece
+    return int(np.prod(layout.shape)) * param.dtype.itemsize
+
+
+def _write_tensors(path: Path, pieces: list[_Piece]) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = {}
+    for name, layout, param, layer in pieces:
+        index = None if layer is None else np.int32(layer)
+        tensors[name] = np.asarray(_file_tensor(layout, param, index))
+    # transformers refuses files that do not say which framework's layout they have.
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _file_tensor(layout: Layout, param: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """One tensor in the file's layout. The layer is traced: as a Python int it would compile for each."""
+    ours = param if layer is None else lax.dynamic_index_in_dim(param, layer, keepdims=False)
+    return layout.to_file(ours)
+
+
+def _index(groups: list[list[_Piece]], names: list[str]) -> dict[str, Any]:
+    files = {piece[0]: name for name, group in zip(names, groups, strict=False) for piece in group}
+    total = sum(_bytes(piece) for group in groups for piece in group)
+    return {"metadata": {"total_size": total}, "weight_map": files}
+
+
+def _write_json(path: Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,184 @@
+"""Which rotary frequencies a model uses: the base, and how it was stretched to longer contexts.
+
+All of this runs once, on the host, in float64. The frequencies follow Hugging Face `transformers`
+(`modeling_rope_utils.py`), since that is what checkpoints mean by these parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+        return inv_freq / self.factor
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's: long wavelengths divided by `factor`, short ones kept, a linear blend between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+        turns_in_context = self.original_max_positions * inv_freq / (2 * math.pi)
+        blend_width = self.high_freq_factor - self.low_freq_factor
+        kept = np.clip((turns_in_context - self.low_freq_factor) / blend_width, 0.0, 1.0)
+        return kept * inv_freq + (1 - kept) * inv_freq / self.factor
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): a blend over the dimensions, and a factor on cosine and sine."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    explicit_attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+        pairs = inv_freq.shape[0]
+        low = self._dimension(self.beta_fast, pairs, theta)
+        high = self._dimension(self.beta_slow, pairs, theta)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        if low == high:
+            high += 0.001  # as transformers does, to avoid a division by zero
+        stretched = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
+        return stretched * inv_freq / self.factor + (1 - stretched) * inv_freq
+
+    def _dimension(self, rotations: float, pairs: int, theta: float) -> float:
+        """The (fractional) frequency index that turns `rotations` times in the original context."""
+        return pairs * math.log(self.original_max_positions / (rotations * 2 * math.pi)) / math.log(theta)
+
+    @property
+    def attention_factor(self) -> float:
+        if self.explicit_attention_factor is not None:
+            return self.explicit_attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Base `theta` and the scaling applied to its frequencies; None is none.
+
+    Plain theta scaling for longer contexts is `RopeConfig(theta=larger)`.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not self.theta > 1:
+            raise ValueError(f"rope theta must be greater than 1, got {self.theta}")
+        if self.scaling is None:
+            return
+        if not self.scaling.factor > 0:
+            raise ValueError(f"rope scaling factor must be positive, got {self.scaling.factor}")
+        if isinstance(self.scaling, Llama3Scaling) and not (
+            self.scaling.low_freq_factor < self.scaling.high_freq_factor
+        ):
+            raise ValueError("llama3 rope scaling needs low_freq_factor < high_freq_factor")
+
+    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians per token, float64 `[head_dim // 2]`, scaling included."""
+        inv_freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        return inv_freq if self.scaling is None else self.scaling.scale(inv_freq, self.theta)
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosine and sine are multiplied by (1 but for YaRN)."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
+
+
+# Our field names, where config.json has another.
+_HF_NAMES = {
+    "original_max_positions": "original_max_position_embeddings",
+    "explicit_attention_factor": "attention_factor",
+}
+_KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+
+
+def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Raises:
+      ValueError: a rope type other than default, linear, llama3 and yarn, a parameter that is
+        missing, or one that this type does not have; the message names the key.
+    """
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = {name: value for name, value in (config.get(key) or {}).items() if value is not None}
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind, old_kind = given.pop("rope_type", None), given.pop("type", None)
+    kind = kind or old_kind or "default"
+    if given.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(f"config.json: `{key}.partial_rotary_factor` other than 1 is not supported")
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+    if kind not in _KINDS:
+        supported = ", ".join(["default", *_KINDS])
+        raise ValueError(f"config.json: `{key}` has unsupported rope type {kind!r}; supported: {supported}")
+    if kind in ("llama3", "yarn"):
+        given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if kind == "yarn" and "factor" not in given:
+        # Some models (DeepSeek-V3 the first) give the stretch by the two lengths alone.
+        given["factor"] = config["max_position_embeddings"] / given["original_max_position_embeddings"]
+    return RopeConfig(theta=float(theta), scaling=_scaling_from_hf(key, kind, given))
+
+
+def _scaling_from_hf(key: str, kind: str, given: dict[str, Any]) -> RopeScaling:
+    values = {}
+    for field in dataclasses.fields(_KINDS[kind]):
+        name = _HF_NAMES.get(field.name, field.name)
+        if name in given:
+            values[field.name] = given.pop(name)
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"config.json: `{key}` of type {kind!r} lacks {name!r}")
+    if given:
+        raise ValueError(f"config.json: `{key}` of type {kind!r} has unsupported {sorted(given)}")
+    return _KINDS[kind](**values)
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`: the older keys, which every version of transformers reads."""
+    if rope.scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    kind = next(name for name, cls in _KINDS.items() if type(rope.scaling) is cls)
+    fields = {_HF_NAMES.get(name, name): value for name, value in dataclasses.asdict(rope.scaling).items()}
+    present = {name: value for name, value in fields.items() if value is not None}
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **present}}

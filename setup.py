@@ -1,0 +1,51 @@
+"""Metadata of the distribution `longctx-jax` (the name `longctx` is taken on the package index)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="longctx-jax",
+    version="0.1.0",
+    description="Exact inference over very long contexts in JAX",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["longctx", "longctx.*"]),
+    package_data={"longctx": ["py.typed", "models/tiny/*"]},
+    entry_points={"console_scripts": ["longctx = longctx.cli:main"]},
+    install_requires=[
+        "jax>=0.10",
+        "flax>=0.12",
+        "optax>=0.2.5",
+        "einops>=0.8",
+        "numpy>=2.0",
+        "chex>=0.1.90",
+        "absl-py>=2.1",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "jinja2>=3.1",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "cuda12": ["jax[cuda12]>=0.10"],
+        "cuda13": ["jax[cuda13]>=0.10"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "mpmath>=1.3",
+            "ruff>=0.14",
+            "mypy>=1.18",
+            "pre-commit>=4",
+            "torch==2.13.0",
+            "transformers>=5.0",
+        ],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

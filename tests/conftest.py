@@ -1,0 +1,33 @@
+"""Eight CPU devices, no silent rank promotion, warnings are errors (pyproject.toml)."""
+
+import os
+
+# Workers run side by side: one thread each for whatever is not JAX.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Every example of a new shape compiles: no deadline, and no shrinking (a failure prints its case as it is).
+settings.register_profile(
+    "longctx",
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("longctx")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() != "gpu":
+        no_gpu = pytest.mark.skip(reason="needs a GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(no_gpu)

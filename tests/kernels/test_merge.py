@@ -1,0 +1,94 @@
+"""Merging the states of parts gives the state of the whole, empties and gradients included."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.kernels import attention, merge_state, merge_states
+
+
+def _inputs(seed: int, length: int = 40) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return tuple(jax.random.normal(key, (length, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(0, 40), min_size=1, max_size=4).map(sorted), st.integers(0, 2))
+def test_parts_make_the_whole(seed: int, cuts: list[int], axis: int) -> None:
+    """Keys cut anywhere, empty parts too, stacked on any axis; values and gradients."""
+    q, k, v = _inputs(seed)
+    positions = jnp.arange(40)
+    bounds = list(zip([0, *cuts], [*cuts, 40], strict=True))
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(q, k, v, implementation="reference")
+
+    def merged(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = [
+            attention(q, k[a:b], v[a:b], q_positions=positions, kv_positions=positions[a:b]) for a, b in bounds
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return merge_states(jnp.stack(outs, axis), jnp.stack(lses, axis), axis=axis)
+
+    def loss(f):  # type: ignore[no-untyped-def]
+        return lambda *qkv: sum(jnp.sum(jnp.sin(x)) for x in f(*qkv))
+
+    chex.assert_trees_all_close(merged(q, k, v), whole(q, k, v), atol=1e-5)
+    grads = [jax.grad(loss(f), (0, 1, 2))(q, k, v) for f in (merged, whole)]
+    chex.assert_trees_all_close(*grads, atol=2e-5)
+
+
+def test_pair_is_merge_states_of_two() -> None:
+    q, k, v = _inputs(0)
+    halves = [attention(q, k[s], v[s], causal=False) for s in (slice(0, 11), slice(11, None))]
+    (out_a, lse_a), (out_b, lse_b) = halves
+    chex.assert_trees_all_close(
+        merge_state(out_a, lse_a, out_b, lse_b), attention(q, k, v, causal=False, implementation="reference"), atol=1e-5
+    )
+
+
+def test_two_empty_states_stay_empty_without_nan() -> None:
+    out, lse = jnp.zeros((3, 2, 4)), jnp.full((3, 2), -jnp.inf)
+    merged = merge_state(out, lse, out, lse)
+    chex.assert_trees_all_equal(merged, (out, lse))
+
+    def total(out: jax.Array, lse: jax.Array) -> jax.Array:
+        merged_out, merged_lse = merge_state(out, lse, out, lse)
+        return jnp.sum(merged_out) + jnp.sum(jnp.where(merged_lse == -jnp.inf, 0, merged_lse))
+
+    for grad in jax.grad(total, (0, 1))(out, lse):
+        assert not np.isnan(grad).any()
+
+
+def test_an_empty_state_changes_nothing() -> None:
+    q, k, v = _inputs(1)
+    out, lse = attention(q, k, v)
+    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    chex.assert_trees_all_equal(merge_state(out, lse, *nothing), (out, lse))
+    chex.assert_trees_all_equal(merge_state(*nothing, out, lse), (out, lse))
+
+
+def test_half_precision_outs_keep_their_dtype() -> None:
+    out, lse = jnp.ones((2, 3, 1, 4), jnp.bfloat16), jnp.zeros((2, 3, 1))
+    merged, merged_lse = merge_states(out, lse)
+    assert (merged.dtype, merged_lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "axis", "message"),
+    [
+        ((2, 3, 1, 4), (2, 3), 0, "lses must have the shape of outs without its last axis"),
+        ((2, 3, 1, 4), (2, 3, 1), 3, "axis must index one of the 3 axes of lses"),
+    ],
+)
+def test_merge_states_refuses(outs: tuple[int, ...], lses: tuple[int, ...], axis: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_states(jnp.zeros(outs), jnp.zeros(lses), axis=axis)
+
+
+def test_merge_state_refuses_two_shapes() -> None:
+    with pytest.raises(ValueError, match="out_a and out_b must have one shape"):
+        merge_state(jnp.zeros((2, 1, 4)), jnp.zeros((2, 1)), jnp.zeros((3, 1, 4)), jnp.zeros((2, 1)))
