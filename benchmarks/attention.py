@@ -1,13 +1,10 @@
 """Attention on this CPU against torch's and JAX's own, in one run: `python -m benchmarks.attention`.
 
 T = S = 4096, N = 8, K = 2, H = 64, causal: 17.2 GFLOP forward (the causal half of 4 T S N H) and 2.5 times that
-more backward. The bound is the machine's own matrix product, measured beside them. All contenders take turns, so
-that a machine whose speed drifts is fair to all; medians are over the rounds.
+more backward. The bound is the machine's own matrix product, measured beside them. Medians over the rounds.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from benchmarks.timing import matmul_gflops, measure
 from longctx.kernels import attention
 
 LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 4096, 8, 2, 64
@@ -47,26 +45,6 @@ def torch_contender(arrays: list[np.ndarray], dtype: str, backward: bool) -> Cal
     return run
 
 
-def matmul_gflops(rounds: int) -> float:
-    """What one large float32 matrix product reaches here: the bound."""
-    x = jnp.ones((2048, 2048))
-    product = jax.jit(jnp.matmul)
-    seconds = measure({"matmul": lambda: jax.block_until_ready(product(x, x))}, rounds)["matmul"]
-    return 2 * 2048**3 / seconds / 1e9
-
-
-def measure(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taking turns after one warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
-        for name, run in contenders.items():
-            time.sleep(0.3)  # idle threads of the one before spin for up to 0.2 s
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
@@ -85,7 +63,10 @@ def main() -> None:
                 "torch": torch_contender(arrays, dtype, backward),
                 "longctx xla": jax_contender(lambda q, k, v: attention(q, k, v)[0], arrays, dtype, backward),
                 "jax.nn": jax_contender(
-                    lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), arrays, dtype, backward
+                    lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+                    arrays,
+                    dtype,
+                    backward,
                 ),
             }
             seconds = measure(contenders, rounds)

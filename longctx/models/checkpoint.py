@@ -86,9 +86,7 @@ def _shardings(config: LlamaConfig, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh))
 
 
-def _load_param(
-    reader: SafetensorsReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]
-) -> jax.Array:
+def _load_param(reader: SafetensorsReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]) -> jax.Array:
     shape = (len(layout.names), *layout.shape) if layout.stacked else layout.shape
     loaded: dict[tuple[tuple[int, int], ...], jax.Array] = {}
     arrays = []

@@ -75,9 +75,7 @@ def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
         raise ValueError(f"params do not have the model's structure: they differ in {', '.join(different)}")
     for path, leaf in expected:
         if given[path].shape != leaf.shape:
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is {given[path].shape}, the model's is {leaf.shape}"
-            )
+            raise ValueError(f"params{jax.tree_util.keystr(path)} is {given[path].shape}, the model's is {leaf.shape}")
         if isinstance(given[path], jax.Array) and not given[path].is_fully_addressable:
             raise ValueError(f"params{jax.tree_util.keystr(path)} is spread over several processes")
     dtypes = {np.dtype(leaf.dtype) for leaf in given.values()}

@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from longctx.kernels import attention
+from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.params import Params, abstract_params, init_params
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
@@ -90,16 +91,17 @@ class Llama:
     ) -> tuple[jax.Array, Cache]:
         """The hidden states after the final norm, `[*B, T, D]` in the parameters' dtype, and the cache.
 
-        `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving
-        calls under jit. The cache goes through the scan over layers as carry, because scanned-over
-        inputs and outputs would be copied whole.
+        `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving calls under
+        jit. The layers may come as `params.arrange_for_cpu` makes them. The cache goes through the scan over layers
+        as carry, because scanned-over inputs and outputs would be copied whole.
         """
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
 
         def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Params]) -> Any:
             x, cache = carry
-            index, weights = scanned
+            index, bits = scanned
+            weights = jax.tree.map(lambda w: widen(w, x.dtype), bits)
             normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
             q = apply_rope(project(normed, weights["wq"], weights.get("bq")), cos, sin)
             k = apply_rope(project(normed, weights["wk"], weights.get("bk")), cos, sin)
@@ -113,7 +115,13 @@ class Llama:
 
         x = params["embed"][tokens]
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x, cache), _ = lax.scan(layer, (x, cache), (indices, params["layers"]))
+        if isinstance(params["layers"], tuple):
+            carry = (x, cache)
+            for scanned in zip(indices, params["layers"], strict=True):
+                carry, _ = layer(carry, scanned)
+            x, cache = carry
+        else:
+            (x, cache), _ = lax.scan(layer, (x, cache), (indices, params["layers"]))
         return rms_norm(x, params["final_norm"], config.norm_eps), cache
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -152,7 +160,7 @@ def dense_attend(positions: jax.Array, segment_ids: jax.Array | None = None) -> 
 
 def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, axes: int = 1) -> jax.Array:
     """Contracts the last `axes` of `x` with the first of `weight`, summing in float32, and adds `bias`."""
-    y = jnp.tensordot(x, weight, axes=axes, preferred_element_type=jnp.float32)
+    y = jnp.tensordot(x.astype(weight.dtype), weight, axes=axes, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y.astype(x.dtype)
@@ -162,7 +170,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`x` over its root mean square on the last axis, in float32, times `weight` in `x.dtype`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return jnp.broadcast_to(weight, x.shape) * normed.astype(x.dtype)
+    return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
 def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> jax.Array:
@@ -173,9 +181,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")
     if array.shape[-1] > config.max_positions:
-        raise ValueError(
-            f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}"
-        )
+        raise ValueError(f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}")
     _check_range("tokens", array, config.vocab_size, "the vocabulary")
     return jnp.asarray(array)
 

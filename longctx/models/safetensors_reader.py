@@ -125,9 +125,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
-        tensors = {
-            name: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()
-        }
+        tensors = {name: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
     for name, end in sorted(ends.items(), key=lambda item: item[1]):

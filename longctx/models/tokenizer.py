@@ -107,9 +107,7 @@ class HFTokenizer:
 
         if self._chat_template is None:
             raise ValueError("this tokenizer has no chat template")
-        return render_chat(
-            self._chat_template, messages, add_generation_prompt, self._special_tokens, **variables
-        )
+        return render_chat(self._chat_template, messages, add_generation_prompt, self._special_tokens, **variables)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:

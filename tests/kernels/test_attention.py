@@ -54,7 +54,10 @@ def cases(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[tuple[int, ...], int,
     padding = draw(st.sampled_from(["none", "some", "all"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    shape_q, shape_kv = (*batch, q_length, kv_heads * group, head_size), (*batch, kv_length, kv_heads, head_size)
+    shape_q, shape_kv = (
+        (*batch, q_length, kv_heads * group, head_size),
+        (*batch, kv_length, kv_heads, head_size),
+    )
     arrays = {name: rng.standard_normal(s) for name, s in (("q", shape_q), ("k", shape_kv), ("v", shape_kv))}
     return Case(
         arrays=arrays,

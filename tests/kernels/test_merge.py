@@ -27,9 +27,7 @@ def test_parts_make_the_whole(seed: int, cuts: list[int], axis: int) -> None:
         return attention(q, k, v, implementation="reference")
 
     def merged(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        parts = [
-            attention(q, k[a:b], v[a:b], q_positions=positions, kv_positions=positions[a:b]) for a, b in bounds
-        ]
+        parts = [attention(q, k[a:b], v[a:b], q_positions=positions, kv_positions=positions[a:b]) for a, b in bounds]
         outs, lses = zip(*parts, strict=True)
         return merge_states(jnp.stack(outs, axis), jnp.stack(lses, axis), axis=axis)
 
@@ -46,7 +44,9 @@ def test_pair_is_merge_states_of_two() -> None:
     halves = [attention(q, k[s], v[s], causal=False) for s in (slice(0, 11), slice(11, None))]
     (out_a, lse_a), (out_b, lse_b) = halves
     chex.assert_trees_all_close(
-        merge_state(out_a, lse_a, out_b, lse_b), attention(q, k, v, causal=False, implementation="reference"), atol=1e-5
+        merge_state(out_a, lse_a, out_b, lse_b),
+        attention(q, k, v, causal=False, implementation="reference"),
+        atol=1e-5,
     )
 
 

@@ -135,9 +135,7 @@ def test_tied_copies_and_old_buffers_are_ignored(tmp_path: Path) -> None:
         (Case(tied=True, rope="llama3"), jnp.bfloat16, 50_000, False),
     ],
 )
-def test_round_trip(
-    tmp_path: Path, case: Case, dtype: DTypeLike, max_shard_bytes: int, sharded: bool
-) -> None:
+def test_round_trip(tmp_path: Path, case: Case, dtype: DTypeLike, max_shard_bytes: int, sharded: bool) -> None:
     reference = case.write(tmp_path / "theirs")
     mesh = make_mesh(stage=2, tensor=4) if sharded else None
     model, params = load_checkpoint(tmp_path / "theirs", mesh, dtype)
@@ -169,9 +167,7 @@ def test_saving_again_replaces_and_leaves_other_files(written: Path, tmp_path: P
     assert modes == {(tmp_path / "config.json").stat().st_mode}
 
 
-def test_a_failed_save_changes_nothing(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_changes_nothing(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = load_checkpoint(written)
     save_checkpoint(tmp_path, model, params)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

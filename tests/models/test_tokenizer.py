@@ -134,9 +134,7 @@ def test_bytes_round_trip(text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(st.sampled_from("ait éß東🦙\n"), max_size=30))
-def test_streaming_text_never_shows_half_a_character(
-    loaded: dict[str, Tokenizer], kind: str, text: str
-) -> None:
+def test_streaming_text_never_shows_half_a_character(loaded: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = loaded[kind]
     ids = tokenizer.encode(text)
     decoder = StreamDecoder(tokenizer)
@@ -149,9 +147,7 @@ def test_streaming_text_never_shows_half_a_character(
 @given(ids=st.lists(st.integers(0, 257), max_size=30))
 @example(ids=[0xFF, 0xF0, 0x9F, 0x98, 0x80])
 @example(ids=[0x80] * 10)
-def test_streaming_any_tokens_gives_the_whole_text(
-    loaded: dict[str, Tokenizer], kind: str, ids: Sequence[int]
-) -> None:
+def test_streaming_any_tokens_gives_the_whole_text(loaded: dict[str, Tokenizer], kind: str, ids: Sequence[int]) -> None:
     decoder = StreamDecoder(loaded[kind])
     pieces = [decoder.push(id) for id in ids]
     assert "".join([*pieces, decoder.finish()]) == loaded[kind].decode(ids)

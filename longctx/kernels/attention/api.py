@@ -63,8 +63,8 @@ def attention(
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
     _check_arrays(q, k, v)
-    *batch, q_length, heads, head_size = q.shape
-    kv_length, kv_heads = k.shape[-3:-1]
+    *batch, q_length, _, head_size = q.shape
+    kv_length = k.shape[-3]
     if scale is None:
         scale = head_size**-0.5
     if not math.isfinite(scale):
@@ -127,9 +127,7 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
 
 
-def _tokens(
-    side: str, positions: Array | None, segments: Array | None, batch: tuple[int, ...], length: int
-) -> Tokens:
+def _tokens(side: str, positions: Array | None, segments: Array | None, batch: tuple[int, ...], length: int) -> Tokens:
     """Positions and segments as int32 `[1 or batch, length]`."""
 
     def normalise(name: str, x: Array | None, default: Array) -> Array:

@@ -1,5 +1,6 @@
 """Who sees whom follows from positions and segments, token by token and block by block."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -38,9 +39,13 @@ def visible(queries: Tokens, keys: Tokens, causal: bool) -> Array:
     return seen
 
 
-def block_starts(length: int, block: int) -> Array:
-    """First token of each block. The last block is moved back to end at `length`, so that nothing is padded."""
-    return jnp.minimum(jnp.arange(0, length, block), length - block)
+def _blocks(x: Array, block: int) -> Array:
+    """`[Bm, T]` -> `[Bm, blocks, block]`. The last block is moved back to end at T, so that nothing is padded."""
+    num_whole = x.shape[1] // block
+    blocks = x[:, : num_whole * block].reshape(-1, num_whole, block)
+    if x.shape[1] % block:
+        blocks = jnp.concatenate([blocks, x[:, None, -block:]], 1)
+    return blocks
 
 
 def block_ranges(queries: Tokens, keys: Tokens, causal: bool, q_block: int, kv_block: int) -> BlockRanges:
@@ -53,7 +58,7 @@ def block_ranges(queries: Tokens, keys: Tokens, causal: bool, q_block: int, kv_b
     # A last block that was moved back overlaps its neighbour: those keys are masked, so it is never full.
     whole = (jnp.arange(num_blocks) + 1) * kv_block <= keys.segments.shape[1]
 
-    def pairs(compare, a: Array, b: Array) -> Array:  # type: ignore[no-untyped-def]
+    def pairs(compare: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
         return compare(a[:, :, None], b[:, None, :])
 
     seen = pairs(jnp.less_equal, q.first_segment, kv.last_segment)
@@ -85,9 +90,7 @@ class _Summary(NamedTuple):
 
 
 def _summarise(tokens: Tokens, block: int) -> _Summary:
-    length = tokens.segments.shape[1]
-    index = block_starts(length, block)[:, None] + jnp.arange(block)[None, :]
-    positions, segments = tokens.positions[:, index], tokens.segments[:, index]
+    positions, segments = _blocks(tokens.positions, block), _blocks(tokens.segments, block)
     real = segments >= 0
     big = jnp.iinfo(jnp.int32).max
     first_segment = jnp.min(jnp.where(real, segments, big), 2)

@@ -9,11 +9,10 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import BlockRanges, Tokens, block_ranges, visible
 
-# Rows of a tile and scores of one block of it, as measured on CPU (docs/attention.md). A decode has few rows and
-# takes longer blocks of keys instead.
+# Rows of a tile and keys of a block, as measured on CPU (docs/attention.md): fewer rows take longer blocks.
 _ROWS = 1024
 _SCORES = _ROWS * 256
-_MAX_KV_BLOCK = 2048
+_MAX_KV_BLOCK = 512
 
 # Slice indices must share a type; a plain 0 is an int64 when x64 is on.
 _ZERO = np.int32(0)
@@ -31,18 +30,38 @@ class Tiling(NamedTuple):
     kv_block: int
     ranges: BlockRanges
     num_tiles: int
+    kv_entry: Array | None
+    block_heads: int
 
     @classmethod
-    def of(cls, q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool) -> "Tiling":
-        """For q `[B, T, N, H]` and k `[B, S, K, H]`."""
+    def of(
+        cls,
+        q: Array,
+        k: Array,
+        queries: Tokens,
+        keys: Tokens,
+        causal: bool,
+        kv_entry: Array | None = None,
+        join_heads: bool = False,
+    ) -> "Tiling":
+        """For q `[B, T, N, H]` and k `[B, S, K, H]`.
+
+        With `kv_entry`, k is `[E, S, K, H]` and all sequences read that entry. With `join_heads`, the KV heads of a
+        key are taken as one head of size K * H, which all query heads share.
+        """
         batch, q_length, heads, _ = q.shape
         _, kv_length, kv_heads, _ = k.shape
+        block_heads, kv_heads = (kv_heads, 1) if join_heads else (1, kv_heads)
         group = heads // kv_heads
         q_block = min(q_length, max(1, _ROWS // group))
         kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
         ranges = block_ranges(queries, keys, causal, q_block, kv_block)
         num_tiles = batch * kv_heads * ranges.start.shape[1]
-        return cls(queries, keys, causal, kv_heads, group, q_block, kv_block, ranges, num_tiles)
+        return cls(queries, keys, causal, kv_heads, group, q_block, kv_block, ranges, num_tiles, kv_entry, block_heads)
+
+    def group_heads(self, x: Array) -> Array:
+        """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
+        return x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
 
     def tile(self, index: Array) -> "Tile":
         """One (sequence, KV head, block of queries), the last running fastest."""
@@ -80,9 +99,11 @@ class Tile(NamedTuple):
         return jnp.repeat(own, self.tiling.group)
 
     def block(self, x: Array, index: Array) -> Array:
-        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`."""
-        size = (1, self.tiling.kv_block, 1, x.shape[3])
-        return lax.dynamic_slice(x, self._at(x, self._first_key(index)), size)[0, :, 0]
+        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`, or `[kv_block, K * H]` with joined heads."""
+        _, first, head, zero = self._at(x, self._first_key(index))
+        entry = self.batch if self.tiling.kv_entry is None else self.tiling.kv_entry
+        size = (1, self.tiling.kv_block, self.tiling.block_heads, x.shape[3])
+        return lax.dynamic_slice(x, (entry, first, head, zero), size).reshape(self.tiling.kv_block, -1)
 
     def add_block(self, x: Array, index: Array, update: Array) -> Array:
         update = (self.block(x, index) + update)[None, :, None]

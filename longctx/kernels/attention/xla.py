@@ -14,9 +14,12 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.tiling import Tiling
+from longctx.kernels.bits import from_bits
 
 # In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
 _LOWEST = -1e30
+# Up to so many rows, over all heads, the KV heads of a block are taken together.
+_FEW_ROWS = 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -27,12 +30,31 @@ def xla_attention(
     return _forward(q, k, v, queries, keys, causal, scale)
 
 
+def xla_attention_to_entry(
+    q: Array, k: Array, v: Array, entry: Array, queries: Tokens, keys: Tokens, scale: float
+) -> tuple[Array, Array]:
+    """`xla_attention` to one entry of k and v `[E, S, K, H]`, read where it lies: a layer of a cache, say.
+
+    The cache may hold the bits of a 16-bit q.dtype as uint16. Causal, and forward only.
+    """
+    return _forward(q, k, v, queries, keys, True, scale, entry)
+
+
 def _forward(
-    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    kv_entry: Array | None = None,
 ) -> tuple[Array, Array]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    tiling = Tiling.of(q, k, queries, keys, causal)
-    grouped = _group_heads(q, k)
+    # With few queries the products of single KV heads are too small to be fast: one product serves them all.
+    join_heads = k.shape[2] > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
+    tiling = Tiling.of(q, k, queries, keys, causal, kv_entry, join_heads)
+    grouped = tiling.group_heads(_spread_heads(q, k) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tiling.tile(index)
@@ -40,11 +62,11 @@ def _forward(
 
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             peak, total, acc = carry
-            k_block, v_block = (tile.block(x, block).astype(dtype) for x in (k, v))
+            k_block, v_block = (from_bits(tile.block(x, block), q.dtype).astype(dtype) for x in (k, v))
             scores = q_rows @ k_block.T
             if masked:
                 scores = jnp.where(tile.visible(block), scores, _LOWEST)
-            new_peak = jnp.maximum(peak, jnp.max(scores, 1))
+            new_peak = jnp.maximum(peak, _row_max(scores))
             weights = jnp.exp(scores - new_peak[:, None])
             decay = jnp.exp(peak - new_peak)
             total = total * decay + jnp.sum(weights, 1)
@@ -63,6 +85,7 @@ def _forward(
 
     zeros = jnp.zeros_like(grouped, dtype)
     out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, (zeros, zeros[..., 0]))
+    out = _pick_heads(out, k) if join_heads else out
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -80,7 +103,7 @@ def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
     d_out, d_lse = cotangents
     # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
     row_term = jnp.where(empty, 0, d_lse - jnp.sum(d_out * out, -1))
-    grouped, d_out, row_term, lse = (_group_heads(x, k) for x in (q, d_out, row_term, jnp.where(empty, jnp.inf, lse)))
+    grouped, d_out, row_term, lse = map(tiling.group_heads, (q, d_out, row_term, jnp.where(empty, jnp.inf, lse)))
 
     def compute_tile(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile = tiling.tile(index)
@@ -113,6 +136,23 @@ def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
 xla_attention.defvjp(_save, _backward)
 
 
-def _group_heads(x: Array, k: Array) -> Array:
-    """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
-    return x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:])
+def _row_max(x: Array) -> Array:
+    """Maximum of each row, in two steps, of which XLA's CPU backend runs the first eight lanes wide."""
+    rows, columns = x.shape
+    if columns % 8:
+        return jnp.max(x, 1)
+    return jnp.max(jnp.max(x.reshape(rows, columns // 8, 8), 1), 1)
+
+
+def _spread_heads(q: Array, k: Array) -> Array:
+    """Queries `[B, T, N, H]` -> `[B, T, N, K * H]`, each in the place of its KV head and zero elsewhere."""
+    kv_heads = k.shape[2]
+    by_head = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
+    spread = jnp.einsum("btkgh,kj->btkgjh", by_head, jnp.eye(kv_heads, dtype=q.dtype))
+    return spread.reshape(*q.shape[:3], -1)
+
+
+def _pick_heads(out: Array, k: Array) -> Array:
+    """Results of spread queries `[B, T, 1, N, K * H]` -> `[B, T, K, G, H]`, each from the place of its KV head."""
+    kv_heads, head_size = k.shape[2:]
+    return jnp.einsum("btkgkh->btkgh", out.reshape(*out.shape[:2], kv_heads, -1, kv_heads, head_size))
