@@ -31,7 +31,9 @@ setup(
     extras_require={
         "cuda12": ["jax[cuda12]>=0.10"],
         "cuda13": ["jax[cuda13]>=0.10"],
+        "train": ["orbax-checkpoint>=0.11"],
         "test": [
+            "orbax-checkpoint>=0.11",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

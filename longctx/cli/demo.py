@@ -11,8 +11,6 @@ from longctx.models.sampling import Sampling
 
 SUMMARY = "Hide pass keys in a long document and ask the built-in model for them."
 MAX_ANSWER = 16
-# Room for a question and its answer after the document.
-MAX_QUESTION = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if (options.document is None) != (options.question is None):
         raise ValueError("--document and --question go together")
+    if options.questions < 1:
+        raise ValueError(f"--questions must be at least 1, got {options.questions}")
     if options.document is None:
         document = passkey.make_document(options.tokens, options.questions, options.seed)
         expected: dict[str, str | None]

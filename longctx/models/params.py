@@ -5,6 +5,7 @@ Layers are stacked on a leading axis for `lax.scan`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -110,12 +111,14 @@ def arrange_for_cpu(params: Params) -> Params:
     leaf = params["embed"]
     if not (isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]):
         return params
+    view = functools.partial(jax.device_put, device=next(iter(leaf.devices())), may_alias=True)
     stacks = {name: np.asarray(stack) for name, stack in params["layers"].items()}
     if leaf.dtype.itemsize == 2:
-        return params | {"layers": {name: jnp.asarray(stack.view(np.uint16)) for name, stack in stacks.items()}}
+        return params | {"layers": {name: view(stack.view(np.uint16)) for name, stack in stacks.items()}}
     num_layers = len(stacks["attn_norm"])
-    layers = tuple({name: jnp.asarray(stack[i]) for name, stack in stacks.items()} for i in range(num_layers))
-    return params | {"layers": layers}
+    return params | {
+        "layers": tuple({name: view(stack[i]) for name, stack in stacks.items()} for i in range(num_layers))
+    }
 
 
 def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:

@@ -1,5 +1,7 @@
 """Merging the states of parts gives the state of the whole, empties and gradients included."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,33 +12,41 @@ from hypothesis import strategies as st
 
 from longctx.kernels import attention, merge_state, merge_states
 
+LENGTH, PARTS = 40, 3
 
-def _inputs(seed: int, length: int = 40) -> tuple[jax.Array, jax.Array, jax.Array]:
+
+def _inputs(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(seed), 3)
-    return tuple(jax.random.normal(key, (length, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    q, k, v = (jax.random.normal(key, (LENGTH, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    return q, k, v
 
 
-@given(st.integers(0, 1000), st.lists(st.integers(0, 40), min_size=1, max_size=4).map(sorted), st.integers(0, 2))
-def test_parts_make_the_whole(seed: int, cuts: list[int], axis: int) -> None:
-    """Keys cut anywhere, empty parts too, stacked on any axis; values and gradients."""
-    q, k, v = _inputs(seed)
-    positions = jnp.arange(40)
-    bounds = list(zip([0, *cuts], [*cuts, 40], strict=True))
+@functools.partial(jax.jit, static_argnames="axis")
+def _whole_and_merged(q: jax.Array, k: jax.Array, v: jax.Array, part: jax.Array, axis: int) -> list[object]:
+    """Values and gradients of attention to all keys at once, and to each part's keys followed by a merge."""
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         return attention(q, k, v, implementation="reference")
 
     def merged(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        parts = [attention(q, k[a:b], v[a:b], q_positions=positions, kv_positions=positions[a:b]) for a, b in bounds]
-        outs, lses = zip(*parts, strict=True)
+        queries = jnp.zeros(LENGTH, jnp.int32)
+        segments = [jnp.where(part == index, 0, -1) for index in range(PARTS)]
+        states = [attention(q, k, v, None, None, queries, s, implementation="reference") for s in segments]
+        outs, lses = zip(*states, strict=True)
         return merge_states(jnp.stack(outs, axis), jnp.stack(lses, axis), axis=axis)
 
-    def loss(f):  # type: ignore[no-untyped-def]
-        return lambda *qkv: sum(jnp.sum(jnp.sin(x)) for x in f(*qkv))
+    def loss(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return sum(jnp.sum(jnp.sin(x)) for x in state)
 
-    chex.assert_trees_all_close(merged(q, k, v), whole(q, k, v), atol=1e-5)
-    grads = [jax.grad(loss(f), (0, 1, 2))(q, k, v) for f in (merged, whole)]
-    chex.assert_trees_all_close(*grads, atol=2e-5)
+    return [(f(q, k, v), jax.grad(lambda *qkv, f=f: loss(f(*qkv)), (0, 1, 2))(q, k, v)) for f in (whole, merged)]
+
+
+@given(st.integers(0, 1000), st.integers(0, 2), st.data())
+def test_parts_make_the_whole(seed: int, axis: int, data: st.DataObject) -> None:
+    """Keys dealt to parts in any way, none to some of them, stacked on any axis; values and gradients."""
+    parts = data.draw(st.lists(st.integers(0, data.draw(st.integers(0, PARTS - 1))), min_size=LENGTH, max_size=LENGTH))
+    whole, merged = _whole_and_merged(*_inputs(seed), jnp.array(parts), axis)
+    chex.assert_trees_all_close(merged, whole, atol=2e-5)
 
 
 def test_pair_is_merge_states_of_two() -> None:

@@ -1,0 +1,52 @@
+"""Bad input to `attention`: an error at the door that names the argument."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longctx.kernels import attention
+
+Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
+SIX = jnp.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": np.ones((6, 4, 8), np.float32)}, TypeError, "q must be a jax.Array, got ndarray"),
+        ({"q": jnp.ones((6, 8))}, ValueError, "q must have a shape"),
+        ({"v": jnp.ones((2, 8))}, ValueError, "v must have a shape"),
+        ({"q": jnp.ones((6, 4, 8), int)}, TypeError, "q must be floating point, got int32"),
+        ({"k": K.astype(jnp.bfloat16)}, TypeError, "one dtype, got float32 and k of bfloat16"),
+        ({"v": jnp.ones((5, 2, 8))}, ValueError, "k and v must have one shape"),
+        ({"q": jnp.ones((6, 3, 8))}, ValueError, "multiple of k's heads"),
+        ({"q": jnp.ones((6, 0, 8))}, ValueError, "multiple of k's heads"),
+        ({"q": jnp.ones((6, 4, 7))}, ValueError, "head size of q, 7, got 8"),
+        ({"q": jnp.ones((2, 6, 4, 8))}, ValueError, "batch dimensions of q"),
+        ({"q": jnp.ones((5, 4, 8))}, ValueError, "q_positions must be given when causal and T != S"),
+        ({"q_positions": SIX.astype(float)}, TypeError, "q_positions must be integers, got float32"),
+        ({"kv_positions": jnp.arange(5)}, ValueError, r"kv_positions must have the shape \(6,\)"),
+        ({"q_positions": jnp.zeros((2, 6), int)}, ValueError, r"q_positions must have the shape \(6,\)"),
+        ({"q_segment_ids": SIX}, ValueError, "q_segment_ids and kv_segment_ids must be given both or neither"),
+        ({"q_segment_ids": SIX, "kv_segment_ids": SIX > 2}, TypeError, "kv_segment_ids must be integers, got bool"),
+        ({"implementation": "fast"}, ValueError, r"implementation must be None or one of \['reference', 'xla'\]"),
+        ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
+        ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
+    ],
+)
+def test_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(**({"q": Q, "k": K, "v": K} | arguments))
+
+
+def test_unequal_lengths_need_no_positions_without_causality() -> None:
+    out, _ = attention(Q[:5], K, K, causal=False)
+    assert out.shape == (5, 4, 8)
+
+
+def test_refusal_is_the_same_under_jit() -> None:
+    with pytest.raises(ValueError, match="multiple of k's heads"):
+        jax.jit(attention)(jnp.ones((6, 3, 8)), K, K)

@@ -1,0 +1,92 @@
+"""What `attention` compiles to: memory linear in the lengths, nothing copied, and a place in `shard_map`."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from longctx.kernels import attention
+
+MIB = 2**20
+LONG = 131072
+
+
+def _loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.sum(attention(q, k, v)[0])
+
+
+def _temp_bytes(length: int) -> int:
+    x = jax.ShapeDtypeStruct((length, 2, 64), jnp.float32)
+    compiled = jax.jit(jax.value_and_grad(_loss, (0, 1, 2))).lower(x, x, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_forward_and_backward_memory_at_131072_tokens() -> None:
+    """Inputs, gradients and temporaries together stay below 2 GiB; dense scores would take 128 GiB."""
+    arrays = 6 * LONG * 2 * 64 * 4
+    assert _temp_bytes(LONG) + arrays < 2048 * MIB
+
+
+def test_memory_is_linear() -> None:
+    fixed, short, long = (_temp_bytes(length) for length in (LONG // 4, LONG // 2, LONG))
+    assert long - short < 2.2 * (short - fixed)
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_real_run_at_131072_tokens() -> None:
+    """The process's own peak, JAX and all, over a forward and backward pass."""
+    program = f"""
+import resource, jax, jax.numpy as jnp
+from longctx.kernels import attention
+q, k, v = jax.random.normal(jax.random.key(0), (3, {LONG}, 2, 64))
+loss = lambda q, k, v: jnp.sum(attention(q, k, v)[0] ** 2)
+value, grads = jax.block_until_ready(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v))
+assert all(bool(jnp.isfinite(x).all()) for x in (value, *grads))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    peak = int(result.stdout) / 1024
+    print(f"peak {peak:.0f} MiB")
+    assert peak < 2048
+
+
+def test_work_follows_what_is_visible() -> None:
+    """Keys after the last visible one are never read: NaNs there change nothing, in any block after it."""
+    q, k = jnp.ones((1, 4, 8)), jnp.ones((5000, 2, 8)).at[1024:].set(jnp.nan)
+    out, lse = attention(q, k, k, q_positions=jnp.array([1000]))
+    assert bool(jnp.isfinite(out).all())
+    np.testing.assert_allclose(lse, np.log(1001) + 8**0.5, rtol=1e-6)
+
+
+def test_inside_shard_map_with_operands_that_vary_differently() -> None:
+    """`check_vma=True`; the gradient of what was replicated is summed over the mesh."""
+    mesh = jax.make_mesh((4, 2), ("context", "data"), axis_types=(AxisType.Auto,) * 2)
+    P = PartitionSpec
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 64, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    k = k[:1]  # the same for both sequences
+    positions = jnp.arange(64)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, q_positions: jax.Array) -> jax.Array:
+        k = jnp.broadcast_to(k, v.shape)
+        return attention(q, k, v, q_positions=q_positions, kv_positions=jnp.arange(64))[0]
+
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P("data", "context"), P(), P("data"), P("context")),
+        out_specs=P("data", "context"),
+        check_vma=True,
+    )
+
+    def loss(f):  # type: ignore[no-untyped-def]
+        return lambda q, k, v: jnp.sum(jnp.sin(f(q, k, v, positions)))
+
+    np.testing.assert_allclose(sharded(q, k, v, positions), local(q, k, v, positions), atol=1e-5)
+    got, want = (jax.jit(jax.grad(loss(f), (0, 1, 2)))(q, k, v) for f in (sharded, local))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
