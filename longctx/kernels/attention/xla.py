@@ -20,6 +20,8 @@ from longctx.kernels.bits import from_bits
 _LOWEST = -1e30
 # Up to so many rows, over all heads, the KV heads of a block are taken together.
 _FEW_ROWS = 256
+# By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
+_dot = functools.partial(jnp.matmul, precision="highest")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -63,14 +65,14 @@ def _forward(
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             peak, total, acc = carry
             k_block, v_block = (from_bits(tile.block(x, block), q.dtype).astype(dtype) for x in (k, v))
-            scores = q_rows @ k_block.T
+            scores = _dot(q_rows, k_block.T)
             if masked:
                 scores = jnp.where(tile.visible(block), scores, _LOWEST)
             new_peak = jnp.maximum(peak, _row_max(scores))
             weights = jnp.exp(scores - new_peak[:, None])
             decay = jnp.exp(peak - new_peak)
             total = total * decay + jnp.sum(weights, 1)
-            acc = acc * decay[:, None] + weights @ v_block
+            acc = acc * decay[:, None] + _dot(weights, v_block)
             return new_peak, total, acc
 
         zeros = jnp.zeros_like(q_rows)
@@ -115,14 +117,14 @@ def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             d_q_rows, d_k, d_v = carry
             k_block, v_block = (tile.block(x, block).astype(dtype) for x in (k, v))
-            scores = q_rows @ k_block.T
+            scores = _dot(q_rows, k_block.T)
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
             weights = jnp.exp(scores - lse_rows[:, None])
-            d_scores = weights * (d_out_rows @ v_block.T + row_terms[:, None])
-            d_k = tile.add_block(d_k, block, d_scores.T @ q_rows)
-            d_v = tile.add_block(d_v, block, weights.T @ d_out_rows)
-            return d_q_rows + d_scores @ k_block, d_k, d_v
+            d_scores = weights * (_dot(d_out_rows, v_block.T) + row_terms[:, None])
+            d_k = tile.add_block(d_k, block, _dot(d_scores.T, q_rows))
+            d_v = tile.add_block(d_v, block, _dot(weights.T, d_out_rows))
+            return d_q_rows + _dot(d_scores, k_block), d_k, d_v
 
         d_q, d_k, d_v = state
         d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows), d_k, d_v))
