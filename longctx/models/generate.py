@@ -35,7 +35,9 @@ class Context:
         self._model, self._capacity, self._chunk_size = model, capacity, chunk_size
         self._params = arrange_for_cpu(params)
         # A last chunk is padded up to its bucket, and so may reach this far beyond the last token.
-        self._cache = KVCache.empty(config, capacity + chunk_size, params["embed"].dtype)
+        embed = params["embed"]
+        # Where the parameters are: an array not committed to a device would compile the first step twice.
+        self._cache = KVCache.empty(config, capacity + chunk_size, embed.dtype, embed.sharding)
         self._logits: Array | None = None
         self.length = 0
 
@@ -88,7 +90,7 @@ class Context:
                 return
             yield token
             self._logits, self._cache = _step(
-                self._model, self._params, self._cache, np.array([token]), np.int32(self.length), np.int32(0)
+                self._model, self._params, self._cache, np.array([token], np.int32), np.int32(self.length), np.int32(0)
             )
             self.length += 1
 

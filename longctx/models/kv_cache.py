@@ -1,6 +1,6 @@
 """The keys and values of one sequence on one device, and attention to them."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +21,11 @@ class KVCache(NamedTuple):
     v: Array
 
     @classmethod
-    def empty(cls, config: LlamaConfig, capacity: int, dtype: DTypeLike) -> Self:
-        """An empty cache of `dtype` for positions 0 to capacity - 1."""
+    def empty(cls, config: LlamaConfig, capacity: int, dtype: DTypeLike, device: Any = None) -> Self:
+        """An empty cache of `dtype` for positions 0 to capacity - 1, on a device or in a sharding."""
         shape = (config.num_layers, capacity, config.num_kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, bits_dtype(dtype)), jnp.zeros(shape, bits_dtype(dtype)))
+        k, v = (jnp.zeros(shape, bits_dtype(dtype), device=device) for _ in range(2))
+        return cls(k, v)
 
 
 def attend_to_cache(positions: Array) -> Attend:
