@@ -55,8 +55,8 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
     ("arguments", "message"),
     [
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "the " * 64], "capacity must be 1 to the model's context of 64"),
-        (["--prompt", "the", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--prompt", "the " * 64], "more than the model's context of 64"),
+        (["--prompt", "the", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["--prompt", "the", "--top-p", "2"], "top_p must be above 0"),
         (["--prompt", "the", "--chat"], "no chat template"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),

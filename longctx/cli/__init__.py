@@ -19,6 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         print(f"longctx: {error}", file=sys.stderr)
         return 2

@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
         context.rewind(len(tokens))
         answer.read(context, ending, figures, show=False)
         print(f"{question} ", end="")
-        text = answer.write(context, tokenizer, MAX_ANSWER, Sampling(), tokenizer.eos_ids, figures)
-        num_right += text == expected[question]
+        given = answer.write(context, tokenizer, MAX_ANSWER, Sampling(), tokenizer.eos_ids, figures)
+        num_right += given == expected[question]
     print(f"\n{figures.report()}")
     if options.document is None:
         print(f"right    {num_right} of {len(expected)}")

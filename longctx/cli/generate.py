@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
     tokenizer = load_tokenizer(options.model)
@@ -36,6 +38,11 @@ def run(options: argparse.Namespace) -> int:
     if not tokens:
         raise ValueError("the prompt is empty")
     model, params = load_checkpoint(options.model, dtype=options.dtype)
+    if len(tokens) + options.max_tokens > model.config.max_positions:
+        raise ValueError(
+            f"the prompt's {len(tokens)} tokens and --max-tokens {options.max_tokens} "
+            f"are more than the model's context of {model.config.max_positions}"
+        )
     figures = answer.Figures()
     context = Context(model, params, len(tokens) + options.max_tokens, options.chunk_size)
     answer.read(context, tokens, figures)

@@ -18,7 +18,8 @@ def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]
       A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and never NaN.
 
     Raises:
-      ValueError: the shapes or `axis` don't fit.
+      ValueError: the shapes or `axis` don't fit, or there is no state to merge.
+      TypeError: lses are not float32 (or float64).
 
     Merging many partial results in bf16 adds an error per merge: keep them float32 until the last one
     (`attention(..., out_dtype=jnp.float32)`).
@@ -27,6 +28,10 @@ def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]
         raise ValueError(f"lses must have the shape of outs without its last axis, {outs.shape[:-1]}: {lses.shape}")
     if not -lses.ndim <= axis < lses.ndim:
         raise ValueError(f"axis must index one of the {lses.ndim} axes of lses, got {axis}")
+    if lses.shape[axis] == 0:
+        raise ValueError(f"lses must stack at least one state along axis {axis}, got {lses.shape}")
+    if lses.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"lses must be float32, got {lses.dtype}")
     axis %= lses.ndim
 
     # The peak only shifts the exponentials and cancels, so no gradient need flow through it.

@@ -51,6 +51,8 @@ def load_checkpoint(
     directory = Path(directory)
     if not directory.is_dir():
         raise FileNotFoundError(f"no such directory: {directory}")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating-point type or None, got {dtype}")
     config = LlamaConfig.from_hf(directory / "config.json")
     wanted = layouts(config)
     with SafetensorsReader(directory) as reader:

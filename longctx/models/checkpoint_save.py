@@ -28,8 +28,8 @@ def save_checkpoint(
 ) -> None:
     """Writes `config.json` and safetensors files that `load_checkpoint` and transformers read.
 
-    All files are written aside and then renamed into place, so an interrupted save leaves what was
-    there. Peak host memory is one file, at most `max_shard_bytes` (or one tensor, if that is more).
+    All files are written aside and then renamed into place, so each is replaced whole. Peak host
+    memory is one file, at most `max_shard_bytes` (or one tensor, if that is more).
 
     Args:
       directory: made if missing; other files in it (a tokenizer) are left alone.

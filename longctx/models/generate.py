@@ -1,5 +1,6 @@
 """Generation on one device: a prompt is read in chunks of fixed size, then tokens are written one by one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -40,6 +41,7 @@ class Context:
         self._cache = KVCache.empty(config, capacity + chunk_size, embed.dtype, embed.sharding)
         self._logits: Array | None = None
         self.length = 0
+        self._turn = 0  # one iterator at a time may write
 
     def read(self, tokens: Sequence[int] | np.ndarray | Array, progress: Callable[[int], object] | None = None) -> None:
         """Append tokens `[T]`; `progress` is called with the number of tokens of each chunk when it is done.
@@ -51,6 +53,7 @@ class Context:
         if ids.ndim != 1:
             raise ValueError(f"tokens must be one sequence [T], got shape {ids.shape}")
         self._check_room(len(ids))
+        self._turn += 1
         for first in range(0, len(ids), self._chunk_size):
             chunk = ids[first : first + self._chunk_size]
             padded = np.zeros(self._bucket(len(chunk)), np.int32)
@@ -71,7 +74,7 @@ class Context:
     def write(self, max_tokens: int, sampling: Sampling = GREEDY, stop_ids: Iterable[int] = ()) -> Iterator[int]:
         """Continue: yields up to `max_tokens` tokens as they come, ending before the first of `stop_ids`.
 
-        What was yielded is part of the context.
+        What was yielded is part of the context. Reading, rewinding or writing anew ends an earlier writing.
 
         Raises:
           ValueError: `max_tokens` is not positive or more than there is room for, or nothing has been read.
@@ -81,24 +84,29 @@ class Context:
         if self._logits is None:
             raise ValueError("nothing has been read that could be continued")
         self._check_room(max_tokens)
-        return self._write(max_tokens, sampling, frozenset(stop_ids))
+        self._turn += 1
+        return self._write(max_tokens, sampling, frozenset(stop_ids), self._turn)
 
-    def _write(self, max_tokens: int, sampling: Sampling, stop_ids: frozenset[int]) -> Iterator[int]:
+    def _write(self, max_tokens: int, sampling: Sampling, stop_ids: frozenset[int], turn: int) -> Iterator[int]:
+        seedless = dataclasses.replace(sampling, seed=0)  # else every seed would compile anew
         for _ in range(max_tokens):
-            token = int(_draw(sampling, self._logits, np.int32(self.length)))
+            if turn != self._turn:
+                raise RuntimeError("the context has been read to, written to or rewound since this writing began")
+            token = int(_draw(seedless, sampling.seed, self._logits, np.int32(self.length)))
             if token in stop_ids:
                 return
-            yield token
             self._logits, self._cache = _step(
                 self._model, self._params, self._cache, np.array([token], np.int32), np.int32(self.length), np.int32(0)
             )
             self.length += 1
+            yield token
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from `length` on. Read something before writing again."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be 0 to {self.length}, got {length}")
         self.length, self._logits = length, None
+        self._turn += 1
 
     def _check_room(self, num_tokens: int) -> None:
         if self.length + num_tokens > self._capacity:
@@ -137,6 +145,8 @@ def generate(
       TypeError, ValueError: an empty prompt, ids out of range, more tokens than the model's context holds.
     """
     tokens = np.asarray(check_tokens(model.config, np.asarray(prompt)))
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     capacity = tokens.shape[-1] + max_tokens
     if capacity > model.config.max_positions:
         raise ValueError(
@@ -160,5 +170,5 @@ def _step(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _draw(sampling: Sampling, logits: Array, position: Array) -> Array:
-    return sampling.draw(logits, position)
+def _draw(sampling: Sampling, seed: Array, logits: Array, position: Array) -> Array:
+    return sampling.draw(logits, position, seed)

@@ -203,15 +203,15 @@ def _check_positions(config: LlamaConfig, tokens: jax.Array, positions: ArrayLik
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
     array = _like_tokens("positions", tokens, positions)
     _check_range("positions", array, config.max_positions, "the model's context")
-    return array
+    return jnp.asarray(array)
 
 
 def _counting(tokens: jax.Array) -> jax.Array:
     return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
-def _like_tokens(name: str, tokens: jax.Array, value: ArrayLike) -> jax.Array:
-    array = jnp.asarray(value)
+def _like_tokens(name: str, tokens: jax.Array, value: ArrayLike) -> Any:
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {array.dtype}")
     if array.shape != tokens.shape:

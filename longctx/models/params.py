@@ -109,7 +109,8 @@ def arrange_for_cpu(params: Params) -> Params:
     time: the stacks become their bits (`kernels.bits`). Either way nothing is copied here.
     """
     leaf = params["embed"]
-    if not (isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]):
+    on_cpu = isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]
+    if not on_cpu or any(stack.dtype != leaf.dtype for stack in params["layers"].values()):
         return params
     view = functools.partial(jax.device_put, device=next(iter(leaf.devices())), may_alias=True)
     stacks = {name: np.asarray(stack) for name, stack in params["layers"].items()}

@@ -149,6 +149,8 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     if given.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError(f"config.json: `{key}.partial_rotary_factor` other than 1 is not supported")
     if kind == "default":
+        if given:
+            raise ValueError(f"config.json: `{key}` of type 'default' has unsupported {sorted(given)}")
         return RopeConfig(theta=float(theta))
     if kind not in _KINDS:
         supported = ", ".join(["default", *_KINDS])

@@ -29,17 +29,22 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1 or None, got {self.top_k}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be an integer of at least 1 or None, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be an integer from 0 to 2**31 - 1, got {self.seed}")
 
-    def draw(self, logits: Array, position: Array) -> Array:
-        """The next token, int32, from logits `[vocab]`; `position` is the new token's, and seeds the draw."""
+    def draw(self, logits: Array, position: Array, seed: Array | int | None = None) -> Array:
+        """The next token, int32, from logits `[vocab]`; `position` is the new token's, and seeds the draw.
+
+        A traced `seed` goes before the sampling's own.
+        """
         if self.temperature == 0:
             return jnp.argmax(logits).astype(jnp.int32)
         logits = keep_top_p(keep_top_k(logits / self.temperature, self.top_k), self.top_p)
-        key = jax.random.fold_in(jax.random.key(self.seed), position)
+        key = jax.random.fold_in(jax.random.key(self.seed if seed is None else seed), position)
         return jax.random.categorical(key, logits).astype(jnp.int32)
 
 

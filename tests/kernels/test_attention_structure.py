@@ -36,6 +36,20 @@ def test_memory_is_linear() -> None:
     assert long - short < 2.2 * (short - fixed)
 
 
+def test_memory_is_linear_at_a_million_tokens() -> None:
+    """Eight query heads a KV head make 8,192 x 4,096 pairs of blocks, which must not be compared all at once."""
+
+    def forward(q: jax.Array, k: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(q, k, k, positions, positions, positions, positions)
+
+    def temp_bytes(length: int) -> int:
+        q, k = (jax.ShapeDtypeStruct((length, heads, 4), jnp.float32) for heads in (8, 1))
+        positions = jax.ShapeDtypeStruct((length,), jnp.int32)
+        return jax.jit(forward).lower(q, k, positions).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(1 << 20) < 2.1 * temp_bytes(1 << 19)
+
+
 @pytest.mark.slow
 def test_peak_memory_of_a_real_run_at_131072_tokens() -> None:
     """The process's own peak, JAX and all, over a forward and backward pass."""

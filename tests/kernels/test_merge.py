@@ -91,6 +91,7 @@ def test_half_precision_outs_keep_their_dtype() -> None:
     ("outs", "lses", "axis", "message"),
     [
         ((2, 3, 1, 4), (2, 3), 0, "lses must have the shape of outs without its last axis"),
+        ((0, 3, 1, 4), (0, 3, 1), 0, "at least one state along axis 0"),
         ((2, 3, 1, 4), (2, 3, 1), 3, "axis must index one of the 3 axes of lses"),
     ],
 )

@@ -10,6 +10,7 @@ from longctx.models import generate as module
 from longctx.models.generate import Context, generate
 from longctx.models.kv_cache import KVCache
 from longctx.models.params import arrange_for_cpu
+from longctx.models.sampling import Sampling
 
 CONFIG = LlamaConfig(
     vocab_size=90,
@@ -59,6 +60,34 @@ def test_prompt_may_be_read_in_parts_and_rewound(greedy: list[int]) -> None:
 def test_stops_before_a_stop_token(greedy: list[int]) -> None:
     first = greedy.index(greedy[5])
     assert list(generate(MODEL, PARAMS, PROMPT, 12, stop_ids=[greedy[5]])) == greedy[:first]
+
+
+def test_what_was_yielded_is_read(greedy: list[int]) -> None:
+    """Also when the reader of the tokens stops early."""
+    context = Context(MODEL, PARAMS, 64, chunk_size=16)
+    context.read(PROMPT)
+    writing = context.write(12)
+    assert [next(writing), next(writing)] == greedy[:2]
+    writing.close()
+    assert context.length == len(PROMPT) + 2
+    assert list(context.write(4)) == greedy[2:6]
+
+
+def test_an_older_writing_ends_with_an_error() -> None:
+    context = Context(MODEL, PARAMS, 64, chunk_size=16)
+    context.read(PROMPT)
+    old = context.write(4)
+    next(old)
+    context.rewind(5)
+    with pytest.raises(RuntimeError, match="since this writing began"):
+        next(old)
+
+
+def test_seeds_share_one_program() -> None:
+    module._draw.clear_cache()
+    for seed in range(3):
+        list(generate(MODEL, PARAMS, PROMPT, 2, Sampling(temperature=1.0, seed=seed)))
+    assert module._draw._cache_size() == 1
 
 
 def test_weights_on_cpu_are_views() -> None:

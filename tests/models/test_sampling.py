@@ -55,7 +55,9 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     [
         ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
         ({"temperature": float("inf")}, "temperature must be"),
-        ({"top_k": 0}, "top_k must be at least 1 or None, got 0"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1 or None, got 0"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"seed": 2**64}, "seed must be an integer from 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0"),
     ],

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -41,7 +42,7 @@ def attention(
       q: queries `[*B, T, N, H]`, floating point.
       k, v: keys and values `[*B, S, K, H]`, N a multiple of K (grouped-query attention, nothing is repeated).
       q_positions, kv_positions: absolute positions, integers, `[T]` or `[*B, T]` and `[S]` or `[*B, S]`. Default:
-        0, 1, 2, ...; with `causal` and T != S that would be a guess, so `q_positions` must then be given.
+        0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       causal: whether positions matter.
       scale: factor on the scores, default `H ** -0.5`.
@@ -52,7 +53,8 @@ def attention(
     Returns:
       out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
-      float32 or wider. Both results are differentiable in q, k and v.
+      float32 or wider. Both results are differentiable in q, k and v, once and in reverse mode; for `jax.jvp` and
+      second derivatives there is `"reference"`. A row of scores all below -1e30 counts as empty in `"xla"`.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
@@ -60,20 +62,22 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
     the context parallelism paper, section 3.5.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    if implementation is not None and implementation not in list(IMPLEMENTATIONS):
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
     _check_arrays(q, k, v)
     *batch, q_length, _, head_size = q.shape
     kv_length = k.shape[-3]
     if scale is None:
         scale = head_size**-0.5
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}")
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
     if causal and q_length != kv_length and q_positions is None:
         raise ValueError(
             f"q_positions must be given when causal and T != S ({q_length} != {kv_length}): "
             "where the queries stand among the keys can't be guessed"
         )
+    if causal and q_positions is None and kv_positions is not None:
+        raise ValueError("q_positions must be given when causal and kv_positions are")
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given both or neither")
     queries = _tokens("q", q_positions, q_segment_ids, tuple(batch), q_length)
@@ -133,12 +137,16 @@ def _tokens(side: str, positions: Array | None, segments: Array | None, batch: t
     def normalise(name: str, x: Array | None, default: Array) -> Array:
         if x is None:
             return default[None]
-        x = jnp.asarray(x)
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name} must be integers, got {x.dtype}")
         if x.shape not in ((length,), (*batch, length)):
             raise ValueError(f"{name} must have the shape {(length,)} or {(*batch, length)}, got {x.shape}")
-        return x.astype(jnp.int32).reshape(math.prod(x.shape[:-1]), length)
+        if x.size and not isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+            low, high = int(x.min()), int(x.max())
+            if low < -(2**31) or high >= 2**31:
+                raise ValueError(f"{name} must fit into int32, got values from {low} to {high}")
+        return jnp.asarray(x).astype(jnp.int32).reshape(math.prod(x.shape[:-1]), length)
 
     return Tokens(
         normalise(f"{side}_positions", positions, jnp.arange(length, dtype=jnp.int32)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from longctx.kernels.attention.mask import BlockRanges, Tokens, block_ranges, visible
+from longctx.kernels.attention.mask import Blocks, Tokens, block_range, summarise, visible
 
 # Rows of a tile and keys of a block, as measured on CPU (docs/attention.md): fewer rows take longer blocks.
 _ROWS = 1024
@@ -28,7 +28,8 @@ class Tiling(NamedTuple):
     group: int
     q_block: int
     kv_block: int
-    ranges: BlockRanges
+    q_blocks: Blocks
+    kv_blocks: Blocks
     num_tiles: int
     kv_entry: Array | None
     block_heads: int
@@ -55,9 +56,10 @@ class Tiling(NamedTuple):
         group = heads // kv_heads
         q_block = min(q_length, max(1, _ROWS // group))
         kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
-        ranges = block_ranges(queries, keys, causal, q_block, kv_block)
-        num_tiles = batch * kv_heads * ranges.start.shape[1]
-        return cls(queries, keys, causal, kv_heads, group, q_block, kv_block, ranges, num_tiles, kv_entry, block_heads)
+        q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
+        num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
+        cut = (queries, keys, causal, kv_heads, group, q_block, kv_block, q_blocks, kv_blocks)
+        return cls(*cut, num_tiles, kv_entry, block_heads)
 
     def group_heads(self, x: Array) -> Array:
         """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
@@ -65,7 +67,7 @@ class Tiling(NamedTuple):
 
     def tile(self, index: Array) -> "Tile":
         """One (sequence, KV head, block of queries), the last running fastest."""
-        index, q_index = jnp.divmod(jnp.int32(index), self.ranges.start.shape[1])
+        index, q_index = jnp.divmod(jnp.int32(index), self.q_blocks.uniform.shape[1])
         batch, head = jnp.divmod(index, self.kv_heads)
         first = jnp.minimum(q_index * self.q_block, self.queries.positions.shape[1] - self.q_block)
         return Tile(self, batch, head, q_index, first)
@@ -121,7 +123,11 @@ class Tile(NamedTuple):
 
     def sweep(self, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
         """Run `step(block, carry, masked)` over the blocks that the tile sees: full ones first, then the edges."""
-        start, full_start, full_stop, stop = (self._tokens(x, self.q_index, 1)[0, 0] for x in self.tiling.ranges)
+        tiling = self.tiling
+        queries = Blocks(*(self._tokens(x, self.q_index, 1)[0, 0] for x in tiling.q_blocks))
+        keys = Blocks(*(self._tokens(x, _ZERO, x.shape[1])[0] for x in tiling.kv_blocks))
+        num_whole = tiling.keys.positions.shape[1] // tiling.kv_block
+        start, full_start, full_stop, stop = block_range(queries, keys, tiling.causal, num_whole)
         num_full = full_stop - full_start
 
         def edge(n: Array, carry: Any) -> Any:
@@ -134,7 +140,7 @@ class Tile(NamedTuple):
     def _at(self, x: Array, first: Array) -> tuple[Any, ...]:
         return (self.batch, first, self.head, *(_ZERO,) * (x.ndim - 3))
 
-    def _tokens(self, x: Array, first: Array, size: int) -> Array:
+    def _tokens(self, x: Array, first: Array | np.int32, size: int) -> Array:
         """Part of an array `[Bm, L]`, Bm being 1 or the batch -> `[1, size]`."""
         return lax.dynamic_slice(x, (self.batch if x.shape[0] > 1 else _ZERO, first), (1, size))
 

@@ -2,8 +2,9 @@
 
 A tile is a block of queries with all the query heads that share one KV head folded into its rows, so neither K nor
 V is repeated. For each tile two loops run over blocks of keys: first over those that every row sees whole, without
-a mask, then over those on the edges, with one. `mask.block_ranges` has computed both ranges, so what the mask
-empties costs nothing. Blocks are sliced where they lie: nothing is padded, transposed or copied whole.
+a mask, then over those on the edges, with one. Both ranges follow from the extremes of each block's positions and
+segments (`mask.block_range`), so what the mask empties costs nothing. Blocks are sliced where they lie: nothing is
+padded, transposed or copied whole.
 """
 
 import functools
