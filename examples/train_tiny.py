@@ -1,0 +1,262 @@
+"""Trains the built-in model: a Llama of 0.66 million parameters that finds pass keys in long texts.
+
+    python examples/train_tiny.py --out longctx/models/tiny      # the recipe of the weights that are shipped
+    python examples/train_tiny.py --out /tmp/tiny --steps 20     # a look; run it again and it goes on
+
+It never sees more than 768 tokens at once. What it rests on, in order of effect:
+
+* **A start that points the right way** (`point_heads`). Heads of layers 0 and 1 begin by looking a few bytes
+  back, heads of the layers above by looking for places whose earlier bytes are the same. So the statement of a
+  name is found more often than not before any training; from an ordinary start, hundreds of steps teach only to
+  continue digits by the digits before them, and the first is a guess.
+* **From one digit to five, from few statements to many, from dense to sparse.** With keys of one digit only the
+  name can tell which is meant. There must be several statements in a document all along: where there is one,
+  the name does not matter, and is forgotten.
+* **Position jumps.** Between sentences the position leaps by up to 2**17, so that long distances are met in
+  short sequences. The rotary base is so large that half of each head hardly turns over such distances.
+* **Multiplicity.** Adding log(m) to the attention logit of a key is what m copies of it would do. Filler that
+  is far away counts as up to 1,024 copies, so heads must be sharp enough for a context that long.
+* **Questions do not see each other.** All questions of a sequence directly follow the document, each in a
+  segment of its own, so every one is asked as it will be asked in use.
+"""
+
+import argparse
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from einops import rearrange
+from evaluate_tiny import exact_match
+from optax.contrib import MuonDimensionNumbers, muon
+from tiny_batches import BOS, EOS, Batch, make_batch
+from tqdm import tqdm
+
+from longctx.models import Llama, LlamaConfig, RopeConfig, save_checkpoint
+
+CONFIG = LlamaConfig(
+    vocab_size=258,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rope=RopeConfig(theta=1e11),
+    max_positions=131072,
+    bos_id=BOS,
+    eos_ids=(EOS,),
+)
+STEPS, KEEP_NEAR_STEP = 1150, 950
+NEAR = 64  # filler further away than this counts as many copies
+
+
+def init_params(model: Llama) -> Any:
+    """Random parameters of unit scale through every layer, with the heads of `point_heads`."""
+    params = model.init(jax.random.key(0), initializer_range=1.0)
+    layers, config = params["layers"], model.config
+    for name in ("wq", "wk", "wv", "w_gate", "w_up"):
+        layers[name] *= config.hidden_size**-0.5
+    layers["wo"] *= 0.5 * (config.num_heads * config.head_dim) ** -0.5
+    layers["w_down"] *= 0.5 * config.intermediate_size**-0.5
+    params["lm_head"] *= 0.2 * config.hidden_size**-0.5
+    return point_heads(params, config)
+
+
+def point_heads(params: Any, config: LlamaConfig) -> Any:
+    """Makes heads of layers 0 and 1 look a given number of bytes back, those above look for their like.
+
+    The first 8 hidden dimensions are the same for every byte. A head whose queries and keys read only those
+    depends on the distance alone, through the rotary embedding: with queries turned by `offset` it looks that
+    far back. The name that was asked for ends 5 bytes before the answer begins, and so it does in the
+    statement ("lemon is 4", "lemon?\\nA: "): after two such layers, both places hold the same name, in
+    dimensions that nothing else is written to at first. The heads above compare only those, and only in the
+    rotary pairs that stand nearly still, whatever the distance.
+    """
+    params = jax.tree.map(np.array, params)
+    layers, constant, turning = params["layers"], slice(0, 8), 4
+    half, group = config.head_dim // 2, config.num_heads // config.num_kv_heads
+    frequencies = config.rope.theta ** (-np.arange(turning) / half)
+
+    params["embed"][:, constant] = 1.0 + 0.1 * params["embed"][:, constant]
+    for layer, offsets in enumerate([(1, 2, 3, 4), (4, 5, 7, 9)]):
+        layers["wq"][layer] *= 0.5
+        layers["wk"][layer] *= 0.25
+        layers["wq"][layer, constant] = layers["wk"][layer, constant] = 0
+        layers["wk"][layer, constant, :, :turning] = 1.5
+        for head, offset in enumerate(offsets):
+            layers["wq"][layer, constant, head, :turning] = 1.5 * np.cos(offset * frequencies)
+            layers["wq"][layer, constant, head, half : half + turning] = -1.5 * np.sin(offset * frequencies)
+
+    params["embed"][:, 64:] = 0
+    for layer, written in enumerate([slice(64, 96), slice(96, 128)]):
+        layers["wv"][layer, constant] = 0
+        layers["w_down"][layer] = 0
+        kept = np.zeros(config.hidden_size)
+        kept[written] = 2.0
+        layers["wo"][layer] *= kept
+    layers["wk"][2:, :96] = 0
+    layers["wk"][2:] *= 2.5
+    still = half // 2  # these and later ones turn by less than half a circle in 100,000 positions
+    layers["wk"][2:, ..., :still] = layers["wk"][2:, ..., half : half + still] = 0
+    layers["wq"][2:] = np.repeat(layers["wk"][2:], group, axis=2)
+    return jax.tree.map(jnp.asarray, params)
+
+
+def keep_near(params: Any, config: LlamaConfig) -> Any:
+    """Makes the heads of layer 0 unable to look far away.
+
+    The rotary pairs that they tell small distances by have periods of 6, 31, 149 and 725 tokens, which nearly
+    meet again after 737: there every head would look once more. In the slower pairs 4 to 6, queries and keys
+    become one constant, the same for every byte, which adds 100 cos(frequency * distance) to the scores.
+    """
+    params = jax.tree.map(np.array, params)
+    layers, half = params["layers"], config.head_dim // 2
+    ids = np.array([ord("\n"), *range(32, 127), BOS, EOS])
+    seen = params["embed"][ids].astype(np.float64)
+    seen *= layers["attn_norm"][0] / np.sqrt(np.mean(seen**2, axis=-1, keepdims=True) + config.norm_eps)
+    constant = np.linalg.lstsq(seen, np.ones(len(ids)), rcond=None)[0] * np.sqrt(100 * config.head_dim**0.5)
+    for name in ("wq", "wk"):
+        layers[name][0, ..., 4:7] = constant[:, None, None]
+        layers[name][0, ..., half + 4 : half + 7] = 0
+    return jax.tree.map(jnp.asarray, params)
+
+
+def logits(model: Llama, params: Any, batch: Batch) -> jax.Array:
+    """[B, T, vocab], by dense attention in which questions are apart and far filler counts many times."""
+    seen, distance = batch.segments[:, None, :], batch.positions[:, :, None] - batch.positions[:, None, :]
+    far = (distance > NEAR) & batch.is_filler[:, None, :]
+    visible = (seen == 0) | (seen == batch.segments[:, :, None])
+    bias = jnp.where(far, batch.log_multiplicity[:, None, None], 0.0)
+    bias = jnp.where(visible & jnp.tri(batch.tokens.shape[1], dtype=bool)[None], bias, -1e30)
+
+    def attend(cache: None, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        q = rearrange(q, "b t (k g) h -> b k (g t) h", k=k.shape[2]) * CONFIG.head_dim**-0.5
+        scores = jnp.einsum("bkth,bskh->bkts", q, k).reshape(*q.shape[:2], -1, *bias.shape[1:])
+        shares = jax.nn.softmax(scores + bias[:, None, None]).reshape(*q.shape[:3], -1)
+        out = jnp.einsum("bkts,bskh->bkth", shares, v)
+        return rearrange(out, "b k (g t) h -> b t (k g) h", t=bias.shape[1]), cache
+
+    hidden, _ = model.forward(params, batch.tokens, batch.positions, attend, None)
+    return model.logits(params, hidden)
+
+
+def loss(model: Llama, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The weighted cross entropy per byte of an answer, and the share of those bytes that are right."""
+    predicted = logits(model, params, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(predicted, batch.targets)
+    answers = batch.weights >= 1
+    right = jnp.sum((predicted.argmax(-1) == batch.targets) & answers) / jnp.sum(answers)
+    return jnp.sum(losses * batch.weights) / jnp.sum(answers), right
+
+
+class State(NamedTuple):
+    step: jax.Array
+    params: Any
+    optimizer: optax.OptState
+    average: Any  # of the parameters of the last hundred steps or so: what is measured and written
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, each head of q, k and v for itself; Adam for the rest."""
+
+    def matrices(params: Any) -> Any:
+        layers = dict.fromkeys(params["layers"])
+        layers |= dict.fromkeys(("wq", "wk", "wv"), MuonDimensionNumbers(1, 3))
+        layers |= dict.fromkeys(("w_gate", "w_up", "w_down"), MuonDimensionNumbers(1, 2))
+        layers["wo"] = MuonDimensionNumbers((1, 2), 3)
+        return dict.fromkeys(params) | {"layers": layers}
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            learning_rate=learning_rate(0.02),
+            adam_learning_rate=learning_rate(3e-3),
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        ),
+    )
+
+
+def learning_rate(peak: float) -> optax.Schedule:
+    """Fifty steps up, level until step 500, then down to nothing, more slowly from step 850 on."""
+    points = {0: 0.0, 50: peak, 500: peak, 850: 0.3 * peak, STEPS: 0.0}
+    return lambda step: jnp.interp(step, jnp.array(list(points)), jnp.array(list(points.values())))
+
+
+@functools.cache
+def make_update(model: Llama) -> Callable[[State, Batch], tuple[State, jax.Array, jax.Array]]:
+    """One step of training, which also returns the loss and the share of answer bytes that were right."""
+    optimizer = make_optimizer()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: State, batch: Batch) -> tuple[State, jax.Array, jax.Array]:
+        value_and_grad = jax.value_and_grad(functools.partial(loss, model), has_aux=True)
+        (value, right), gradient = value_and_grad(state.params, batch)
+        change, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, change)
+        average = optax.incremental_update(params, state.average, 0.01)
+        return State(state.step + 1, params, optimizer_state, average), value, right
+
+    return update
+
+
+def batches(first: int, stop: int) -> Any:
+    """The batches of these steps, made ahead by a thread."""
+    ahead: queue.Queue[Batch] = queue.Queue(maxsize=4)
+
+    def make() -> None:
+        for step in range(first, stop):
+            ahead.put(make_batch(step))
+
+    threading.Thread(target=make, daemon=True).start()
+    for _ in range(first, stop):
+        yield ahead.get()
+
+
+def train(out: Path, training_state: Path, steps: int, save_every: int, num_questions: int = 64) -> None:
+    """Trains up to `steps`, from the state saved last if there is one, and writes the checkpoint."""
+    model = Llama(CONFIG)
+    params = init_params(model)
+    state = State(jnp.int32(0), params, make_optimizer().init(params), jax.tree.map(jnp.copy, params))
+    update = make_update(model)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(training_state.absolute(), options=options) as manager:
+        if manager.latest_step() is not None:
+            state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
+        first = int(state.step)
+        with tqdm(total=steps, initial=first, unit="step") as bar:
+            for step, batch in enumerate(batches(first, steps), start=first + 1):
+                if step - 1 == KEEP_NEAR_STEP:
+                    near = functools.partial(keep_near, config=CONFIG)
+                    state = state._replace(params=near(state.params), average=near(state.average))
+                state, value, right = update(state, batch)
+                bar.update()
+                bar.set_postfix(loss=f"{value:.3f}", answer_bytes=f"{right:.1%}", refresh=False)
+                if step % save_every == 0 or step == steps:
+                    manager.save(step, args=ocp.args.StandardSave(state))
+                    share = exact_match(model, state.average, 512, num_questions)
+                    bar.write(f"step {step}: {share:.1%} of questions on 512 tokens exactly right")
+    save_checkpoint(out, model, state.average)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the checkpoint is written")
+    parser.add_argument("--steps", type=int, default=STEPS, help="the last step (default: %(default)s)")
+    parser.add_argument("--state", type=Path, help="where training states are kept (default: OUT.training)")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between them (default: %(default)s)")
+    args = parser.parse_args()
+    state = args.state or args.out.with_name(args.out.name + ".training")
+    train(args.out, state, args.steps, args.save_every)
+
+
+if __name__ == "__main__":
+    main()
