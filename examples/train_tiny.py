@@ -1,7 +1,7 @@
 """Trains the built-in model: a Llama of 0.66 million parameters that finds pass keys in long texts.
 
     python examples/train_tiny.py --out longctx/models/tiny      # the recipe of the weights that are shipped
-    python examples/train_tiny.py --out /tmp/tiny --steps 20     # a look; run it again and it goes on
+    python examples/train_tiny.py --out tiny --steps 20          # a look; run it again and it goes on
 
 It never sees more than 768 tokens at once. What it rests on, in order of effect:
 

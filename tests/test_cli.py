@@ -91,7 +91,7 @@ def test_demo_answers_about_a_document_of_ones_own(tmp_path: Path, capsys: pytes
         (["--question", "What?"], "--document and --question go together"),
         (["--document", "nowhere.txt", "--question", "What?"], "nowhere.txt"),
         (["--tokens", "10"], "do not fit into num_bytes=10"),
-        (["--questions", "-1"], "num_facts must be between 0"),
+        (["--questions", "999"], "num_facts must be between 0"),
         (["--questions", "0"], "--questions must be at least 1, got 0"),
         (["--tokens", "1000000"], "model's context"),
         (["--chunk-size", "0", "--tokens", "512"], "chunk_size must be positive"),
