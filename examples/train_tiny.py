@@ -21,6 +21,7 @@ It never sees more than 768 tokens at once. What it rests on, in order of effect
 """
 
 import argparse
+import dataclasses
 import functools
 import queue
 import threading
@@ -54,7 +55,8 @@ CONFIG = LlamaConfig(
     bos_id=BOS,
     eos_ids=(EOS,),
 )
-STEPS, KEEP_NEAR_STEP = 1150, 950
+STEPS = 1350
+KEEP_NEAR = {950: 0, 1150: 1}  # at which step for which layer
 NEAR = 64  # filler further away than this counts as many copies
 
 
@@ -110,27 +112,44 @@ def point_heads(params: Any, config: LlamaConfig) -> Any:
     return jax.tree.map(jnp.asarray, params)
 
 
-def keep_near(params: Any, config: LlamaConfig) -> Any:
-    """Makes the heads of layer 0 unable to look far away.
+def keep_near(params: Any, layer: int) -> Any:
+    """Makes the heads of layer 0 or 1 unable to look far away.
 
     The rotary pairs that they tell small distances by have periods of 6, 31, 149 and 725 tokens, which nearly
     meet again after 737: there every head would look once more. In the slower pairs 4 to 6, queries and keys
     become one constant, the same for every byte, which adds 100 cos(frequency * distance) to the scores.
     """
     params = jax.tree.map(np.array, params)
-    layers, half = params["layers"], config.head_dim // 2
-    ids = np.array([ord("\n"), *range(32, 127), BOS, EOS])
-    seen = params["embed"][ids].astype(np.float64)
-    seen *= layers["attn_norm"][0] / np.sqrt(np.mean(seen**2, axis=-1, keepdims=True) + config.norm_eps)
-    constant = np.linalg.lstsq(seen, np.ones(len(ids)), rcond=None)[0] * np.sqrt(100 * config.head_dim**0.5)
+    layers, half = params["layers"], CONFIG.head_dim // 2
+    seen = attention_inputs(params, layer).astype(np.float64)
+    # The direction in which all inputs measure 1; of layer 1's, which vary, with a little ridge.
+    gram = seen.T @ seen
+    gram += (1e-3 * layer * np.mean(seen**2) * len(seen)) * np.eye(len(gram))
+    direction = np.linalg.lstsq(gram, seen.sum(0), rcond=None)[0]
     for name in ("wq", "wk"):
-        layers[name][0, ..., 4:7] = constant[:, None, None]
-        layers[name][0, ..., half + 4 : half + 7] = 0
+        layers[name][layer, ..., 4:7] = direction[:, None, None] * np.sqrt(100 * CONFIG.head_dim**0.5)
+        layers[name][layer, ..., half + 4 : half + 7] = 0
     return jax.tree.map(jnp.asarray, params)
 
 
-def logits(model: Llama, params: Any, batch: Batch) -> jax.Array:
-    """[B, T, vocab], by dense attention in which questions are apart and far filler counts many times."""
+def attention_inputs(params: Any, layer: int) -> np.ndarray:
+    """What the queries and keys of layer 0 or 1 are made from, [tokens, D]: of every byte, or over a batch."""
+    layers = params["layers"]
+    if layer == 0:
+        seen = params["embed"][np.array([ord("\n"), *range(32, 127), BOS, EOS])]
+        scale = np.sqrt(np.mean(seen**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
+        return seen / scale * layers["attn_norm"][0]
+    # A model that ends after layer 0, and whose last norm is layer 1's first.
+    shallow = Llama(dataclasses.replace(CONFIG, num_layers=1))
+    cut = {"layers": jax.tree.map(lambda stack: stack[:1], layers), "final_norm": layers["attn_norm"][1]}
+    batch = make_batch(5000)
+    batch = batch._replace(log_multiplicity=0 * batch.log_multiplicity)
+    hidden = final_hidden(shallow, params | cut, batch)
+    return np.asarray(hidden)[batch.segments >= 0]
+
+
+def final_hidden(model: Llama, params: Any, batch: Batch) -> jax.Array:
+    """[B, T, D], by dense attention in which questions are apart and far filler counts many times."""
     seen, distance = batch.segments[:, None, :], batch.positions[:, :, None] - batch.positions[:, None, :]
     far = (distance > NEAR) & batch.is_filler[:, None, :]
     visible = (seen == 0) | (seen == batch.segments[:, :, None])
@@ -144,13 +163,12 @@ def logits(model: Llama, params: Any, batch: Batch) -> jax.Array:
         out = jnp.einsum("bkts,bskh->bkth", shares, v)
         return rearrange(out, "b k (g t) h -> b t (k g) h", t=bias.shape[1]), cache
 
-    hidden, _ = model.forward(params, batch.tokens, batch.positions, attend, None)
-    return model.logits(params, hidden)
+    return model.forward(params, batch.tokens, batch.positions, attend, None)[0]
 
 
 def loss(model: Llama, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """The weighted cross entropy per byte of an answer, and the share of those bytes that are right."""
-    predicted = logits(model, params, batch)
+    predicted = model.logits(params, final_hidden(model, params, batch))
     losses = optax.softmax_cross_entropy_with_integer_labels(predicted, batch.targets)
     answers = batch.weights >= 1
     right = jnp.sum((predicted.argmax(-1) == batch.targets) & answers) / jnp.sum(answers)
@@ -186,8 +204,8 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def learning_rate(peak: float) -> optax.Schedule:
-    """Fifty steps up, level until step 500, then down to nothing, more slowly from step 850 on."""
-    points = {0: 0.0, 50: peak, 500: peak, 850: 0.3 * peak, STEPS: 0.0}
+    """Fifty steps up, level until step 500, then down to nothing, more slowly from step 850 on; then once more."""
+    points = {0: 0.0, 50: peak, 500: peak, 850: 0.3 * peak, 1150: 0.0, 1151: 0.12 * peak, STEPS: 0.0}
     return lambda step: jnp.interp(step, jnp.array(list(points)), jnp.array(list(points.values())))
 
 
@@ -234,8 +252,8 @@ def train(out: Path, training_state: Path, steps: int, save_every: int, num_ques
         first = int(state.step)
         with tqdm(total=steps, initial=first, unit="step") as bar:
             for step, batch in enumerate(batches(first, steps), start=first + 1):
-                if step - 1 == KEEP_NEAR_STEP:
-                    near = functools.partial(keep_near, config=CONFIG)
+                if step - 1 in KEEP_NEAR:
+                    near = functools.partial(keep_near, layer=KEEP_NEAR[step - 1])
                     state = state._replace(params=near(state.params), average=near(state.average))
                 state, value, right = update(state, batch)
                 bar.update()
