@@ -7,7 +7,7 @@ from longctx.cli import answer
 from longctx.models import load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.models.generate import Context
-from longctx.models.sampling import Sampling
+from longctx.models.sampling import GREEDY
 
 SUMMARY = "Hide pass keys in a long document and ask the built-in model for them."
 MAX_ANSWER = 16
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         context.rewind(len(tokens))
         answer.read(context, ending, figures, show=False)
         print(f"{question} ", end="")
-        given = answer.write(context, tokenizer, MAX_ANSWER, Sampling(), tokenizer.eos_ids, figures)
+        given = answer.write(context, tokenizer, MAX_ANSWER, GREEDY, tokenizer.eos_ids, figures)
         num_right += given == expected[question]
     print(f"\n{figures.report()}")
     if options.document is None:
