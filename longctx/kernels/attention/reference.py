@@ -11,13 +11,7 @@ def reference_attention(
     q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider."""
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
-    q = rearrange(q, "b t (k g) h -> b t k g h", k=k.shape[2])
-    scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")
-    seen = visible(queries, keys, causal)[:, None, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
-
+    scores, _, _, v = _scores(q, k, v, queries, keys, causal, scale)
     peak = lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
     empty = peak == -jnp.inf
     weights = jnp.exp(scores - jnp.where(empty, 0, peak))
@@ -25,3 +19,40 @@ def reference_attention(
     out = jnp.einsum("bkgts,bskh->btkgh", weights / total, v, precision="highest")
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
     return rearrange(out, "b t k g h -> b t (k g) h"), rearrange(lse[..., 0], "b k g t -> b t (k g)")
+
+
+def reference_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    lse: Array,
+    row_terms: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """d_q, d_k and d_v, given lse and row terms over all keys, of which k and v may be a part."""
+    scores, q, k, v = _scores(q, k, v, queries, keys, causal, scale)
+    by_row = (rearrange(x, "b t (k g) -> b k g t 1", k=k.shape[2]) for x in (lse, row_terms))
+    lse, row_terms = by_row
+    d_out = rearrange(d_out, "b t (k g) h -> b t k g h", k=k.shape[2])
+    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    d_scores = weights * (jnp.einsum("btkgh,bskh->bkgts", d_out, v, precision="highest") + row_terms)
+    d_q = scale * jnp.einsum("bkgts,bskh->btkgh", d_scores, k, precision="highest")
+    d_k = scale * jnp.einsum("bkgts,btkgh->bskh", d_scores, q, precision="highest")
+    d_v = jnp.einsum("bkgts,btkgh->bskh", weights, d_out, precision="highest")
+    return rearrange(d_q, "b t k g h -> b t (k g) h"), d_k, d_v
+
+
+def _scores(
+    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+) -> tuple[Array, Array, Array, Array]:
+    """Scores `[B, K, G, T, S]`, -inf where unseen, and q `[B, T, K, G, H]`, k and v as they are computed with."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    q = rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
+    k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])).astype(dtype) for x in (k, v))
+    scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")
+    seen = visible(queries, keys, causal)[:, None, None]
+    return jnp.where(seen, scores, -jnp.inf), q, k, v

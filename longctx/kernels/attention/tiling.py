@@ -103,7 +103,8 @@ class Tile(NamedTuple):
     def block(self, x: Array, index: Array) -> Array:
         """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`, or `[kv_block, K * H]` with joined heads."""
         _, first, head, zero = self._at(x, self._first_key(index))
-        entry = self.batch if self.tiling.kv_entry is None else self.tiling.kv_entry
+        shared = _ZERO if x.shape[0] == 1 else self.batch
+        entry = shared if self.tiling.kv_entry is None else self.tiling.kv_entry
         size = (1, self.tiling.kv_block, self.tiling.block_heads, x.shape[3])
         return lax.dynamic_slice(x, (entry, first, head, zero), size).reshape(self.tiling.kv_block, -1)
 

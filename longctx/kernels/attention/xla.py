@@ -9,7 +9,6 @@ padded, transposed or copied whole.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -25,7 +24,6 @@ _FEW_ROWS = 256
 _dot = functools.partial(jnp.matmul, precision="highest")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def xla_attention(
     q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
 ) -> tuple[Array, Array]:
@@ -92,26 +90,29 @@ def _forward(
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
-def _save(q, k, v, queries, keys, causal, scale):  # type: ignore[no-untyped-def]
-    out, lse = _forward(q, k, v, queries, keys, causal, scale)
-    return (out, lse), (q, k, v, queries, keys, out, lse)
-
-
-def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
-    """dQ, dK and dV in one pass over the forward's tiles and ranges (five matrix products a block)."""
-    q, k, v, queries, keys, out, lse = saved
-    dtype = out.dtype
+def xla_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    lse: Array,
+    row_terms: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """d_q, d_k and d_v in one pass over the forward's tiles and ranges (five matrix products a block)."""
+    dtype = lse.dtype
     tiling = Tiling.of(q, k, queries, keys, causal)
-    empty = lse == -jnp.inf
-    d_out, d_lse = cotangents
-    # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
-    row_term = jnp.where(empty, 0, d_lse - jnp.sum(d_out * out, -1))
-    grouped, d_out, row_term, lse = map(tiling.group_heads, (q, d_out, row_term, jnp.where(empty, jnp.inf, lse)))
+    # Of an empty row, every weight is exp(score - inf) = 0.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+    grouped, d_out, row_terms, lse = map(tiling.group_heads, (q, d_out, row_terms, lse))
 
     def compute_tile(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile = tiling.tile(index)
         q_rows = tile.rows(grouped).astype(dtype) * scale
-        d_out_rows, row_terms = tile.rows(d_out), tile.rows(row_term)
+        d_out_rows, terms = tile.rows(d_out), tile.rows(row_terms)
         # Rows that the last tile shares with its neighbour have been done there: weight zero, add nothing.
         lse_rows = jnp.where(tile.own_rows(), tile.rows(lse), jnp.inf)
 
@@ -122,7 +123,7 @@ def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
             weights = jnp.exp(scores - lse_rows[:, None])
-            d_scores = weights * (_dot(d_out_rows, v_block.T) + row_terms[:, None])
+            d_scores = weights * (_dot(d_out_rows, v_block.T) + terms[:, None])
             d_k = tile.add_block(d_k, block, _dot(d_scores.T, q_rows))
             d_v = tile.add_block(d_v, block, _dot(weights.T, d_out_rows))
             return d_q_rows + _dot(d_scores, k_block), d_k, d_v
@@ -133,10 +134,7 @@ def _backward(causal, scale, saved, cotangents):  # type: ignore[no-untyped-def]
 
     zeros = (jnp.zeros_like(x, dtype) for x in (grouped, k, v))
     d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, tuple(zeros))
-    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
-
-
-xla_attention.defvjp(_save, _backward)
+    return d_q.reshape(q.shape), d_k, d_v
 
 
 def _row_max(x: Array) -> Array:

@@ -1,0 +1,97 @@
+"""The implementations of attention, each a forward and a backward that others can build a VJP around."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.reference import reference_attention, reference_backward
+from longctx.kernels.attention.xla import xla_attention, xla_backward
+
+# forward(q, k, v, queries, keys, causal, scale) -> (out, lse)
+# backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "xla": (xla_attention, xla_backward),
+    "reference": (reference_attention, reference_backward),
+}
+
+
+class Operands(NamedTuple):
+    """Who attends to what: q `[B, T, N, H]`, k and v `[B, S, K, H]`; tokens `[1 or B, T]` and `[1 or B, S]`.
+
+    k, v and keys may have B = 1 whatever q has: then all sequences of the batch share them.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    queries: Tokens
+    keys: Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Attention on one device with its static arguments. Results are float32, or float64 for float64 operands."""
+
+    implementation: str
+    causal: bool
+    scale: float
+
+    def forward(self, operands: Operands) -> tuple[Array, Array]:
+        """-> (out `[B, T, N, H]`, lse `[B, T, N]`)."""
+        q, k = operands.q, operands.k
+        if q.size == 0 or k.size == 0:  # nobody to ask, or nothing to see
+            zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
+            return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
+        return IMPLEMENTATIONS[self.implementation][0](*operands, self.causal, self.scale)
+
+    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
+        """What these keys contribute to (d_q, d_k, d_v).
+
+        lse and `row_terms` are those over all keys, of which these may be a part.
+        """
+        if operands.q.size == 0 or operands.k.size == 0:
+            q, k, v = (jnp.zeros_like(x, lse.dtype) for x in operands[:3])
+            return q, k, v
+        return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
+
+
+class Attends(Protocol):
+    """A `Kernel`, or several ranks' kernels and what they exchange. Hashable: static arguments only."""
+
+    def forward(self, operands: Any) -> tuple[Array, Array]: ...
+
+    def backward(self, operands: Any, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]: ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(how: Attends, operands: Any) -> tuple[Array, Array]:
+    """`how.forward` with a VJP that keeps the operands, out and lse, whatever the number of scores.
+
+    `operands` is an `Operands`, or another named tuple that begins with q, k and v.
+    """
+    return how.forward(operands)
+
+
+def _save(how: Attends, operands: Any) -> Any:
+    state = how.forward(operands)
+    return state, (operands, *state)
+
+
+def _backward(how: Attends, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
+    operands, out, lse = saved
+    d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
+    # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
+    row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
+    gradients = how.backward(operands, lse, row_terms, d_out)
+    typed = (d.astype(x.dtype) for d, x in zip(gradients, operands[:3], strict=True))
+    # What follows v are integers, which have no gradient.
+    return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)
+
+
+attend.defvjp(_save, _backward)

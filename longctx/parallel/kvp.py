@@ -1,0 +1,175 @@
+"""KV parallelism: all ranks of a group have the same queries, each attends to its own keys, and the states merge."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from longctx.kernels import merge_states
+from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import vary_alike
+from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack
+
+Combine = Callable[[Array, Array, Array | None], tuple[Array, Array]]
+
+# What a second collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
+_BYTES_OF_A_COLLECTIVE = 1 << 19
+
+
+def kvp_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    *,
+    group_ids: Array | None = None,
+    merge: str = "auto",
+    axis_name: str = "context",
+    causal: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Array, Array]:
+    """Attention of queries that all ranks have to the keys of all ranks; only states move, whatever the KV length.
+
+    Arguments, results and errors are those of `ring_pass_kv`, but for q, q_positions and q_segment_ids, which are the
+    same on all ranks, and for these:
+
+    Args:
+      group_ids: integers `[T]`, each rank its own: row t is merged over the ranks that give it the same group id, and
+        those have the same query there. So one batch can hold rows of a long request, spread over some ranks, and in
+        the same place on other ranks, rows of other requests. Or `[N, T]`, those of all ranks, known to all of them,
+        which need not be gathered in every layer. None: all ranks are one group.
+      merge: how the states meet. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
+        `A = 4 * B * T * N_heads * (H + 1)`: fewest collectives, for few rows. `"all_to_all"`: each rank merges a part
+        of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes in two steps, lse on
+        its own, e being the bytes of an element of out: for the rows of a chunk. (Rows are filled up to a multiple of
+        N.) `"auto"`: the first until its surplus is worth a second collective, half a MiB.
+
+    Returns:
+      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, `shard_map` knows them to be
+      replicated over the axis. Backward, the cotangents of a group are summed the same way, dQ is each rank's share
+      (summed by `shard_map` where q came in replicated), and dK and dV never move.
+
+    Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
+    """
+    kernel, operands, out_dtype = enter(
+        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
+        *(axis_name, causal, scale, implementation, out_dtype),
+    )
+    num_ranks = lax.axis_size(axis_name)
+    if merge not in ("auto", "gather", "all_to_all"):
+        raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
+    if merge == "auto":
+        saved = (num_ranks - 1) * 4 * q.size * (1 - 2 / num_ranks)
+        merge = "all_to_all" if saved > _BYTES_OF_A_COLLECTIVE else "gather"
+    groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
+    exchange = KVP(axis_name, kernel, merge == "all_to_all", out_dtype)
+    return leave(attend(exchange, vary_alike(GroupedOperands(*operands, groups), axis_name)), q, out_dtype)
+
+
+class GroupedOperands(NamedTuple):
+    """`Operands` whose row t on rank r is of group `groups[r, t]`; all of one where groups is None."""
+
+    q: Array
+    k: Array
+    v: Array
+    queries: Tokens
+    keys: Tokens
+    groups: Array | None
+
+
+def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int) -> Array:
+    """-> `[N, T]`."""
+    groups = group_ids if isinstance(group_ids, jax.Array) else np.asarray(group_ids)
+    if not jnp.issubdtype(groups.dtype, jnp.integer):
+        raise TypeError(f"group_ids must be integers, got {groups.dtype}")
+    if groups.shape not in ((length,), (num_ranks, length)):
+        raise ValueError(
+            f"group_ids must have the shape {(length,)} or {(num_ranks, length)}, an id a row, got {groups.shape}"
+        )
+    groups = jnp.asarray(groups, jnp.int32)
+    return lax.all_gather(groups, axis_name) if groups.ndim == 1 else groups
+
+
+@dataclasses.dataclass(frozen=True)
+class KVP(Exchange):
+    by_rows: bool
+    out_dtype: jnp.dtype
+
+    def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
+        state = self.kernel.forward(Operands(*operands[:5]))
+        return self._meet(state, operands.groups, _merge, self.out_dtype)
+
+    def backward(
+        self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
+        is_typed = self.axis_name in jax.typeof(operands.q).manual_axis_type.varying
+        if operands.groups is not None or not is_typed:
+            d_out, row_terms = self._meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
+        return self.kernel.backward(*vary_alike((Operands(*operands[:5]), lse, row_terms, d_out)))
+
+    def _meet(
+        self, state: tuple[Array, Array], groups: Array | None, combine: Combine, dtype: DTypeLike
+    ) -> tuple[Array, Array]:
+        """All ranks' pairs `[B, T, N, H]` and `[B, T, N]` combined over each row's group, the first as dtype."""
+        rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
+        if self.by_rows:
+            met = self._meet_by_rows(rows, terms, groups, combine, dtype)
+        else:
+            # One group's result is the same everywhere, which the types should know.
+            kind = "invarying" if groups is None else "varying"
+            gathered = lax.all_gather(pack(rows, terms, 1)[0], self.axis_name, to=kind)
+            mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)]
+            met = combine(*unpack(gathered, rows.shape), mine)
+        out, lse = (jnp.moveaxis(x, 0, 1) for x in met)
+        return out.astype(dtype), lse
+
+    def _meet_by_rows(
+        self, rows: Array, terms: Array, groups: Array | None, combine: Combine, dtype: DTypeLike
+    ) -> tuple[Array, Array]:
+        """Rank r combines the r-th part of the rows, for everybody."""
+        n, length = self.num_ranks, rows.shape[0]
+        per_rank = -(-length // n)
+
+        def fill(x: Array, axis: int = 0) -> Array:
+            return jnp.pad(x, [(0, (n * per_rank - length) * (i == axis)) for i in range(x.ndim)])
+
+        def exchange(x: Array) -> Array:
+            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+
+        parts = unpack(exchange(pack(fill(rows), fill(terms), n)), (per_rank, *rows.shape[1:]))
+        if groups is None:
+            out, lse = combine(*parts, None)
+            met = lax.all_gather((out.astype(dtype), lse), self.axis_name, to="invarying")
+        else:
+            first = lax.axis_index(self.axis_name) * per_rank
+            mine = lax.dynamic_slice_in_dim(fill(groups, 1), first, per_rank, 1)
+            out, lse = jax.vmap(lambda group: combine(*parts, mine == group))(mine)
+            met = exchange(out.astype(dtype)), exchange(lse)
+        out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in met)
+        return out, lse
+
+
+def _merge(outs: Array, lses: Array, members: Array | None) -> tuple[Array, Array]:
+    """States of all ranks `[N, T, B, ...]`, of which each row takes its members `[N, T]`."""
+    if members is not None:
+        lses = jnp.where(members[..., None, None], lses, -jnp.inf)
+    return merge_states(outs, lses)
+
+
+def _sum(rows: Array, terms: Array, members: Array | None) -> tuple[Array, Array]:
+    if members is None:
+        return jnp.sum(rows, 0), jnp.sum(terms, 0)
+    weights = members.astype(rows.dtype)[..., None, None]
+    return jnp.sum(rows * weights[..., None], 0), jnp.sum(terms * weights, 0)

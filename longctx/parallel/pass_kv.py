@@ -1,0 +1,83 @@
+"""Ring pass-KV: every rank keeps its queries, keys and values go round."""
+
+from typing import Any
+
+from jax import Array
+from jax.typing import DTypeLike
+
+from longctx.kernels import merge_state
+from longctx.kernels.attention.kernel import Operands, attend
+from longctx.parallel.exchange import Exchange, add, enter, leave
+
+
+def ring_pass_kv(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    *,
+    axis_name: str = "context",
+    causal: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Array, Array]:
+    """Attention of this rank's queries to the keys of all ranks: keys and values travel round a ring.
+
+    Call it inside `jax.shard_map`. A shard's keys are cached and new ones together, best sorted by (segment,
+    position); any layout, and any sharding of the cache, as positions say what a query sees. Shards are equally long
+    on all ranks: fill up with segment id -1. What the mask empties costs no work.
+
+    Args:
+      q: this rank's queries `[*B, T, N, H]`.
+      k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
+      q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
+      q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
+      axis_name: the mesh axis of N ranks to go round.
+      causal, scale, implementation, out_dtype: as in `longctx.kernels.attention`.
+
+    Returns:
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; residuals
+      are these, out and lse.
+
+    On the wire, each rank sends in N - 1 permutes, each hidden by the attention to the keys before,
+    `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element (8 are a key's position and segment; B is 1
+    for tokens that all sequences share). Backward once more that, and `(N - 1) * S * B * 2 * K * H * 4` for dK and dV,
+    which follow in float32. Memory: two shards of keys and values, whatever N.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or positions are missing; the message names it.
+
+    Source: context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
+    """
+    kernel, operands, out_dtype = enter(
+        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
+        *(axis_name, causal, scale, implementation, out_dtype),
+    )
+    return leave(attend(PassKV(axis_name, kernel), operands), q, out_dtype)
+
+
+class PassKV(Exchange):
+    def forward(self, operands: Operands) -> tuple[Array, Array]:
+        q, k, v, queries, keys = operands
+
+        def step(state: Any, block: Any, source: Array) -> Any:
+            k, v, keys = block
+            out, lse = self.kernel.forward(Operands(q, k, v, queries, keys))
+            return (out, lse) if state is None else merge_state(state[0], state[1], out, lse)
+
+        return self.ring((k, v, keys), step)
+
+    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
+        q, k, v, queries, keys = operands
+
+        def step(d_q: Array | None, block: Any) -> Any:
+            k, v, keys = block
+            part, *d_kv = self.kernel.backward(Operands(q, k, v, queries, keys), lse, row_terms, d_out)
+            return add(d_q, part), d_kv
+
+        d_q, (d_k, d_v) = self.ring_and_back((k, v, keys), step)
+        return d_q, d_k, d_v

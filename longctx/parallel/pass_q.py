@@ -1,0 +1,95 @@
+"""Ring pass-Q: keys and values stay where they are, queries go round, and partial results go home."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from longctx.kernels import merge_states
+from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.mask import Tokens
+from longctx.parallel.exchange import Exchange, add, enter, leave, pack, unpack
+
+
+def ring_pass_q(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    *,
+    axis_name: str = "context",
+    causal: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    decode: bool = False,
+) -> tuple[Array, Array]:
+    """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results come home.
+
+    Arguments, results and errors are those of `ring_pass_kv`, from which it differs in what is sent: the better where
+    new tokens are few beside the cached ones. Three more things to know:
+
+    * **decode**: with `decode=True` every query is of a sequence of its own (batched decode): `q_segment_ids [T]` are
+      the sequences, -1 in rows that have none, and q has no batch dimensions. Each row then reads the keys of its own
+      sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than its
+      B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
+    * **On the wire**, each rank sends in N - 1 permutes, each hidden by the attention of the queries before,
+      `(N - 1) * T * B * (N_heads * H * e + 8)` bytes, and in one all-to-all, which nothing hides,
+      `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32. Backward queries and the cotangents
+      of their results travel in N - 1 permutes, and dQ follows in N - 1 in float32; dK and dV never move.
+    * **Memory**: the partial results, `N * T * B * N_heads * (H + 1) * 4` bytes.
+
+    Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
+    """
+    if decode and (q.ndim != 3 or q_segment_ids is None):
+        raise ValueError(
+            "decode needs q [T, N, H] without batch dimensions and q_segment_ids [T], one sequence each, got "
+            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
+        )
+    kernel, operands, out_dtype = enter(
+        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
+        *(axis_name, causal, scale, implementation, out_dtype),
+    )
+    return leave(attend(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PassQ(Exchange):
+    decode: bool
+
+    def forward(self, operands: Operands) -> tuple[Array, Array]:
+        q, k, v, queries, keys = operands
+
+        def step(partials: Array | None, block: Any, source: Array) -> Array:
+            part = pack(*self._attend(Operands(block[0], k, v, block[1], keys)), 1)
+            if partials is None:
+                partials = jnp.zeros_like(part, shape=(self.num_ranks, part.size))
+            return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
+
+        partials = self.ring((q, queries), step)
+        partials = lax.all_to_all(partials, self.axis_name, 0, 0, tiled=True)
+        return merge_states(*unpack(partials, q.shape))
+
+    def _attend(self, operands: Operands) -> tuple[Array, Array]:
+        if not self.decode:
+            return self.kernel.forward(operands)
+        # As a batch of sequences of one query each, over keys that they share.
+        rows = operands._replace(q=operands.q[0, :, None], queries=Tokens(*(x[0, :, None] for x in operands.queries)))
+        out, lse = self.kernel.forward(rows)
+        return out[None, :, 0], lse[None, :, 0]
+
+    def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
+        q, k, v, queries, keys = operands
+
+        def step(d_kv: Any, block: Any) -> Any:
+            q, queries, *of_results = block
+            d_q, *part = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
+            return add(d_kv, part), d_q
+
+        (d_k, d_v), d_q = self.ring_and_back((q, queries, lse, row_terms, d_out), step)
+        return d_q, d_k, d_v
