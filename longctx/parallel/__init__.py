@@ -1,0 +1,24 @@
+"""Many devices: attention over a mesh axis, by what moves, and who computes which token."""
+
+from longctx.parallel.all_gather import all_gather_kv
+from longctx.parallel.kvp import kvp_attention
+from longctx.parallel.layout import layout_shards, shard_positions, shard_sequence, unshard_sequence
+from longctx.parallel.mesh import make_mesh
+from longctx.parallel.pass_kv import ring_pass_kv
+from longctx.parallel.pass_q import ring_pass_q
+from longctx.parallel.plan import VarseqPlan, plan_decode, plan_varseq
+
+__all__ = [
+    "VarseqPlan",
+    "all_gather_kv",
+    "kvp_attention",
+    "layout_shards",
+    "make_mesh",
+    "plan_decode",
+    "plan_varseq",
+    "ring_pass_kv",
+    "ring_pass_q",
+    "shard_positions",
+    "shard_sequence",
+    "unshard_sequence",
+]

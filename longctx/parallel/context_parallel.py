@@ -1,0 +1,155 @@
+"""Whole arrays in and out: the layout, the exchange and the heads' sharding taken care of."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from longctx.kernels.attention.kernel import Kernel
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype
+from longctx.parallel.all_gather import all_gather_kv
+from longctx.parallel.choose import H100_RDMA, Hardware, ModelShape, choose_ring
+from longctx.parallel.kvp import kvp_attention
+from longctx.parallel.layout import check_layout, shard_sequence, unshard_sequence
+from longctx.parallel.pass_kv import ring_pass_kv
+from longctx.parallel.pass_q import ring_pass_q
+
+METHODS = {"pass_kv": ring_pass_kv, "pass_q": ring_pass_q, "all_gather": all_gather_kv, "kvp": kvp_attention}
+
+
+def context_parallel_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mesh: Mesh,
+    method: str = "auto",
+    layout: str = "zigzag",
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    axis_name: str = "context",
+    head_axis: str = "tensor",
+    causal: bool = True,
+    scale: float | None = None,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+    hardware: Hardware = H100_RDMA,
+) -> Array:
+    """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
+
+    Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever the cached ones do), filled up
+    where N does not divide them, and put back in order. Heads are sharded over `head_axis`, where the mesh has it: one
+    ring for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit,
+    with Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
+
+    Args:
+      q: queries, the new tokens, `[*B, T, N, H]`.
+      k, v: keys and values, cached and new, `[*B, S, K, H]`.
+      mesh: a mesh with `axis_name`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
+        T new and S - T cached tokens.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as in
+        `longctx.kernels.attention`.
+
+    Returns:
+      out `[*B, T, N, H]`. Differentiable in q, k and v.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message names it.
+
+    Source: context parallelism paper, 3.5 and figure 5.
+    """
+    masks = (q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal))  # the checks alone
+    kernel = check_kernel(q.shape[-1], causal, scale, implementation)
+    out_dtype = check_out_dtype(out_dtype, q.dtype)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis_name not in mesh.shape:
+        raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
+    num_ranks, tensor = mesh.shape[axis_name], mesh.shape.get(head_axis, 1)
+    check_layout(num_ranks, layout)
+    num_heads, num_kv_heads, head_size = q.shape[-2], k.shape[-2], q.shape[-1]
+    if num_heads % tensor or (num_kv_heads % tensor and tensor % num_kv_heads):
+        raise ValueError(
+            f"the {tensor} ranks of head_axis {head_axis!r} must divide q's {num_heads} heads, and divide or be a "
+            f"multiple of k's {num_kv_heads}"
+        )
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
+    length, kv_length = q.shape[-3], k.shape[-3]
+    if 0 in (q.size, kv_length):
+        return jnp.zeros(q.shape, out_dtype)
+    if method == "auto":
+        model = ModelShape(num_heads // tensor, max(1, num_kv_heads // tensor), head_size)
+        method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
+    plan = _Plan(mesh, method, layout, axis_name, head_axis if tensor > 1 else None, kernel, out_dtype)
+    return _attend_over_mesh(plan, q, k, v, *masks)
+
+
+class _Plan(NamedTuple):
+    """What is static about one call."""
+
+    mesh: Mesh
+    method: str
+    layout: str
+    axis_name: str
+    head_axis: str | None
+    kernel: Kernel
+    out_dtype: jnp.dtype
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_over_mesh(plan: _Plan, *arrays: Array | None) -> Array:
+    """Reordering a sharded sequence is left to the compiler: axes are Auto in here, whatever they are outside."""
+    shardings = [jax.typeof(x).sharding for x in arrays if x is not None]
+    for sharding in shardings:
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(*arrays)
+    mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
+    return _attend(plan, mesh, *arrays)
+
+
+def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, *masks: Array | None) -> Array:
+    """With the mesh, or where that is None, the one of the context."""
+    num_ranks = plan.mesh.shape[plan.axis_name]
+    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, plan.kernel.causal)
+    if plan.head_axis is not None:
+        repeats = max(1, plan.mesh.shape[plan.head_axis] // k.shape[-2])
+        flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
+
+    def deal(x: Array, pad_value: int = 0) -> Array:
+        return shard_sequence(x, num_ranks, plan.layout, 1, pad_value)
+
+    deals_queries = plan.method != "kvp"
+    if deals_queries:
+        flat_q, queries = deal(flat_q), Tokens(deal(queries.positions), deal(queries.segments, -1))
+    keys = Tokens(deal(keys.positions), deal(keys.segments, -1))
+    q_axis = plan.axis_name if deals_queries else None
+    q_spec, kv_spec = (P(None, axis, plan.head_axis) for axis in (q_axis, plan.axis_name))
+
+    def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
+        tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
+        flat = (x[0] if x.shape[0] == 1 else x for x in tokens)
+        kernel = plan.kernel
+        static = {"causal": kernel.causal, "scale": kernel.scale, "implementation": kernel.implementation}
+        return METHODS[plan.method](q, k, v, *flat, axis_name=plan.axis_name, **static, out_dtype=plan.out_dtype)[0]
+
+    out = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, plan.axis_name)),
+        out_specs=q_spec,
+    )(flat_q, deal(flat_k), deal(flat_v), queries, keys)
+    if deals_queries:
+        out = unshard_sequence(out, num_ranks, plan.layout, 1, q.shape[-3])
+    return out.reshape(q.shape)

@@ -1,0 +1,177 @@
+"""What one attention over a mesh axis should take: a roofline of compute, memory and link for each exchange."""
+
+import dataclasses
+import math
+from numbers import Integral, Real
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """The heads of one attention layer that a rank computes.
+
+    Under tensor parallelism these are a device's share (`split`), and the hardware beside it is one device. (Ranks of
+    the paper are hosts of 8 GPUs, each with an eighth of the heads: 8 equal rings side by side, so the times are those
+    of one GPU's ring.)
+
+    Args:
+      num_heads: query heads N, a multiple of K.
+      num_kv_heads: key/value heads K.
+      head_size: H.
+
+    Raises:
+      ValueError: they are no positive integers, or K doesn't divide N.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, check_count(field.name, getattr(self, field.name), 1))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, {self.num_kv_heads}, got {self.num_heads}")
+
+    def split(self, tensor: int) -> "ModelShape":
+        """The share of one of `tensor` devices; KV heads are repeated where there are fewer (paper, 4.2.2)."""
+        tensor = check_count("tensor", tensor, 1)
+        if self.num_heads % tensor or (self.num_kv_heads % tensor and tensor % self.num_kv_heads):
+            raise ValueError(
+                f"tensor must divide num_heads, {self.num_heads}, and divide or be a multiple of num_kv_heads, "
+                f"{self.num_kv_heads}, got {tensor}"
+            )
+        return ModelShape(self.num_heads // tensor, max(1, self.num_kv_heads // tensor), self.head_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One rank: the device that holds a `ModelShape`'s heads, and its link to the next rank.
+
+    Args:
+      peak_flops: C, FLOP/s of the device.
+      bandwidth: BW, bytes/s that it can send.
+      bytes_per_element: e, of queries, keys and values.
+      latency: seconds that an exchange takes whatever its size: a hop, or one collective.
+      memory_bandwidth: bytes/s at which keys and values are read, which is what limits decode.
+      partial_bytes: bytes of an element of a partial result. They travel in float32 here; the paper's equation 5 takes
+        e, and its measured All2All fits 2.
+
+    Raises:
+      ValueError: a number is not positive, or not finite (latency may be 0, memory_bandwidth infinite).
+    """
+
+    peak_flops: float
+    bandwidth: float
+    bytes_per_element: float = 2
+    latency: float = 0.0
+    memory_bandwidth: float = math.inf
+    partial_bytes: float = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            is_number = isinstance(value, Real) and not math.isnan(value)
+            may_be_zero, may_be_infinite = name == "latency", name == "memory_bandwidth"
+            if not is_number or value < 0 or (value == 0 and not may_be_zero):
+                raise ValueError(f"{name} must be a {'non-negative' if may_be_zero else 'positive'} number, got {value!r}")
+            if math.isinf(value) and not may_be_infinite:
+                raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+LLAMA3_405B = ModelShape(128, 8, 128)
+
+# One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
+# of a few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us, of one 32.3); over TCP it isn't given.
+H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12)
+H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
+
+# What it achieved, as the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, which is ours
+# from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), which must be a GPU: a host's 8 GPUs
+# sharing 3 GB/s could not hide pass-KV at 128k tokens on 4 hosts (equation 2: 342,000), and the paper says they do.
+H100_RDMA_ACHIEVED = dataclasses.replace(H100_RDMA, peak_flops=502e12, bandwidth=26.5e9)
+H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Predicted seconds of one attention layer on one rank.
+
+    `steps` partial attentions of `attention` seconds each (table 5's ATTN); between them hops of `send` seconds
+    (SendRecv), which the attention of the step before hides; and `collective` seconds that nothing hides (All2All).
+    """
+
+    steps: int
+    attention: float
+    send: float
+    collective: float
+
+    @property
+    def compute(self) -> float:
+        return self.steps * self.attention
+
+    @property
+    def exposed(self) -> float:
+        """Communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` and the collective (appendix C)."""
+        return (self.steps - 1) * max(0.0, self.send - self.attention) + self.collective
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+def predict_times(
+    new_tokens: int, cached_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware
+) -> dict[str, Times]:
+    """Times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
+
+    Each sends the bytes that its docstring states. New and cached tokens are dealt evenly, shards as long as the
+    longest (3.5.2); the work is balanced, as in zigzag. `kvp` takes the cheaper of its two merges, and its queries to be
+    on all ranks already. Where this is not the paper's model: attention is causal, `T * P + T * (T + 1) / 2` pairs for
+    the paper's `T * (T + P)`; a rank sends its shard, T / N or (T + P) / N tokens, where appendix C has all of them; an
+    lse goes with each head, not each token; and latency, memory and the 8 bytes of position and segment are counted.
+
+    Args:
+      new_tokens: T, at least 1.
+      cached_tokens: P, at least 0.
+      num_ranks: N.
+
+    Raises:
+      ValueError: an argument is no such integer.
+
+    Source: context parallelism paper, 3.4, table 3 and appendix C; KVP, Mnemosyne 4.4.
+    """
+    n = check_count("num_ranks", num_ranks, 1)
+    new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
+    heads, head_size, e, partial = model.num_heads, model.head_size, hardware.bytes_per_element, hardware.partial_bytes
+    rows = -(-new // n)
+    kv_bytes = 2 * model.num_kv_heads * head_size * e
+    shard_bytes = (rows + -(-cached // n)) * kv_bytes
+    state_bytes = heads * (head_size + 1) * partial
+
+    def attend(queries: int) -> float:
+        """To one shard."""
+        flops = 4 * queries * (cached + (new + 1) / 2) / n * heads * head_size
+        return max(flops / hardware.peak_flops, shard_bytes / hardware.memory_bandwidth)
+
+    def exchange(num_bytes: float, collectives: int = 1) -> float:
+        return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
+
+    shard = shard_bytes + 8 * (rows + -(-cached // n))
+    queries = rows * (heads * head_size * e + 8)
+    merges = (
+        exchange((n - 1) * new * state_bytes),
+        exchange((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
+    )
+    return {
+        "pass_kv": Times(n, attend(rows), exchange(shard), 0.0),
+        "pass_q": Times(n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes)),
+        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * shard)),
+        "kvp": Times(1, attend(new), 0.0, min(merges)),
+    }
+
+
+def check_count(name: str, value: int, least: int) -> int:
+    """-> the value, as Python's int: products of numpy's overflow."""
+    if not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)

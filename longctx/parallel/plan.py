@@ -1,0 +1,179 @@
+"""Host-side plans: which rank computes which new token of a batch of packed sequences, and what balance that gives."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from longctx.parallel.layout import check_layout, layout_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class VarseqPlan:
+    """A batch of B packed sequences over N ranks. Rows of the arrays are ranks; -1 is padding, in indices and segments.
+
+    New tokens are counted through all sequences, 0 to T - 1, and so are cached ones, 0 to P - 1. A rank's keys are its
+    cached and its new ones together, sorted by (segment, position), as attention wants them.
+    """
+
+    q_indices: np.ndarray  # [N, ceil(T / N)] which new tokens the rank computes
+    q_positions: np.ndarray  # int32, the same shape
+    q_segment_ids: np.ndarray
+    kv_indices: (
+        np.ndarray
+    )  # [N, max P_i + ceil(T / N)] which keys it holds: cached ones as they are, new ones after all P
+    kv_positions: np.ndarray
+    kv_segment_ids: np.ndarray
+    scores: np.ndarray  # [N] pairs (query, key) that the rank's queries see: 4 * N_heads * H FLOP each
+    kv_tokens: np.ndarray  # [N] keys that it holds, without padding
+
+    @property
+    def message_tokens(self) -> int:
+        """Keys in a message of ring pass-KV: `max_i P_i + ceil(T / N)`, the same for all ranks."""
+        return self.kv_indices.shape[1]
+
+    def report(self) -> str:
+        """Scores and keys of each rank, and how far the busiest is above the mean."""
+        lines = ["rank  new tokens  KV tokens  scores (queries x keys)"]
+        for rank, (scores, kv) in enumerate(zip(self.scores, self.kv_tokens, strict=True)):
+            lines.append(f"{rank:>4}  {np.sum(self.q_indices[rank] >= 0):>10,}  {kv:>9,}  {scores:>23,}")
+        surplus = self.scores.max() / max(self.scores.mean(), 1) - 1
+        lines.append(f"busiest rank {surplus:+.2%} above the mean; {self.message_tokens:,} KV tokens in a message")
+        return "\n".join(lines)
+
+
+def plan_varseq(
+    new_lengths: Sequence[int],
+    cached_lengths: Sequence[int] | None,
+    num_shards: int,
+    layout: str = "zigzag",
+    cached_ranks: np.ndarray | None = None,
+) -> VarseqPlan:
+    """Deal the new tokens of packed sequences to ranks, each sequence by the layout, whatever its cached tokens do.
+
+    Args:
+      new_lengths: T_b, new tokens of each sequence, at positions P_b to P_b + T_b - 1.
+      cached_lengths: P_b, cached tokens of each, at positions 0 to P_b - 1. None: full prefill.
+      num_shards: ranks N.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      cached_ranks: which rank holds each cached token, integers `[sum of P_b]`, sequence after sequence. Default: dealt
+        by the same layout.
+
+    Returns:
+      A `VarseqPlan`. Chunk lengths of a sequence differ by a token at most, ranks have `ceil(T / N)` new tokens at
+      most, and of sequences alike in size, no rank always gets the heavier share.
+
+    Raises:
+      ValueError: an argument is wrong; the message names it.
+
+    Source: context parallelism paper, 3.5.1 (figures 1 and 2) and 3.5.2 (message size).
+    """
+    check_layout(num_shards, layout)
+    new = _check_lengths("new_lengths", new_lengths)
+    cached = np.zeros_like(new) if cached_lengths is None else _check_lengths("cached_lengths", cached_lengths)
+    if new.shape != cached.shape:
+        raise ValueError(f"cached_lengths must have one entry a sequence, {new.size}, got {cached.size}")
+    num_new, num_cached = int(new.sum()), int(cached.sum())
+
+    computed, scores = _deal(new, cached, num_shards, layout)
+    if cached_ranks is None:
+        held, _ = _deal(cached, np.zeros_like(cached), num_shards, layout)
+    else:
+        ranks = np.asarray(cached_ranks)
+        if ranks.shape != (num_cached,) or not np.isin(ranks, np.arange(num_shards)).all():
+            raise ValueError(f"cached_ranks must be {num_cached} ranks below {num_shards}, one a cached token")
+        held = [np.flatnonzero(ranks == rank) for rank in range(num_shards)]
+
+    segments = np.concatenate([np.repeat(np.arange(x.size), x) for x in (cached, new)])
+    positions = np.concatenate([_count(cached), _count(new) + np.repeat(cached, new)])
+    keys = [np.concatenate([old, num_cached + tokens]) for old, tokens in zip(held, computed, strict=True)]
+    keys = [tokens[np.lexsort((positions[tokens], segments[tokens]))] for tokens in keys]
+    share = -(-num_new // num_shards)
+    kv_indices = _fill(keys, max(map(len, held)) + share)
+    q_indices = _fill(computed, share)
+    q_tokens = np.where(q_indices < 0, -1, q_indices + num_cached)
+    return VarseqPlan(
+        q_indices,
+        *_look_up(q_tokens, positions, segments),
+        kv_indices,
+        *_look_up(kv_indices, positions, segments),
+        scores,
+        np.array([len(tokens) for tokens in keys]),
+    )
+
+
+def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
+    """Which rank computes, and keeps, the token that each sequence decodes in this step.
+
+    Sequence b is rank (b + step) mod N's: a step's rows are dealt evenly, and so, over the steps, is every sequence's
+    cache, where one rank a sequence would fill that rank first (context parallelism paper, 3.6).
+
+    Returns:
+      Sequences `[N, ceil(B / N)]`, -1 in rows without one: the `q_segment_ids` of `ring_pass_q(..., decode=True)`.
+    """
+    for name, value, least in (("num_sequences", num_sequences, 0), ("step", step, 0), ("num_shards", num_shards, 1)):
+        if not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    ranks = (np.arange(num_sequences) + step) % num_shards
+    return _fill([np.flatnonzero(ranks == rank) for rank in range(num_shards)], -(-num_sequences // num_shards))
+
+
+def _deal(new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Each rank's new tokens, ascending, and its scores.
+
+    Long sequences first. The first one's shard i is rank i's; of every other, the heaviest shard goes to the rank with
+    the lightest load so far, first in tokens (so that no rank gets two more than another), then in scores. After
+    that the busiest and the idlest rank swap shards of one sequence as long as that helps.
+    """
+    shards = [layout_shards(int(length), num_shards, layout) for length in new]
+    sizes = np.array([[len(x) for x in row] for row in shards]).reshape(-1, num_shards)
+    weights = sizes * (cached[:, None] + 1) + np.array([[x.sum() for x in row] for row in shards]).reshape(sizes.shape)
+    owners = np.tile(np.arange(num_shards), (len(new), 1))  # [B, N] which shard of a sequence each rank has
+
+    tokens, scores = np.zeros(num_shards, int), np.zeros(num_shards, int)
+    for b in np.argsort(-(new + cached), kind="stable"):
+        if tokens.any():
+            owners[b, np.lexsort((scores, tokens))] = np.lexsort((-weights[b], -sizes[b]))
+        tokens += sizes[b, owners[b]]
+        scores += weights[b, owners[b]]
+
+    sizes, weights = (np.take_along_axis(x, owners, 1) for x in (sizes, weights))
+    for _ in range(4 * num_shards):
+        busy, idle = scores.argmax(), scores.argmin()
+        moved = np.where(sizes[:, busy] == sizes[:, idle], weights[:, busy] - weights[:, idle], 0)
+        b = np.argmin(np.abs(2 * moved - (scores[busy] - scores[idle]))) if moved.size else 0
+        if not moved.size or not 0 < moved[b] < scores[busy] - scores[idle]:
+            break
+        for x in (owners, weights):
+            x[b, [busy, idle]] = x[b, [idle, busy]]
+        scores[[busy, idle]] += (-moved[b], moved[b])
+
+    starts = np.cumsum(new) - new
+    dealt = [
+        [start + row[shard] for start, row, shard in zip(starts, shards, of_rank, strict=True)] for of_rank in owners.T
+    ]
+    return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in dealt], scores
+
+
+def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
+    checked = np.asarray(lengths)
+    if checked.ndim != 1 or not (checked.size == 0 or np.issubdtype(checked.dtype, np.integer)) or (checked < 0).any():
+        raise ValueError(f"{name} must be non-negative integers, one a sequence, got {lengths!r}")
+    return checked.astype(int)
+
+
+def _count(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, 2, ... in each sequence."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _fill(rows: list[np.ndarray], length: int) -> np.ndarray:
+    return np.stack([np.pad(row, (0, length - len(row)), constant_values=-1) for row in rows])
+
+
+def _look_up(tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions, 0 in padding, and segments, -1 there."""
+    return (
+        np.where(tokens < 0, 0, np.append(positions, 0)[tokens]).astype(np.int32),
+        np.where(tokens < 0, -1, np.append(segments, 0)[tokens]).astype(np.int32),
+    )

@@ -1,0 +1,119 @@
+"""Every exchange against the float64 oracle: values, lse and gradients. Layouts, caches and packing are data."""
+
+import functools
+from collections.abc import Callable
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from longctx.kernels import attention
+from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+
+Arrays = dict[str, jax.Array]
+
+EXCHANGES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "pass_kv": ring_pass_kv,
+    "pass_q": ring_pass_q,
+    "pass_q_decode": functools.partial(ring_pass_q, decode=True),
+    "all_gather": all_gather_kv,
+    "kvp_gather": functools.partial(kvp_attention, merge="gather"),
+    "kvp_all_to_all": functools.partial(kvp_attention, merge="all_to_all"),
+}
+RANKS = (1, 2, 3, 4, 5, 8)
+HEADS = {1: (2, 2), 4: (8, 2), 8: (8, 1)}  # query and KV heads by their ratio
+# Of the grid, each exchange once with few ranks, some and all, and each head ratio with each exchange.
+SUBSET = [
+    (exchange, ranks, ratio)
+    for i, exchange in enumerate(EXCHANGES)
+    for ranks, ratio in zip(((8, 3, 1), (5, 8, 2), (4, 8, 3))[i % 3], (1, 4, 8), strict=True)
+]
+REST = [
+    (exchange, ranks, ratio)
+    for exchange in EXCHANGES
+    for ranks in RANKS
+    for ratio in HEADS
+    if (exchange, ranks, ratio) not in SUBSET
+]
+
+
+@functools.cache
+def differentiated(exchange: str, ranks: int, causal: bool) -> Callable[..., Arrays]:
+    """Values and gradients of one exchange, or with 0 ranks of dense attention: jitted once, all cases are data."""
+    if ranks == 0:
+        compute = functools.partial(attention, implementation="reference", causal=causal)
+    else:
+        q_spec = P() if exchange.startswith("kvp") else P("context")
+        compute = jax.shard_map(
+            functools.partial(EXCHANGES[exchange], axis_name="context", causal=causal),
+            mesh=make_mesh(context=ranks),
+            in_specs=(q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context")),
+            out_specs=q_spec,
+        )
+
+    def run(
+        arrays: dict[str, jax.Array], tokens: cases.Tokens, d_out: jax.Array, d_lse: jax.Array
+    ) -> dict[str, jax.Array]:
+        def weighted(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            out, lse = compute(arrays["q"], arrays["k"], arrays["v"], *tokens)
+            seen = jnp.where(lse == -jnp.inf, 0, lse)  # an empty row's -inf would swallow the sum
+            return jnp.sum(out * d_out) + jnp.sum(seen * d_lse), {"out": out, "lse": lse}
+
+        gradients, results = jax.grad(weighted, has_aux=True)(arrays)
+        return results | {f"d_{name}": x for name, x in gradients.items()}
+
+    return jax.jit(run)
+
+
+def check(exchange: str, ranks: int, ratio: int, tokens: cases.Tokens, seed: int, causal: bool = True) -> None:
+    heads, kv_heads = HEADS[ratio]
+    rng = np.random.default_rng(seed)
+    q_shape = (ranks * cases.NEW, heads, cases.HEAD_SIZE)
+    kv_shape = (ranks * cases.KEYS, kv_heads, cases.HEAD_SIZE)
+    arrays = {name: rng.standard_normal(shape) for name, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))}
+    cotangents = rng.standard_normal(q_shape), rng.standard_normal(q_shape[:-1])
+
+    def run(ranks: int, dtype: object) -> dict[str, np.ndarray]:
+        typed = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+        results = differentiated(exchange, ranks, causal)(typed, tokens, *(jnp.asarray(x, dtype) for x in cotangents))
+        return {name: np.asarray(x, np.float64) for name, x in results.items()}
+
+    with jax.enable_x64(True):
+        want = run(0, jnp.float64)
+    for name, got in run(ranks, jnp.float32).items():
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want[name]), err_msg=name)
+        finite = np.isfinite(want[name])
+        # Gradients of keys sum over the queries: the bound is relative to their size.
+        size = np.abs(want[name][finite]).max(initial=1.0)
+        np.testing.assert_allclose(got[finite], want[name][finite], rtol=0, atol=1e-5 * size, err_msg=name)
+
+
+def kinds(exchange: str) -> tuple[str, ...]:
+    return ("decode",) if exchange == "pass_q_decode" else cases.KINDS
+
+
+@pytest.mark.parametrize(("exchange", "ranks", "ratio"), SUBSET)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=12)
+def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.DataObject, seed: int) -> None:
+    check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "ranks", "ratio"), REST)
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=25)
+def test_agrees_with_oracle_on_the_grid(exchange: str, ranks: int, ratio: int, data: st.DataObject, seed: int) -> None:
+    check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
+
+
+@pytest.mark.parametrize("exchange", ["pass_kv", "pass_q", "all_gather", "kvp_gather"])
+@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=4)
+def test_without_a_causal_mask(exchange: str, data: st.DataObject, seed: int) -> None:
+    check(exchange, 3, 4, data.draw(cases.tokens(3)), seed, causal=False)
