@@ -1,6 +1,8 @@
 """Many devices: attention over a mesh axis, by what moves, and who computes which token."""
 
 from longctx.parallel.all_gather import all_gather_kv
+from longctx.parallel.choose import H100_RDMA, H100_TCP, EmpiricalRule, Hardware, ModelShape, choose_ring
+from longctx.parallel.context_parallel import context_parallel_attention
 from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.layout import layout_shards, shard_positions, shard_sequence, unshard_sequence
 from longctx.parallel.mesh import make_mesh
@@ -9,8 +11,15 @@ from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.plan import VarseqPlan, plan_decode, plan_varseq
 
 __all__ = [
+    "H100_RDMA",
+    "H100_TCP",
+    "EmpiricalRule",
+    "Hardware",
+    "ModelShape",
     "VarseqPlan",
     "all_gather_kv",
+    "choose_ring",
+    "context_parallel_attention",
     "kvp_attention",
     "layout_shards",
     "make_mesh",

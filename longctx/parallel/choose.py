@@ -9,7 +9,9 @@ from numpy.typing import ArrayLike
 
 from longctx.parallel.cost import H100_RDMA as H100_RDMA
 from longctx.parallel.cost import H100_TCP as H100_TCP
-from longctx.parallel.cost import Hardware, ModelShape, Times, check_count, predict_times
+from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, check_count, predict_times
+
+RULES = ("predicted", "algorithm_1", "algorithm_5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +19,7 @@ class EmpiricalRule:
     """`h(T, P) = alpha * log(T) + beta * log(T / (T + P)) + gamma`: pass-KV where positive, else pass-Q.
 
     Logarithms are natural. The paper's coefficients, -1.059, 1.145 and 12.112, are not to be copied: they choose pass-Q
-    in all 14 rows of its table 4, and (as alpha is negative) for any full prefill of 92,600 tokens or more.
+    in all 14 rows of its table 4, and (as alpha is negative) for any full prefill of 93,000 tokens or more.
 
     Source: context parallelism paper, appendix D.
     """
@@ -50,15 +52,14 @@ class EmpiricalRule:
         Raises:
           ValueError: shapes differ, numbers are not positive and finite (P may be 0), or no two times differ.
         """
-        given = dict(new_tokens=new_tokens, cached_tokens=cached_tokens)  # noqa: C408
-        given |= dict(pass_kv_times=pass_kv_times, pass_q_times=pass_q_times)  # noqa: C408
-        columns = {name: np.asarray(values, np.float64) for name, values in given.items()}
-        for name, column in columns.items():
-            if column.ndim != 1 or column.shape != columns["new_tokens"].shape:
+        names = ("new_tokens", "cached_tokens", "pass_kv_times", "pass_q_times")
+        columns = [np.asarray(x, np.float64) for x in (new_tokens, cached_tokens, pass_kv_times, pass_q_times)]
+        for name, column in zip(names, columns, strict=True):
+            if column.ndim != 1 or column.shape != columns[0].shape:
                 raise ValueError(f"{name} must have the shape [rows], as many as new_tokens, got {column.shape}")
-            if not np.isfinite(column).all() or (column < (0 if name == "cached_tokens" else 1e-300)).any():
+            if not np.isfinite(column).all() or (column < 0).any() or (name != "cached_tokens" and not column.all()):
                 raise ValueError(f"{name} must be positive and finite, got {column}")
-        new, cached, pass_kv, pass_q = columns.values()
+        new, cached, pass_kv, pass_q = columns
         gain = np.log(pass_q) - np.log(pass_kv)
         if not gain.any():
             raise ValueError("pass_kv_times must differ from pass_q_times in some row")
@@ -73,23 +74,17 @@ class EmpiricalRule:
 
 def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: float = 1e-5) -> np.ndarray:
     """The minimum over c of `weights @ log(1 + exp(-signed @ c)) + ridge / 2 * c @ c`, by damped Newton steps."""
-
-    def loss(c: np.ndarray) -> float:
-        return float(weights @ np.logaddexp(0, -signed @ c) + ridge / 2 * c @ c)
-
     c = np.zeros(signed.shape[1])
-    for _ in range(100):
+    for _ in range(200):
         wrong = (1 - np.tanh(signed @ c / 2)) / 2
         gradient = ridge * c - signed.T @ (weights * wrong)
         hessian = ridge * np.eye(len(c)) + (signed.T * (weights * wrong * (1 - wrong))) @ signed
         step = np.linalg.solve(hessian, gradient)
-        slope = float(gradient @ step)
-        if slope < 1e-15:
+        # A whole step may diverge. This much descends: along it, the third derivative is at most reach * the second.
+        reach = np.abs(signed @ step).max()
+        if reach < 1e-9:
             break
-        size = 1.0
-        while loss(c - size * step) > loss(c) - 1e-4 * size * slope and size > 1e-9:
-            size /= 2
-        c = c - size * step
+        c = c - np.log1p(reach) / reach * step
     return c
 
 
@@ -105,46 +100,45 @@ def paper_rule() -> EmpiricalRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thresholds:
-    """What the paper's equations compare with; the names tell which.
+class Choice:
+    """What `choose_ring` chose, and why.
 
-    From a miss rate `T / (T + P)` of `equation_1`, keys and values are no more bytes than queries; from T =
-    `equation_2`, attention hides ring pass-KV; from T + P = `equation_3`, it hides pass-Q's ring. From a miss rate of
-    `equation_5`, which holds for one T, pass-Q's all-to-all costs more than the part of pass-KV that isn't hidden.
-
-    In equation 5 partial results are as wide as they travel, not e: `T / (T + P)` is multiplied by `partial_bytes / e`.
+    `times` has each method's predicted seconds, and `answers` what each rule says; `h` is of the rule given, or else of
+    `paper_rule`.
     """
 
-    equation_1: float
-    equation_2: float
-    equation_3: float
-    equation_5: float
-
-    @classmethod
-    def of(cls, new_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware) -> "Thresholds":
-        # C * e / BW: operations that the device does while it sends an element.
-        intensity = hardware.peak_flops * hardware.bytes_per_element / hardware.bandwidth
-        miss_rate = 2 * model.num_kv_heads / model.num_heads
-        hidden = 4 * new_tokens / (num_ranks * intensity)
-        return cls(
-            equation_1=miss_rate,
-            equation_2=num_ranks * intensity * miss_rate / 4,
-            equation_3=num_ranks * intensity / 4,
-            equation_5=(miss_rate - hidden) * hardware.bytes_per_element / hardware.partial_bytes,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What `choose_ring` chose, and why: `times` of each method, and the `answers` of each rule."""
-
     method: str
+    rule: str
     times: dict[str, Times]
     answers: dict[str, str]
     thresholds: Thresholds
-    heading: str
+    new_tokens: int
+    cached_tokens: int
+    num_ranks: int
+    h: float
 
-    def explain(self) -> None: ...
+    def explain(self) -> None:
+        """Print predicted times, the paper's equations with both sides, and what each rule says."""
+        new, total, answers = self.new_tokens, self.new_tokens + self.cached_tokens, self.answers
+        eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        print(f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}")
+        print(f"{'predicted, us':14}{'compute':>12}{'exposed':>12}{'total':>12}")
+        for method, times in self.times.items():
+            columns = (times.compute, times.exposed, times.total)
+            print(f"{method:14}" + "".join(f"{1e6 * seconds:12,.1f}" for seconds in columns))
+        miss = f"miss rate {new / total:.2%}"
+        for number, left, is_met, right, if_met, if_not in (
+            (1, miss, new / total >= eq.equation_1, f"{eq.equation_1:.2%}", "KV is fewer bytes", "Q is fewer bytes"),
+            (2, f"T {new:,}", new >= eq.equation_2, f"{eq.equation_2:,.0f}", "pass-KV is hidden", "pass-KV is exposed"),
+            (3, f"T + P {total:,}", total >= eq.equation_3, f"{eq.equation_3:,.0f}", "Q is hidden", "Q is exposed"),
+            (5, miss, new / total >= eq.equation_5, f"{eq.equation_5:.2%}", "All2All costs more", "All2All costs less"),
+        ):
+            print(f"equation {number}: {left} {'>=' if is_met else '<'} {right}: {if_met if is_met else if_not}")
+        for rule, method in answers.items():
+            source = "" if self.rule == "empirical" else ", fitted to table 4"
+            print(f"{rule}: {method}" + (f" (h = {self.h:.3f}{source})" if rule == "empirical" else ""))
+        if answers["algorithm_1"] != answers["algorithm_5"]:
+            print("algorithm 1 and 5 differ: equation 5 counts pass-Q's all-to-all, equation 1 doesn't")
 
 
 def choose_ring(
@@ -154,4 +148,41 @@ def choose_ring(
     model: ModelShape,
     hardware: Hardware,
     rule: str | EmpiricalRule = "predicted",
-) -> Choice: ...
+) -> Choice:
+    """The exchange for new tokens that attend to themselves and to cached ones, a prefill or (T = 1) a decode step.
+
+    Args:
+      new_tokens: T, at least 1.
+      cached_tokens: P, at least 0.
+      num_ranks: N, ranks of the ring.
+      model: the heads of one rank; under tensor parallelism, a device's share.
+      hardware: one rank. `H100_RDMA` and the like are one GPU. Peaks, or better, what was achieved (paper, 3.4).
+      rule: `"predicted"`: the least predicted time of all four. It is attention's alone: `kvp` needs the queries on all
+        ranks, so what comes before and after attention isn't divided by N. `"algorithm_1"`: equations 1 and 2.
+        `"algorithm_5"`: equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h.
+        All but the first choose between pass-KV and pass-Q.
+
+    Returns:
+      a `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
+
+    Raises:
+      ValueError: an argument is out of range, or there is no such rule; the message names it.
+
+    Source: context parallelism paper, algorithms 1 and 5, equations 1, 2, 3 and 5, appendix D.
+    """
+    if not isinstance(rule, EmpiricalRule) and rule not in RULES:
+        raise ValueError(f"rule must be an EmpiricalRule or one of {', '.join(RULES)}, got {rule!r}")
+    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware)
+    new, cached, num_ranks = int(new_tokens), int(cached_tokens), int(num_ranks)
+    eq = Thresholds.of(new, num_ranks, model, hardware)
+    empirical = rule if isinstance(rule, EmpiricalRule) else paper_rule()
+    miss_rate = new / (new + cached)
+    passes_kv = {
+        "algorithm_1": new >= eq.equation_2 or miss_rate >= eq.equation_1,
+        "algorithm_5": new >= eq.equation_2 or miss_rate >= eq.equation_5,
+        "empirical": empirical.prefers_pass_kv(new, cached),
+    }
+    answers = {"predicted": min(times, key=lambda method: times[method].total)}
+    answers |= {name: "pass_kv" if passes else "pass_q" for name, passes in passes_kv.items()}
+    name = rule if isinstance(rule, str) else "empirical"
+    return Choice(answers[name], name, times, answers, eq, new, cached, num_ranks, empirical.h(new, cached))

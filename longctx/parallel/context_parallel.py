@@ -1,6 +1,7 @@
 """Whole arrays in and out: the layout, the exchange and the heads' sharding taken care of."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,14 @@ from longctx.parallel.layout import check_layout, shard_sequence, unshard_sequen
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 
-METHODS = {"pass_kv": ring_pass_kv, "pass_q": ring_pass_q, "all_gather": all_gather_kv, "kvp": kvp_attention}
+Masks = tuple[Array | None, Array | None, Array | None, Array | None]
+
+METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "pass_kv": ring_pass_kv,
+    "pass_q": ring_pass_q,
+    "all_gather": all_gather_kv,
+    "kvp": kvp_attention,
+}
 
 
 def context_parallel_attention(
@@ -45,7 +53,7 @@ def context_parallel_attention(
 ) -> Array:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
-    Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever the cached ones do), filled up
+    Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever cached ones do), filled up
     where N does not divide them, and put back in order. Heads are sharded over `head_axis`, where the mesh has it: one
     ring for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit,
     with Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
@@ -68,8 +76,8 @@ def context_parallel_attention(
 
     Source: context parallelism paper, 3.5 and figure 5.
     """
-    masks = (q_positions, kv_positions, q_segment_ids, kv_segment_ids)
-    jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal))  # the checks alone
+    masks: Masks = (q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal=causal))  # the checks alone
     kernel = check_kernel(q.shape[-1], causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     if not isinstance(mesh, Mesh):
@@ -93,7 +101,7 @@ def context_parallel_attention(
         model = ModelShape(num_heads // tensor, max(1, num_kv_heads // tensor), head_size)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
     plan = _Plan(mesh, method, layout, axis_name, head_axis if tensor > 1 else None, kernel, out_dtype)
-    return _attend_over_mesh(plan, q, k, v, *masks)
+    return _attend_over_mesh(plan, q, k, v, masks)
 
 
 class _Plan(NamedTuple):
@@ -109,20 +117,19 @@ class _Plan(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_over_mesh(plan: _Plan, *arrays: Array | None) -> Array:
+def _attend_over_mesh(plan: _Plan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
     """Reordering a sharded sequence is left to the compiler: axes are Auto in here, whatever they are outside."""
-    shardings = [jax.typeof(x).sharding for x in arrays if x is not None]
-    for sharding in shardings:
+    for sharding in (jax.typeof(x).sharding for x in (q, k, v)):
         if AxisType.Explicit in sharding.mesh.axis_types:
-            return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(*arrays)
+            return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(q, k, v, masks)
     mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
-    return _attend(plan, mesh, *arrays)
+    return _attend(plan, mesh, q, k, v, masks)
 
 
-def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, *masks: Array | None) -> Array:
+def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
     """With the mesh, or where that is None, the one of the context."""
     num_ranks = plan.mesh.shape[plan.axis_name]
-    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, plan.kernel.causal)
+    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=plan.kernel.causal)
     if plan.head_axis is not None:
         repeats = max(1, plan.mesh.shape[plan.head_axis] // k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
@@ -140,9 +147,15 @@ def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, *masks
     def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
         tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
         flat = (x[0] if x.shape[0] == 1 else x for x in tokens)
-        kernel = plan.kernel
-        static = {"causal": kernel.causal, "scale": kernel.scale, "implementation": kernel.implementation}
-        return METHODS[plan.method](q, k, v, *flat, axis_name=plan.axis_name, **static, out_dtype=plan.out_dtype)[0]
+        out, _ = METHODS[plan.method](
+            *(q, k, v, *flat),
+            axis_name=plan.axis_name,
+            causal=plan.kernel.causal,
+            scale=plan.kernel.scale,
+            implementation=plan.kernel.implementation,
+            out_dtype=plan.out_dtype,
+        )
+        return out
 
     out = jax.shard_map(
         local,

@@ -5,13 +5,19 @@ import math
 from numbers import Integral, Real
 
 
+def check_count(name: str, value: int, least: int) -> int:
+    """-> the value, as Python's int: products of numpy's overflow."""
+    if not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The heads of one attention layer that a rank computes.
+    """The heads of one attention layer that a device computes, all or (`split`) its share under tensor parallelism.
 
-    Under tensor parallelism these are a device's share (`split`), and the hardware beside it is one device. (Ranks of
-    the paper are hosts of 8 GPUs, each with an eighth of the heads: 8 equal rings side by side, so the times are those
-    of one GPU's ring.)
+    (A rank of the paper is a host of 8 GPUs, with an eighth of the heads each: 8 equal rings side by side, of which
+    this and `Hardware` describe one.)
 
     Args:
       num_heads: query heads N, a multiple of K.
@@ -37,15 +43,14 @@ class ModelShape:
         tensor = check_count("tensor", tensor, 1)
         if self.num_heads % tensor or (self.num_kv_heads % tensor and tensor % self.num_kv_heads):
             raise ValueError(
-                f"tensor must divide num_heads, {self.num_heads}, and divide or be a multiple of num_kv_heads, "
-                f"{self.num_kv_heads}, got {tensor}"
+                f"tensor must divide num_heads, and num_kv_heads or be a multiple of it, got {tensor}: {self}"
             )
         return ModelShape(self.num_heads // tensor, max(1, self.num_kv_heads // tensor), self.head_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One rank: the device that holds a `ModelShape`'s heads, and its link to the next rank.
+    """The device that has a `ModelShape`'s heads, and its link to the next rank.
 
     Args:
       peak_flops: C, FLOP/s of the device.
@@ -53,11 +58,10 @@ class Hardware:
       bytes_per_element: e, of queries, keys and values.
       latency: seconds that an exchange takes whatever its size: a hop, or one collective.
       memory_bandwidth: bytes/s at which keys and values are read, which is what limits decode.
-      partial_bytes: bytes of an element of a partial result. They travel in float32 here; the paper's equation 5 takes
-        e, and its measured All2All fits 2.
+      partial_bytes: of an element of a partial result, float32 here; the paper's equation 5 has e, its table 5 fits 2.
 
     Raises:
-      ValueError: a number is not positive, or not finite (latency may be 0, memory_bandwidth infinite).
+      ValueError: one of them is not positive and finite (latency may be 0, memory_bandwidth infinite).
     """
 
     peak_flops: float
@@ -70,12 +74,9 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            is_number = isinstance(value, Real) and not math.isnan(value)
-            may_be_zero, may_be_infinite = name == "latency", name == "memory_bandwidth"
-            if not is_number or value < 0 or (value == 0 and not may_be_zero):
-                raise ValueError(f"{name} must be a {'non-negative' if may_be_zero else 'positive'} number, got {value!r}")
-            if math.isinf(value) and not may_be_infinite:
-                raise ValueError(f"{name} must be finite, got {value!r}")
+            at_limit = (name, value) in (("latency", 0), ("memory_bandwidth", math.inf))
+            if not isinstance(value, Real) or not (at_limit or 0 < float(value) < math.inf):
+                raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
 
 
 LLAMA3_405B = ModelShape(128, 8, 128)
@@ -87,7 +88,7 @@ H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
 
 # What it achieved, as the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, which is ours
 # from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), which must be a GPU: a host's 8 GPUs
-# sharing 3 GB/s could not hide pass-KV at 128k tokens on 4 hosts (equation 2: 342,000), and the paper says they do.
+# sharing 3 GB/s could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
 H100_RDMA_ACHIEVED = dataclasses.replace(H100_RDMA, peak_flops=502e12, bandwidth=26.5e9)
 H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9)
 
@@ -124,19 +125,14 @@ def predict_times(
 ) -> dict[str, Times]:
     """Times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
-    Each sends the bytes that its docstring states. New and cached tokens are dealt evenly, shards as long as the
-    longest (3.5.2); the work is balanced, as in zigzag. `kvp` takes the cheaper of its two merges, and its queries to be
-    on all ranks already. Where this is not the paper's model: attention is causal, `T * P + T * (T + 1) / 2` pairs for
-    the paper's `T * (T + P)`; a rank sends its shard, T / N or (T + P) / N tokens, where appendix C has all of them; an
-    lse goes with each head, not each token; and latency, memory and the 8 bytes of position and segment are counted.
-
-    Args:
-      new_tokens: T, at least 1.
-      cached_tokens: P, at least 0.
-      num_ranks: N.
+    Each sends the bytes that its docstring states. Tokens are dealt evenly, shards as long as the longest (3.5.2), and
+    the work is balanced, as in zigzag. `kvp` has its queries on all ranks already, and the cheaper of its two merges.
+    Where this is not the paper's model: attention is causal, `T * P + T * (T + 1) / 2` pairs for `T * (T + P)`; a rank
+    sends its shard, T / N or (T + P) / N tokens, where appendix C has all of them; an lse goes with each head, not each
+    token; latency, memory and the 8 bytes of a token's position and segment count.
 
     Raises:
-      ValueError: an argument is no such integer.
+      ValueError: new_tokens T or num_ranks N is no positive integer, or cached_tokens P no non-negative one.
 
     Source: context parallelism paper, 3.4, table 3 and appendix C; KVP, Mnemosyne 4.4.
     """
@@ -144,8 +140,8 @@ def predict_times(
     new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
     heads, head_size, e, partial = model.num_heads, model.head_size, hardware.bytes_per_element, hardware.partial_bytes
     rows = -(-new // n)
-    kv_bytes = 2 * model.num_kv_heads * head_size * e
-    shard_bytes = (rows + -(-cached // n)) * kv_bytes
+    shard = rows + -(-cached // n)
+    shard_bytes = shard * 2 * model.num_kv_heads * head_size * e
     state_bytes = heads * (head_size + 1) * partial
 
     def attend(queries: int) -> float:
@@ -156,22 +152,45 @@ def predict_times(
     def exchange(num_bytes: float, collectives: int = 1) -> float:
         return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
 
-    shard = shard_bytes + 8 * (rows + -(-cached // n))
+    sent = shard_bytes + 8 * shard
     queries = rows * (heads * head_size * e + 8)
     merges = (
         exchange((n - 1) * new * state_bytes),
         exchange((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
     )
     return {
-        "pass_kv": Times(n, attend(rows), exchange(shard), 0.0),
+        "pass_kv": Times(n, attend(rows), exchange(sent), 0.0),
         "pass_q": Times(n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes)),
-        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * shard)),
+        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * sent)),
         "kvp": Times(1, attend(new), 0.0, min(merges)),
     }
 
 
-def check_count(name: str, value: int, least: int) -> int:
-    """-> the value, as Python's int: products of numpy's overflow."""
-    if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """What the paper's equations compare with.
+
+    From a miss rate `T / (T + P)` of `equation_1`, keys and values are no more bytes than queries; from T =
+    `equation_2`, attention hides ring pass-KV; from T + P = `equation_3`, it hides pass-Q's ring. From a miss rate of
+    `equation_5`, which holds for one T, pass-Q's all-to-all costs more than the part of pass-KV that isn't hidden; its
+    partial results have `partial_bytes` here, where the paper has e. As printed, all count attention without a causal
+    mask, twice the work where P = 0.
+    """
+
+    equation_1: float
+    equation_2: float
+    equation_3: float
+    equation_5: float
+
+    @classmethod
+    def of(cls, new_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware) -> "Thresholds":
+        # C * e / BW: operations that the device does while it sends an element.
+        intensity = hardware.peak_flops * hardware.bytes_per_element / hardware.bandwidth
+        miss_rate = 2 * model.num_kv_heads / model.num_heads
+        hidden = 4 * new_tokens / (num_ranks * intensity)
+        return cls(
+            equation_1=miss_rate,
+            equation_2=num_ranks * intensity * miss_rate / 4,
+            equation_3=num_ranks * intensity / 4,
+            equation_5=(miss_rate - hidden) * hardware.bytes_per_element / hardware.partial_bytes,
+        )

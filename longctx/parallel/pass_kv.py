@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from longctx.kernels import merge_state
 from longctx.kernels.attention.kernel import Operands, attend
-from longctx.parallel.exchange import Exchange, add, enter, leave
+from longctx.kernels.attention.mask import Tokens
+from longctx.parallel.exchange import Exchange, enter, leave
 
 
 def ring_pass_kv(
@@ -64,20 +66,19 @@ class PassKV(Exchange):
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, k, v, queries, keys = operands
 
-        def step(state: Any, block: Any, source: Array) -> Any:
-            k, v, keys = block
-            out, lse = self.kernel.forward(Operands(q, k, v, queries, keys))
+        def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
+            out, lse = self.kernel.forward(Operands(q, kv, kv, queries, keys))
             return (out, lse) if state is None else merge_state(state[0], state[1], out, lse)
 
-        return self.ring((k, v, keys), step)
+        return self.ring(jnp.stack([k, v]), keys, step)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
 
-        def step(d_q: Array | None, block: Any) -> Any:
-            k, v, keys = block
-            part, *d_kv = self.kernel.backward(Operands(q, k, v, queries, keys), lse, row_terms, d_out)
-            return add(d_q, part), d_kv
+        def step(d_q: Array | None, block: tuple[Array, ...], keys: Tokens) -> Any:
+            (kv,) = block
+            part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
+            return (part if d_q is None else d_q + part), jnp.stack(d_kv)
 
-        d_q, (d_k, d_v) = self.ring_and_back((k, v, keys), step)
+        d_q, (d_k, d_v) = self.ring_and_back((jnp.stack([k, v]),), keys, step)
         return d_q, d_k, d_v

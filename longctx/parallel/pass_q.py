@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import Exchange, add, enter, leave, pack, unpack
+from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack
 
 
 def ring_pass_q(
@@ -65,13 +65,13 @@ class PassQ(Exchange):
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, k, v, queries, keys = operands
 
-        def step(partials: Array | None, block: Any, source: Array) -> Array:
-            part = pack(*self._attend(Operands(block[0], k, v, block[1], keys)), 1)
+        def step(partials: Array | None, q: Array, queries: Tokens, source: Array) -> Array:
+            part = pack(*self._attend(Operands(q, k, v, queries, keys)), 1)
             if partials is None:
                 partials = jnp.zeros_like(part, shape=(self.num_ranks, part.size))
             return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
-        partials = self.ring((q, queries), step)
+        partials = self.ring(q, queries, step)
         partials = lax.all_to_all(partials, self.axis_name, 0, 0, tiled=True)
         return merge_states(*unpack(partials, q.shape))
 
@@ -86,10 +86,10 @@ class PassQ(Exchange):
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
 
-        def step(d_kv: Any, block: Any) -> Any:
-            q, queries, *of_results = block
-            d_q, *part = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
-            return add(d_kv, part), d_q
+        def step(d_kv: Any, block: tuple[Array, ...], queries: Tokens) -> Any:
+            q, *of_results = block
+            d_q, *parts = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
+            return (parts if d_kv is None else [x + y for x, y in zip(d_kv, parts, strict=True)]), d_q
 
-        (d_k, d_v), d_q = self.ring_and_back((q, queries, lse, row_terms, d_out), step)
+        (d_k, d_v), d_q = self.ring_and_back((q, lse, row_terms, d_out), queries, step)
         return d_q, d_k, d_v

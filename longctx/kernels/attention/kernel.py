@@ -24,7 +24,8 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 class Operands(NamedTuple):
     """Who attends to what: q `[B, T, N, H]`, k and v `[B, S, K, H]`; tokens `[1 or B, T]` and `[1 or B, S]`.
 
-    k, v and keys may have B = 1 whatever q has: then all sequences of the batch share them.
+    k, v and keys may have B = 1 whatever q has: then all sequences of the batch share them. Both may be one
+    array `[2, B, S, K, H]`, in which they travel.
     """
 
     q: Array
@@ -56,8 +57,8 @@ class Kernel:
         lse and `row_terms` are those over all keys, of which these may be a part.
         """
         if operands.q.size == 0 or operands.k.size == 0:
-            q, k, v = (jnp.zeros_like(x, lse.dtype) for x in operands[:3])
-            return q, k, v
+            d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-4:])
+            return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv
         return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
 
 

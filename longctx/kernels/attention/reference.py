@@ -51,6 +51,7 @@ def _scores(
 ) -> tuple[Array, Array, Array, Array]:
     """Scores `[B, K, G, T, S]`, -inf where unseen, and q `[B, T, K, G, H]`, k and v as they are computed with."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
+    k, v = k if k.ndim == 5 else (k, v)  # both in one array
     q = rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
     k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])).astype(dtype) for x in (k, v))
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")

@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
     q_blocks: Blocks
     kv_blocks: Blocks
     num_tiles: int
-    kv_entry: Array | None
+    kv_entry: Array | np.int32 | None
     block_heads: int
 
     @classmethod
@@ -42,22 +42,24 @@ class Tiling(NamedTuple):
         queries: Tokens,
         keys: Tokens,
         causal: bool,
-        kv_entry: Array | None = None,
+        kv_entry: Array | np.int32 | None = None,
         join_heads: bool = False,
     ) -> "Tiling":
-        """For q `[B, T, N, H]` and k `[B, S, K, H]`.
+        """For q `[B, T, N, H]` and k `[B, S, K, H]`, or keys and values as one `[2, B, S, K, H]`.
 
         With `kv_entry`, k is `[E, S, K, H]` and all sequences read that entry. With `join_heads`, the KV heads of a
         key are taken as one head of size K * H, which all query heads share.
         """
         batch, q_length, heads, _ = q.shape
-        _, kv_length, kv_heads, _ = k.shape
+        kv_batch, kv_length, kv_heads, _ = k.shape[-4:]
         block_heads, kv_heads = (kv_heads, 1) if join_heads else (1, kv_heads)
         group = heads // kv_heads
         q_block = min(q_length, max(1, _ROWS // group))
         kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
         q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
+        if kv_entry is None and kv_batch == 1:
+            kv_entry = _ZERO
         cut = (queries, keys, causal, kv_heads, group, q_block, kv_block, q_blocks, kv_blocks)
         return cls(*cut, num_tiles, kv_entry, block_heads)
 
@@ -100,17 +102,20 @@ class Tile(NamedTuple):
         own = self.first + jnp.arange(self.tiling.q_block) >= self.q_index * self.tiling.q_block
         return jnp.repeat(own, self.tiling.group)
 
-    def block(self, x: Array, index: Array) -> Array:
-        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`, or `[kv_block, K * H]` with joined heads."""
-        _, first, head, zero = self._at(x, self._first_key(index))
-        shared = _ZERO if x.shape[0] == 1 else self.batch
-        entry = shared if self.tiling.kv_entry is None else self.tiling.kv_entry
-        size = (1, self.tiling.kv_block, self.tiling.block_heads, x.shape[3])
-        return lax.dynamic_slice(x, (entry, first, head, zero), size).reshape(self.tiling.kv_block, -1)
+    def block(self, x: Array, index: Array, half: int = 0) -> Array:
+        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`, or `[kv_block, K * H]` with joined heads.
+
+        Or of one half of x `[2, B, S, K, H]`, read where it lies.
+        """
+        size = (self.tiling.kv_block, self.tiling.block_heads, x.shape[-1])
+        which = (np.int32(half),) if x.ndim == 5 else ()
+        block = lax.dynamic_slice(x, (*which, *self._block_at(index)), (*(1 for _ in which), 1, *size))
+        return block.reshape(self.tiling.kv_block, -1)
 
     def add_block(self, x: Array, index: Array, update: Array) -> Array:
+        """Add to a block of x `[B, S, K, H]`."""
         update = (self.block(x, index) + update)[None, :, None]
-        return lax.dynamic_update_slice(x, update, self._at(x, self._first_key(index)))
+        return lax.dynamic_update_slice(x, update, self._block_at(index))
 
     def visible(self, index: Array) -> Array:
         """Bool `[R, kv_block]`: which rows see which keys of a block."""
@@ -140,6 +145,10 @@ class Tile(NamedTuple):
 
     def _at(self, x: Array, first: Array) -> tuple[Any, ...]:
         return (self.batch, first, self.head, *(_ZERO,) * (x.ndim - 3))
+
+    def _block_at(self, index: Array) -> tuple[Any, ...]:
+        entry = self.batch if self.tiling.kv_entry is None else self.tiling.kv_entry
+        return entry, self._first_key(index), self.head, _ZERO
 
     def _tokens(self, x: Array, first: Array | np.int32, size: int) -> Array:
         """Part of an array `[Bm, L]`, Bm being 1 or the batch -> `[1, size]`."""

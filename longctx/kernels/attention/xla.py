@@ -27,7 +27,10 @@ _dot = functools.partial(jnp.matmul, precision="highest")
 def xla_attention(
     q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider."""
+    """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
+
+    k, v and keys may have B = 1 for all of q's. Both may be one array `[2, B, S, K, H]`, in which they travel.
+    """
     return _forward(q, k, v, queries, keys, causal, scale)
 
 
@@ -53,9 +56,10 @@ def _forward(
 ) -> tuple[Array, Array]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # With few queries the products of single KV heads are too small to be fast: one product serves them all.
-    join_heads = k.shape[2] > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
+    kv_heads = k.shape[-2]
+    join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
     tiling = Tiling.of(q, k, queries, keys, causal, kv_entry, join_heads)
-    grouped = tiling.group_heads(_spread_heads(q, k) if join_heads else q)
+    grouped = tiling.group_heads(_spread_heads(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tiling.tile(index)
@@ -63,7 +67,7 @@ def _forward(
 
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             peak, total, acc = carry
-            k_block, v_block = (from_bits(tile.block(x, block), q.dtype).astype(dtype) for x in (k, v))
+            k_block, v_block = (from_bits(tile.block(x, block, i), q.dtype).astype(dtype) for i, x in enumerate((k, v)))
             scores = _dot(q_rows, k_block.T)
             if masked:
                 scores = jnp.where(tile.visible(block), scores, _LOWEST)
@@ -86,7 +90,7 @@ def _forward(
 
     zeros = jnp.zeros_like(grouped, dtype)
     out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, (zeros, zeros[..., 0]))
-    out = _pick_heads(out, k) if join_heads else out
+    out = _pick_heads(out, kv_heads) if join_heads else out
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -118,7 +122,7 @@ def xla_backward(
 
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             d_q_rows, d_k, d_v = carry
-            k_block, v_block = (tile.block(x, block).astype(dtype) for x in (k, v))
+            k_block, v_block = (tile.block(x, block, i).astype(dtype) for i, x in enumerate((k, v)))
             scores = _dot(q_rows, k_block.T)
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
@@ -132,8 +136,8 @@ def xla_backward(
         d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows), d_k, d_v))
         return tile.add_rows(d_q, d_q_rows * scale), d_k, d_v
 
-    zeros = (jnp.zeros_like(x, dtype) for x in (grouped, k, v))
-    d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, tuple(zeros))
+    zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=k.shape[-4:]) for x in (k, v))
+    d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
     return d_q.reshape(q.shape), d_k, d_v
 
 
@@ -145,15 +149,13 @@ def _row_max(x: Array) -> Array:
     return jnp.max(jnp.max(x.reshape(rows, columns // 8, 8), 1), 1)
 
 
-def _spread_heads(q: Array, k: Array) -> Array:
+def _spread_heads(q: Array, kv_heads: int) -> Array:
     """Queries `[B, T, N, H]` -> `[B, T, N, K * H]`, each in the place of its KV head and zero elsewhere."""
-    kv_heads = k.shape[2]
     by_head = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
     spread = jnp.einsum("btkgh,kj->btkgjh", by_head, jnp.eye(kv_heads, dtype=q.dtype))
     return spread.reshape(*q.shape[:3], -1)
 
 
-def _pick_heads(out: Array, k: Array) -> Array:
+def _pick_heads(out: Array, kv_heads: int) -> Array:
     """Results of spread queries `[B, T, 1, N, K * H]` -> `[B, T, K, G, H]`, each from the place of its KV head."""
-    kv_heads, head_size = k.shape[2:]
-    return jnp.einsum("btkgkh->btkgh", out.reshape(*out.shape[:2], kv_heads, -1, kv_heads, head_size))
+    return jnp.einsum("btkgkh->btkgh", out.reshape(*out.shape[:2], kv_heads, out.shape[3] // kv_heads, kv_heads, -1))
