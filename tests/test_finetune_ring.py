@@ -67,16 +67,16 @@ def test_batches_are_packed_documents_of_the_standard_library(example: ModuleTyp
     np.testing.assert_array_equal(np.delete(targets, ends), tokens[np.setdiff1d(np.arange(LENGTH), ends) + 1])
 
 
+@pytest.mark.slow
 def test_command_line_prints_both_curves(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--devices", "8", "--steps", "2", "--length", "101", "--exchange", "all_gather_kv"]
-    monkeypatch.setattr(sys, "argv", ["finetune_ring.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["finetune_ring.py", "--devices", "8", "--steps", "30", "--length", "4001"])
     example.main()
     title, *curves, last = capsys.readouterr().out.splitlines()
-    assert title == "step  all_gather_kv on 8  dense on 1"
-    assert [line.split()[0] for line in curves] == ["0", "1"]
-    for line in curves:
-        _, ring, dense = map(float, line.split())
-        assert abs(ring - dense) < 1e-4
+    assert title == "step  ring_pass_kv on 8  dense on 1"
+    steps, ring, dense = np.array([line.split() for line in curves], float).T
+    np.testing.assert_array_equal(steps, np.arange(30))
+    np.testing.assert_allclose(ring, dense, rtol=0, atol=1e-4)
+    assert dense[-1] < dense[0] - 2.5
     assert float(last.removeprefix("largest difference: ")) < 1e-4

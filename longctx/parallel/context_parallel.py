@@ -84,6 +84,8 @@ def context_parallel_attention(
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
+    if head_axis == axis_name:
+        raise ValueError(f"head_axis must be another axis than axis_name, got {head_axis!r}")
     num_ranks, tensor = mesh.shape[axis_name], mesh.shape.get(head_axis, 1)
     check_layout(num_ranks, layout)
     num_heads, num_kv_heads, head_size = q.shape[-2], k.shape[-2], q.shape[-1]

@@ -46,7 +46,7 @@ class Exchange:
         """The tokens of so many ranks back: all are gathered at once, being 8 bytes each, and one's own are at hand."""
         if self.num_ranks == 1:
             return lambda hop: tokens
-        gathered = lax.all_gather(jnp.stack(tokens), self.axis_name)
+        gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), self.axis_name)
         return lambda hop: Tokens(*gathered[self.source(hop)]) if hop else tokens
 
     def source(self, hop: int) -> Array:

@@ -130,7 +130,7 @@ class KVP(Exchange):
             # One group's result is the same everywhere, which the types should know.
             kind = "invarying" if groups is None else "varying"
             gathered = lax.all_gather(pack(rows, terms, 1)[0], self.axis_name, to=kind)
-            mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)]
+            mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)][None]
             met = combine(*unpack(gathered, rows.shape), mine)
         out, lse = (jnp.moveaxis(x, 0, 1) for x in met)
         return out.astype(dtype), lse
@@ -155,7 +155,7 @@ class KVP(Exchange):
         else:
             first = lax.axis_index(self.axis_name) * per_rank
             mine = lax.dynamic_slice_in_dim(fill(groups, 1), first, per_rank, 1)
-            out, lse = jax.vmap(lambda group: combine(*parts, mine == group))(mine)
+            out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
             met = exchange(out.astype(dtype)), exchange(lse)
         out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in met)
         return out, lse

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
@@ -85,7 +85,8 @@ def _save(how: Attends, operands: Any) -> Any:
 
 
 def _backward(how: Attends, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
-    operands, out, lse = saved
+    # What backward computes or fetches once more shall not be kept from the forward pass as a common subexpression.
+    (operands, out, lse), cotangents = lax.optimization_barrier((saved, cotangents))
     d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
     # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))

@@ -1,0 +1,150 @@
+"""Whole arrays in and out on meshes of every kind, against the oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longctx.kernels import attention
+from longctx.parallel import context_parallel_attention, make_mesh
+
+METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
+
+
+def arrays(heads: int, kv_heads: int, new: int, cached: int, batch: tuple[int, ...] = ()) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    lengths = ((new, heads), (new + cached, kv_heads), (new + cached, kv_heads))
+    return [jax.random.normal(key, (*batch, *shape, 8)) for key, shape in zip(keys, lengths, strict=True)]
+
+
+def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, **arguments: object) -> None:
+    """Values and gradients, under jit."""
+    masks = {name: x for name, x in arguments.items() if name.endswith(("positions", "ids"))}
+
+    def loss(compute, q: jax.Array, k: jax.Array, v: jax.Array):  # type: ignore[no-untyped-def]
+        out = compute(q, k, v)
+        return jnp.sum(jnp.sin(out)), out
+
+    def run(compute, *arrays: jax.Array):  # type: ignore[no-untyped-def]
+        gradients, out = jax.jit(jax.grad(functools.partial(loss, compute), (0, 1, 2), has_aux=True))(*arrays)
+        return out, *gradients
+
+    got = run(functools.partial(context_parallel_attention, mesh=mesh, **arguments), q, k, v)
+    unsharded = (jnp.asarray(np.asarray(x)) for x in (q, k, v))
+    want = run(lambda q, k, v: attention(q, k, v, **masks, implementation="reference")[0], *unsharded)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+def test_one_axis_and_a_cached_prefix(method: str) -> None:
+    """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
+    positions = {"q_positions": 21 + np.arange(37), "kv_positions": np.arange(58)}
+    compare(make_mesh(context=5), *arrays(4, 2, 37, 21), method=method, layout="zigzag", **positions)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [("pass_kv", "striped"), ("pass_q", "contiguous"), ("all_gather", "zigzag"), ("kvp", "striped")],
+)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
+    """One ring for each KV head group; with fewer KV heads than tensor ranks, they are repeated."""
+    compare(make_mesh(context=3, tensor=2), *arrays(4, kv_heads, 27, 0, (2,)), method=method, layout=layout)
+
+
+def test_packed_sequences() -> None:
+    segments = np.repeat([0, 1, 2, -1], [11, 1, 20, 4])
+    positions = np.concatenate([np.arange(n) for n in (11, 1, 20, 4)])
+    tokens = {
+        f"{side}_{name}": x for side in ("q", "kv") for name, x in (("positions", positions), ("segment_ids", segments))
+    }
+    compare(make_mesh(context=3), *arrays(4, 4, 36, 0), method="pass_kv", **tokens)
+
+
+@pytest.mark.parametrize("use_mesh", [False, True])
+def test_explicit_axes(use_mesh: bool) -> None:
+    """Inputs whose types carry their sharding: the result's type carries the queries'."""
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    sharded = [jax.device_put(x, NamedSharding(mesh, P("context", "tensor"))) for x in arrays(4, 2, 32, 0)]
+    with jax.set_mesh(mesh) if use_mesh else jax.enable_x64(False):
+        compare(mesh, *sharded, method="pass_kv")
+        out = jax.jit(functools.partial(context_parallel_attention, mesh=mesh))(*sharded)
+        assert out.sharding.spec == P("context", "tensor", None)
+
+
+def test_outside_of_jit_and_in_float64() -> None:
+    with jax.enable_x64(True):
+        q, k, v = (x.astype(jnp.float64) for x in arrays(4, 2, 19, 0))
+        out = context_parallel_attention(q, k, v, mesh=make_mesh(context=2))
+        want = attention(q, k, v, implementation="reference")[0]
+        np.testing.assert_allclose(out, want, rtol=0, atol=1e-13)
+
+
+def test_no_queries_or_no_keys() -> None:
+    q, k = jnp.ones((0, 4, 8)), jnp.ones((5, 2, 8))
+    mesh = make_mesh(context=4)
+    assert context_parallel_attention(q, k, k, mesh=mesh, causal=False).shape == (0, 4, 8)
+    out = context_parallel_attention(jnp.ones((5, 4, 8)), k[:0], k[:0], mesh=mesh, causal=False)
+    assert not out.any()
+
+
+def test_half_precision_stays_wide_until_the_last_merge() -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays(4, 2, 64, 0))
+    out = context_parallel_attention(q, k, v, mesh=make_mesh(context=2))
+    assert out.dtype == jnp.bfloat16
+    wide = context_parallel_attention(q, k, v, mesh=make_mesh(context=2), out_dtype=jnp.float32)
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"method": "ring"},
+            ValueError,
+            "method must be 'auto' or one of pass_kv, pass_q, all_gather, kvp, got",
+        ),
+        ({"layout": "spiral"}, ValueError, "layout must be one of contiguous, zigzag, striped, got 'spiral'"),
+        (
+            {"axis_name": "sequence"},
+            ValueError,
+            "axis_name must be an axis of the mesh, stage, context, tensor, got",
+        ),
+        ({"mesh": "mesh"}, TypeError, "mesh must be a jax.sharding.Mesh, got str"),
+        ({"head_axis": "context"}, ValueError, "head_axis must be another axis than axis_name, got 'context'"),
+        ({"q": jnp.ones((6, 6, 8)), "k": jnp.ones((6, 3, 8)), "v": jnp.ones((6, 3, 8))}, ValueError, "k's 3"),
+        ({"q": jnp.ones((5, 4, 8))}, ValueError, "q_positions must be given when causal and T != S"),
+        ({"kv_positions": jnp.arange(6)}, ValueError, "q_positions must be given when causal and kv_positions are"),
+        (
+            {"q_segment_ids": jnp.arange(6)},
+            ValueError,
+            "kv_segment_ids must be given both or neither",
+        ),
+        ({"k": jnp.ones((6, 3, 8)), "v": jnp.ones((6, 3, 8))}, ValueError, "multiple of k's heads"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
+    ],
+)
+def test_refuses(changes: dict[str, object], error: type[Exception], message: str) -> None:
+    arguments = {"q": Q, "k": K, "v": K, "mesh": make_mesh(context=2, tensor=2)} | changes
+    with pytest.raises(error, match=message):
+        context_parallel_attention(**arguments)  # type: ignore[arg-type]
+
+
+def test_make_mesh_takes_the_first_devices_and_refuses_too_many() -> None:
+    mesh = make_mesh(context=2, tensor=3)
+    assert mesh.shape == {"stage": 1, "context": 2, "tensor": 3}
+    assert mesh.devices.ravel().tolist() == jax.devices()[:6]
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    with pytest.raises(ValueError, match="at most the number of devices, 8"):
+        make_mesh(context=3, tensor=3)
+    with pytest.raises(ValueError, match="tensor must be a positive integer, got 0"):
+        make_mesh(tensor=0)

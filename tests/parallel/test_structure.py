@@ -1,0 +1,111 @@
+"""What exchanges compile to on CPU devices: messages and their bytes, as the docstrings say.
+
+What hides them, and memory, is asserted for H100 (`tests/aot`): CPU permutes are synchronous, and barriers dropped.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import collectives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+
+# Of one rank: tokens, cached and new ones, query heads, KV heads and head size.
+T, S, HEADS, KV_HEADS, SIZE = 64, 192, 8, 2, 16
+KV_BYTES = S * (2 * KV_HEADS * SIZE * 4 + 8)
+Q_BYTES = T * (HEADS * SIZE * 4 + 8)
+STATE_BYTES = T * HEADS * (SIZE + 1) * 4
+
+
+def compiled(
+    compute: Callable[..., object], ranks: int, backward: bool = False, kv_length: int = S, replicated: bool = False
+):  # type: ignore[no-untyped-def]
+    """The program of out and lse, or of the three gradients."""
+    mesh = make_mesh(context=ranks)
+    q_spec, q_ranks = (P(), 1) if replicated else (P("context"), ranks)
+    specs = (q_spec, P("context"), P("context"), q_spec, P("context"), q_spec, P("context"))
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=q_spec)
+
+    def gradients(q, k, v, *tokens):  # type: ignore[no-untyped-def]
+        def loss(*arrays: jax.Array) -> jax.Array:
+            return jnp.sum(mapped(*arrays, *tokens)[0])
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    shapes = [((q_ranks * T, HEADS, SIZE), "f4"), *[((ranks * kv_length, KV_HEADS, SIZE), "f4")] * 2]
+    shapes += [((q_ranks * T,), "i4"), ((ranks * kv_length,), "i4")] * 2
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+    return jax.jit(gradients if backward else mapped).lower(*arguments).compile()
+
+
+def sent(program, ranks: int) -> dict[str, tuple[int, float]]:  # type: ignore[no-untyped-def]
+    """Number and bytes of each kind of collective."""
+    totals: dict[str, tuple[int, float]] = {}
+    for opcode, size, *_ in collectives(program.as_text(), ranks):
+        count, total = totals.get(opcode, (0, 0))
+        totals[opcode] = (count + 1, total + size)
+    return totals
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pass_kv_sends_kv_once_round(ranks: int) -> None:
+    """N - 1 permutes; KV heads are not repeated to query heads; tokens, 8 bytes each, are gathered in one message."""
+    totals = sent(compiled(ring_pass_kv, ranks), ranks)
+    if ranks == 1:
+        assert totals == {}
+        return
+    hops = ranks - 1
+    assert totals == {
+        "collective-permute": (hops, hops * (KV_BYTES - 8 * S)),
+        "all-gather": (1, hops * 8 * S),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
+    hops = ranks - 1
+    assert sent(compiled(ring_pass_q, ranks), ranks) == {
+        "collective-permute": (hops, hops * (Q_BYTES - 8 * T)),
+        "all-gather": (1, hops * 8 * T),
+        "all-to-all": (1, hops * STATE_BYTES),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
+    """Once more keys and values, then dK and dV in float32: in N - 2 messages one behind the keys, and one home."""
+    hops = ranks - 1
+    (_, kv_bytes) = sent(compiled(ring_pass_kv, ranks, backward=True), ranks)["collective-permute"]
+    assert kv_bytes == 3 * hops * (KV_BYTES - 8 * S)  # forward, backward, and gradients as wide as these keys
+    (_, q_bytes) = sent(compiled(ring_pass_q, ranks, backward=True), ranks)["collective-permute"]
+    # Queries twice, cotangents of out and dQ as wide, lse and row terms.
+    assert q_bytes == hops * (4 * (Q_BYTES - 8 * T) + 2 * T * HEADS * 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_all_gather_sends_kv_before_anything_else(ranks: int) -> None:
+    totals = sent(compiled(all_gather_kv, ranks), ranks)
+    assert set(totals) == {"all-gather"}
+    assert totals["all-gather"][1] == (ranks - 1) * KV_BYTES
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_kvp_sends_states_alone(ranks: int) -> None:
+    """Bytes are those of the docstring, for any KV length."""
+    for kv_length in (S, 4 * S):
+        gather = compiled(functools.partial(kvp_attention, merge="gather"), ranks, kv_length=kv_length, replicated=True)
+        assert sent(gather, ranks) == {"all-gather": (1, (ranks - 1) * STATE_BYTES)}
+        by_rows = functools.partial(kvp_attention, merge="all_to_all")
+        totals = sent(compiled(by_rows, ranks, kv_length=kv_length, replicated=True), ranks)
+        filled = -(-T // ranks) * ranks / T
+        share = (ranks - 1) / ranks * filled
+        assert totals["all-to-all"] == (1, pytest.approx(share * STATE_BYTES))
+        assert totals["all-gather"][1] == pytest.approx(share * T * HEADS * (SIZE * 4 + 4))
