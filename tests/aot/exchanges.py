@@ -1,0 +1,124 @@
+"""Exchanges as compiled for 8 H100: every permute has attention under it, and memory does not grow with the ranks."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from h100 import h100_mesh
+from hlo import Collective, collectives
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longctx.kernels import attention, merge_state
+from longctx.parallel import all_gather_kv, kvp_attention, ring_pass_kv, ring_pass_q
+
+# Of one rank. Keys of 32 MiB and values of 32 MiB: beyond what XLA joins into one permute.
+T, S, HEADS, KV_HEADS, SIZE = 4096, 16384, 8, 8, 128
+KV_BYTES = S * 2 * KV_HEADS * SIZE * 2
+STATE_BYTES = T * HEADS * (SIZE + 1) * 4
+
+
+@functools.cache
+def program(  # type: ignore[no-untyped-def]
+    compute: Callable[..., object],
+    ranks: int,
+    backward: bool = False,
+    kv_length: int = S,
+    rows: int = T,
+    replicated: bool = False,
+):
+    mesh = h100_mesh(context=ranks)
+    q_spec, q_ranks = (P(), 1) if replicated else (P("context"), ranks)
+    specs = (q_spec, P("context"), P("context"), q_spec, P("context"))
+    mapped = jax.shard_map(compute, mesh=mesh, in_specs=specs, out_specs=q_spec)
+
+    def gradients(q, k, v, *positions):  # type: ignore[no-untyped-def]
+        return jax.grad(lambda *x: jnp.sum(mapped(*x, *positions)[0].astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    shapes = [((q_ranks * rows, HEADS, SIZE), "bfloat16")]
+    shapes += [((ranks * kv_length, KV_HEADS, SIZE), "bfloat16")] * 2
+    shapes += [((q_ranks * rows,), "int32"), ((ranks * kv_length,), "int32")]
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(shapes, specs, strict=True)
+    ]
+    return jax.jit(gradients if backward else mapped).lower(*arguments).compile()
+
+
+def permutes(compute: Callable[..., object], ranks: int = 8, backward: bool = False) -> list[Collective]:
+    found = collectives(program(compute, ranks, backward).as_text(), ranks)
+    return [x for x in found if x.opcode == "collective-permute"]
+
+
+def is_hidden(permute: Collective) -> bool:
+    """Attention, which is a loop, runs while it travels."""
+    return permute.is_async and "while" in permute.hidden_by
+
+
+@pytest.mark.parametrize("compute", [ring_pass_kv, ring_pass_q])
+def test_every_permute_is_hidden(compute: Callable[..., object]) -> None:
+    found = permutes(compute)
+    assert len(found) == 7
+    assert all(map(is_hidden, found)), found
+
+
+def test_bytes_on_the_wire() -> None:
+    """Long keys and values travel as one message; KV heads as they are; KVP's bytes don't depend on the keys."""
+    assert [x.sent for x in permutes(ring_pass_kv)] == [KV_BYTES] * 7
+    assert [x.sent for x in permutes(ring_pass_q)] == [T * HEADS * SIZE * 2] * 7
+    (home,) = (x for x in collectives(program(ring_pass_q, 8).as_text(), 8) if x.opcode == "all-to-all")
+    assert home.sent == 7 * STATE_BYTES
+    for kv_length in (S, 2 * S):
+        gather = program(
+            functools.partial(kvp_attention, merge="gather"), 8, kv_length=kv_length, rows=64, replicated=True
+        )
+        assert [(x.opcode, x.sent) for x in collectives(gather.as_text(), 8)] == [
+            ("all-gather", 7 * STATE_BYTES * 64 / T)
+        ]
+
+
+def test_gradients_travel_hidden_but_for_the_last() -> None:
+    """7 permutes forward; backward 7 of keys and values and 7 of their gradients, of which one message holds both."""
+    found = permutes(ring_pass_kv, backward=True)
+    assert [is_hidden(x) for x in found] == [True] * (len(found) - 1) + [False]
+    assert sum(x.sent for x in found) == 7 * (KV_BYTES + KV_BYTES + 2 * KV_BYTES)
+
+
+def test_memory_does_not_grow_with_the_ranks() -> None:
+    """Beyond what one rank needs: two shards of keys and values, and the state that is merged into."""
+    one, four, eight = (program(ring_pass_kv, n).memory_analysis().temp_size_in_bytes for n in (1, 4, 8))
+    assert eight < 1.02 * four
+    assert eight - one < 2 * KV_BYTES + 2 * STATE_BYTES
+    four, eight = (program(ring_pass_kv, n, True).memory_analysis().temp_size_in_bytes for n in (4, 8))
+    assert eight < 1.02 * four
+
+
+def naive_ring(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-def]
+    """As one would write it: unrolled, and nothing that orders the hops."""
+    n = lax.axis_size("context")
+    permutation = [(i, (i + 1) % n) for i in range(n)]
+    state = None
+    for hop in range(n):
+        arriving = lax.ppermute((k, v, kv_positions), "context", permutation) if hop < n - 1 else (k, v, kv_positions)
+        part = attention(q, k, v, q_positions, kv_positions, out_dtype=jnp.float32)
+        state = part if state is None else merge_state(*state, *part)
+        k, v, kv_positions = arriving
+    return state
+
+
+def test_the_naive_ring_fails_these_tests() -> None:
+    """Its permutes are issued one after another: not hidden, and all shards held at once."""
+    found = permutes(naive_ring)
+    assert len(found) > 7
+    assert sum(map(is_hidden, found)) < 7
+    four, eight = (program(naive_ring, n).memory_analysis().temp_size_in_bytes for n in (4, 8))
+    assert eight - four > 3 * KV_BYTES
+
+
+def test_all_gather_is_one_message_of_everything() -> None:
+    found = collectives(program(all_gather_kv, 8).as_text(), 8)
+    assert {x.opcode for x in found} == {"all-gather"}
+    assert sum(x.sent for x in found if x.sent >= KV_BYTES) == 7 * KV_BYTES
