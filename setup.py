@@ -31,6 +31,10 @@ setup(
     extras_require={
         "cuda12": ["jax[cuda12]>=0.10"],
         "cuda13": ["jax[cuda13]>=0.10"],
+        # Compiles for GPUs where there is none. Where it is installed, JAX looks for a driver in every process:
+        # `make test` installs it aside.
+        "aot": ["jax-cuda12-plugin>=0.10"],
+        "docs": ["matplotlib>=3.9"],
         "train": ["orbax-checkpoint>=0.11"],
         "test": [
             "orbax-checkpoint>=0.11",

@@ -30,8 +30,9 @@ def all_gather_kv(
 
     Arguments, results and errors are those of `ring_pass_kv`. It sends the same
     `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, at once and before any attention, so nothing hides them: best where
-    sequences are short and the latency of N - 1 hops is what counts. Memory: the keys and values of all ranks.
-    Backward they are gathered again rather than kept, and dK and dV go home in one reduce-scatter in float32. The
+    sequences are short and the latency of N - 1 hops is what counts. Memory: the keys and values of all ranks, and
+    backward their dK and dV in float32. Backward keys and values are gathered again rather than kept, and dK and dV go
+    home in one reduce-scatter. The
     shards are attended to one after another, as each is sorted by (segment, position) and all together are not.
 
     Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.

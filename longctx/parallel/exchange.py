@@ -57,7 +57,7 @@ class Exchange:
         """Fold `state = step(state, block, tokens, source)` over all ranks' blocks, from None and one's own block on.
 
         N - 1 permutes, each issued before the step that hides it. Without the barrier a compiler issues them all at
-        once, holds N blocks, and hides none behind a step.
+        once, holds N blocks, and hides the last alone.
         """
         state, tokens_of = None, self.tokens_by_source(tokens)
         for hop in range(self.num_ranks):

@@ -51,14 +51,15 @@ def kvp_attention(
         which need not be gathered in every layer. None: all ranks are one group.
       merge: how the states meet. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
         `A = 4 * B * T * N_heads * (H + 1)`: fewest collectives, for few rows. `"all_to_all"`: each rank merges a part
-        of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes in two steps, lse on
-        its own, e being the bytes of an element of out: for the rows of a chunk. (Rows are filled up to a multiple of
-        N.) `"auto"`: the first until its surplus is worth a second collective, half a MiB.
+        of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
+        element of out, in two steps: for the rows of a chunk. (lse goes back on its own, and not at all where it isn't
+        used; rows are filled up to a multiple of N.) `"auto"`: the first until its surplus is worth a second
+        collective, half a MiB.
 
     Returns:
       (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, `shard_map` knows them to be
       replicated over the axis. Backward, the cotangents of a group are summed the same way, dQ is each rank's share
-      (summed by `shard_map` where q came in replicated), and dK and dV never move.
+      (summed by `shard_map`, in q's dtype, where q came in replicated), and dK and dV never move.
 
     Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
     """

@@ -38,11 +38,12 @@ def ring_pass_q(
       the sequences, -1 in rows that have none, and q has no batch dimensions. Each row then reads the keys of its own
       sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than its
       B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
-    * **On the wire**, each rank sends in N - 1 permutes, each hidden by the attention of the queries before,
-      `(N - 1) * T * B * (N_heads * H * e + 8)` bytes, and in one all-to-all, which nothing hides,
-      `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32. Backward queries and the cotangents
-      of their results travel in N - 1 permutes, and dQ follows in N - 1 in float32; dK and dV never move.
-    * **Memory**: the partial results, `N * T * B * N_heads * (H + 1) * 4` bytes.
+    * **On the wire**, each rank sends `(N - 1) * T * B * (N_heads * H * e + 8)` bytes: queries in N - 1 permutes, which
+      the attention of the queries before hides, and positions and segments in one all-gather; then, which nothing
+      hides, `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32, in one all-to-all. Backward
+      queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in float32; dK and dV
+      never move.
+    * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, as sent and as received.
 
     Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
     """
