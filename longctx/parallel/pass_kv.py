@@ -45,11 +45,13 @@ def ring_pass_kv(
       (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; residuals
       are these, out and lse.
 
-    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element: keys and values in N - 1 permutes, one message each, which the attention to the keys before hides; and their positions and
-    segments, 8 bytes a key (once where all sequences share them), in one all-gather at the start. Backward the same
-    again, and `(N - 1) * S * B * 2 * K * H * 4` for dK and dV, which follow in float32, hidden but for the last.
-    Memory, whatever N: two shards of keys and values, and two states. (On CPUs, where the compiler drops the order of
-    the hops, N shards.)
+    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element: keys and values
+    in N - 1 permutes, one message each, which the attention to the keys before hides; and their positions and segments,
+    8 bytes a key (once where all sequences share them), in one all-gather at the start. Backward the same again, and
+    `(N - 1) * S * B * 2 * K * H * 4` for dK and dV, which follow in float32, hidden but for the last.
+
+    Memory, whatever N: two shards of keys and values, and two states. (On CPUs, whose compiler drops the order of the
+    hops, N shards.)
 
     Raises:
       ValueError, TypeError: an argument is wrong, or positions are missing; the message names it.
