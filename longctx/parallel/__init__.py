@@ -1,8 +1,9 @@
 """Many devices: attention over a mesh axis, by what moves, and who computes which token."""
 
 from longctx.parallel.all_gather import all_gather_kv
-from longctx.parallel.choose import H100_RDMA, H100_TCP, EmpiricalRule, Hardware, ModelShape, choose_ring
+from longctx.parallel.choose import Choice, EmpiricalRule, choose_ring
 from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.cost import H100_RDMA, H100_TCP, Hardware, ModelShape
 from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.layout import layout_shards, shard_positions, shard_sequence, unshard_sequence
 from longctx.parallel.mesh import make_mesh
@@ -13,6 +14,7 @@ from longctx.parallel.plan import VarseqPlan, plan_decode, plan_varseq
 __all__ = [
     "H100_RDMA",
     "H100_TCP",
+    "Choice",
     "EmpiricalRule",
     "Hardware",
     "ModelShape",

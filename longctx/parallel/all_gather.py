@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from longctx.kernels import merge_state
 from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.mask import Tokens
 from longctx.parallel.exchange import Exchange, enter, leave
 
 
@@ -29,11 +30,11 @@ def all_gather_kv(
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
     Arguments, results and errors are those of `ring_pass_kv`. It sends the same
-    `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, at once and before any attention, so nothing hides them: best where
-    sequences are short and the latency of N - 1 hops is what counts. Memory: the keys and values of all ranks, and
-    backward their dK and dV in float32. Backward keys and values are gathered again rather than kept, and dK and dV go
-    home in one reduce-scatter. The
-    shards are attended to one after another, as each is sorted by (segment, position) and all together are not.
+    `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers (the 8 are tokens) before any attention, which
+    nothing hides: best where sequences are short and the latency of N - 1 hops is what counts. Backward they are
+    gathered again rather than kept, and dK and dV go home in one reduce-scatter. Memory: the keys and values of all
+    ranks, and backward their dK and dV in float32. The shards are attended to one after another, as each is sorted by
+    (segment, position) and all together are not.
 
     Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
     """
@@ -46,26 +47,33 @@ def all_gather_kv(
 
 class AllGatherKV(Exchange):
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, k, v, queries, keys = operands
+        q, _, _, queries, _ = operands
 
         def step(state: Any, shard: Any) -> Any:
-            k, v, keys = shard
-            out, lse = self.kernel.forward(Operands(q, k, v, queries, keys))
+            kv, keys = shard
+            out, lse = self.kernel.forward(Operands(q, kv, kv, queries, keys))
             return merge_state(state[0], state[1], out, lse), None
 
+        # Zeros of q rather than a constant, so that they vary over the same mesh axes.
         zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
-        return lax.scan(step, state, lax.all_gather((k, v, keys), self.axis_name))[0]
+        return state if q.size == 0 else lax.scan(step, state, self._shards(operands))[0]
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        q, k, v, queries, keys = operands
+        q, _, _, queries, _ = operands
 
         def step(d_q: Array, shard: Any) -> Any:
-            k, v, keys = shard
-            part, *d_kv = self.kernel.backward(Operands(q, k, v, queries, keys), lse, row_terms, d_out)
-            return d_q + part, d_kv
+            kv, keys = shard
+            part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
+            return d_q + part, jnp.stack(d_kv)
 
-        shards = lax.all_gather((k, v, keys), self.axis_name)
-        d_q, d_kv = lax.scan(step, jnp.zeros_like(d_out), shards)
+        d_q, d_kv = lax.scan(step, jnp.zeros_like(d_out), self._shards(operands))
         d_k, d_v = lax.psum_scatter(d_kv, self.axis_name)
         return d_q, d_k, d_v
+
+    def _shards(self, operands: Operands) -> tuple[Array, Tokens]:
+        """Keys and values `[N, 2, B, S, K, H]` in one message, and tokens in another."""
+        _, k, v, _, keys = operands
+        kv = lax.all_gather(jnp.stack([k, v]), self.axis_name)
+        tokens = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*keys)), self.axis_name)
+        return kv, Tokens(tokens[:, 0], tokens[:, 1])

@@ -7,8 +7,6 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from longctx.parallel.cost import H100_RDMA as H100_RDMA
-from longctx.parallel.cost import H100_TCP as H100_TCP
 from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, check_count, predict_times
 
 RULES = ("predicted", "algorithm_1", "algorithm_5")

@@ -1,13 +1,16 @@
 """Whole arrays in and out: the layout, the exchange and the heads' sharding taken care of."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -15,9 +18,11 @@ from longctx.kernels.attention.kernel import Kernel
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype
 from longctx.parallel.all_gather import all_gather_kv
-from longctx.parallel.choose import H100_RDMA, Hardware, ModelShape, choose_ring
+from longctx.parallel.choose import choose_ring
+from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
+from longctx.parallel.deal import collect, deal, dealt_length
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.layout import check_layout, shard_sequence, unshard_sequence
+from longctx.parallel.layout import check_layout
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 
@@ -44,7 +49,7 @@ def context_parallel_attention(
     q_segment_ids: Array | None = None,
     kv_segment_ids: Array | None = None,
     axis_name: str = "context",
-    head_axis: str = "tensor",
+    head_axis: str | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
@@ -54,9 +59,10 @@ def context_parallel_attention(
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
     Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever cached ones do), filled up
-    where N does not divide them, and put back in order. Heads are sharded over `head_axis`, where the mesh has it: one
-    ring for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit,
-    with Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
+    where N does not divide them, and put back in order: from contiguous parts, by permutes of half-shards (zigzag) or
+    an all-to-all (striped), so that no rank ever holds a whole sequence. Heads are sharded over `head_axis`: one ring
+    for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit, with
+    Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
 
     Args:
       q: queries, the new tokens, `[*B, T, N, H]`.
@@ -65,6 +71,7 @@ def context_parallel_attention(
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
         T new and S - T cached tokens.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as in
         `longctx.kernels.attention`.
 
@@ -76,7 +83,7 @@ def context_parallel_attention(
 
     Source: context parallelism paper, 3.5 and figure 5.
     """
-    masks: Masks = (q_positions, kv_positions, q_segment_ids, kv_segment_ids)
+    masks: Masks = (_array(q_positions), _array(kv_positions), _array(q_segment_ids), _array(kv_segment_ids))
     jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal=causal))  # the checks alone
     kernel = check_kernel(q.shape[-1], causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
@@ -84,9 +91,11 @@ def context_parallel_attention(
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
-    if head_axis == axis_name:
-        raise ValueError(f"head_axis must be another axis than axis_name, got {head_axis!r}")
-    num_ranks, tensor = mesh.shape[axis_name], mesh.shape.get(head_axis, 1)
+    if head_axis is None and axis_name != "tensor" and "tensor" in mesh.shape:
+        head_axis = "tensor"
+    if head_axis is not None and (head_axis not in mesh.shape or head_axis == axis_name):
+        raise ValueError(f"head_axis must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {head_axis!r}")
+    num_ranks, tensor = mesh.shape[axis_name], 1 if head_axis is None else mesh.shape[head_axis]
     check_layout(num_ranks, layout)
     num_heads, num_kv_heads, head_size = q.shape[-2], k.shape[-2], q.shape[-1]
     if num_heads % tensor or (num_kv_heads % tensor and tensor % num_kv_heads):
@@ -94,16 +103,25 @@ def context_parallel_attention(
             f"the {tensor} ranks of head_axis {head_axis!r} must divide q's {num_heads} heads, and divide or be a "
             f"multiple of k's {num_kv_heads}"
         )
-    if method != "auto" and method not in METHODS:
+    if not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a longctx.parallel.Hardware, got {type(hardware).__name__}")
+    if method not in ["auto", *METHODS]:
         raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
     length, kv_length = q.shape[-3], k.shape[-3]
     if 0 in (q.size, kv_length):
         return jnp.zeros(q.shape, out_dtype)
     if method == "auto":
-        model = ModelShape(num_heads // tensor, max(1, num_kv_heads // tensor), head_size)
+        model = ModelShape(num_heads, num_kv_heads, head_size).split(tensor)
+        # All but latency grows with the batch.
+        batch = math.prod(q.shape[:-3])
+        hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
-    plan = _Plan(mesh, method, layout, axis_name, head_axis if tensor > 1 else None, kernel, out_dtype)
+    plan = _Plan(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
     return _attend_over_mesh(plan, q, k, v, masks)
+
+
+def _array(x: Any) -> Any:
+    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
 
 
 class _Plan(NamedTuple):
@@ -120,51 +138,61 @@ class _Plan(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_over_mesh(plan: _Plan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
-    """Reordering a sharded sequence is left to the compiler: axes are Auto in here, whatever they are outside."""
-    for sharding in (jax.typeof(x).sharding for x in (q, k, v)):
-        if AxisType.Explicit in sharding.mesh.axis_types:
-            return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(q, k, v, masks)
-    mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
-    return _attend(plan, mesh, q, k, v, masks)
+    """Axes are Auto in here, whatever they are outside: where q's type carries its sharding, so does the result's."""
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
+    explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
+    if explicit is None:
+        mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
+        return _attend(plan, mesh, q, k, v, masks)
+    if explicit.mesh.shape != plan.mesh.shape:
+        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {plan.mesh.shape}")
+    of_q = shardings[0].spec if shardings[0].mesh.shape == plan.mesh.shape else P()
+    sharding = NamedSharding(explicit.mesh, of_q)
+    return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(q, k, v, masks)
 
 
 def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
     """With the mesh, or where that is None, the one of the context."""
-    num_ranks = plan.mesh.shape[plan.axis_name]
+    axis_name, num_ranks = plan.axis_name, plan.mesh.shape[plan.axis_name]
     flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=plan.kernel.causal)
     if plan.head_axis is not None:
         repeats = max(1, plan.mesh.shape[plan.head_axis] // k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
-    def deal(x: Array, pad_value: int = 0) -> Array:
-        return shard_sequence(x, num_ranks, plan.layout, 1, pad_value)
+    # KVP has its queries on all ranks.
+    q_axis, q_layout = (None, "contiguous") if plan.method == "kvp" else (axis_name, plan.layout)
 
-    deals_queries = plan.method != "kvp"
-    if deals_queries:
-        flat_q, queries = deal(flat_q), Tokens(deal(queries.positions), deal(queries.segments, -1))
-    keys = Tokens(deal(keys.positions), deal(keys.segments, -1))
-    q_axis = plan.axis_name if deals_queries else None
-    q_spec, kv_spec = (P(None, axis, plan.head_axis) for axis in (q_axis, plan.axis_name))
+    def fill(x: Array, layout: str, value: int = 0) -> Array:
+        missing = dealt_length(x.shape[1], num_ranks, layout) - x.shape[1]
+        return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
 
     def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
+        if q_axis is not None:
+            q, queries = jax.tree.map(lambda x: deal(x, axis_name, q_layout), (q, queries))
+        k, v, keys = jax.tree.map(lambda x: deal(x, axis_name, plan.layout), (k, v, keys))
         tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
-        flat = (x[0] if x.shape[0] == 1 else x for x in tokens)
         out, _ = METHODS[plan.method](
-            *(q, k, v, *flat),
-            axis_name=plan.axis_name,
+            *(q, k, v, *(x[0] if x.shape[0] == 1 else x for x in tokens)),
+            axis_name=axis_name,
             causal=plan.kernel.causal,
             scale=plan.kernel.scale,
             implementation=plan.kernel.implementation,
             out_dtype=plan.out_dtype,
         )
-        return out
+        return out if q_axis is None else collect(out, axis_name, q_layout)
 
-    out = jax.shard_map(
+    q_spec, kv_spec = (P(None, axis, plan.head_axis) for axis in (q_axis, axis_name))
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, plan.axis_name)),
+        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, axis_name)),
         out_specs=q_spec,
-    )(flat_q, deal(flat_k), deal(flat_v), queries, keys)
-    if deals_queries:
-        out = unshard_sequence(out, num_ranks, plan.layout, 1, q.shape[-3])
-    return out.reshape(q.shape)
+    )
+    out = mapped(
+        fill(flat_q, q_layout),
+        fill(flat_k, plan.layout),
+        fill(flat_v, plan.layout),
+        Tokens(fill(queries.positions, q_layout), fill(queries.segments, q_layout, -1)),
+        Tokens(fill(keys.positions, plan.layout), fill(keys.segments, plan.layout, -1)),
+    )
+    return out[:, : q.shape[-3]].reshape(q.shape)

@@ -6,19 +6,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import vary_alike
-from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack
+from longctx.kernels.attention.operands import check_int32, vary_alike
+from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack, varies
 
 Combine = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
-# What a second collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
+# What another collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
 _BYTES_OF_A_COLLECTIVE = 1 << 19
 
 
@@ -71,8 +70,14 @@ def kvp_attention(
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
     if merge == "auto":
-        saved = (num_ranks - 1) * 4 * q.size * (1 - 2 / num_ranks)
-        merge = "all_to_all" if saved > _BYTES_OF_A_COLLECTIVE else "gather"
+        state = 4 * (q.size + q.size // q.shape[-1])
+        gather, by_rows = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
+        merge = "all_to_all" if gather - by_rows > _BYTES_OF_A_COLLECTIVE else "gather"
+    if group_ids is None and num_ranks > 1 and varies(q, axis_name):
+        raise ValueError(
+            f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
+            'with jax.lax.all_gather(..., to="invarying")'
+        )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
     exchange = KVP(axis_name, kernel, merge == "all_to_all", out_dtype)
     return leave(attend(exchange, vary_alike(GroupedOperands(*operands, groups), axis_name)), q, out_dtype)
@@ -91,14 +96,11 @@ class GroupedOperands(NamedTuple):
 
 def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int) -> Array:
     """-> `[N, T]`."""
-    groups = group_ids if isinstance(group_ids, jax.Array) else np.asarray(group_ids)
-    if not jnp.issubdtype(groups.dtype, jnp.integer):
-        raise TypeError(f"group_ids must be integers, got {groups.dtype}")
+    groups = check_int32("group_ids", group_ids)
     if groups.shape not in ((length,), (num_ranks, length)):
         raise ValueError(
             f"group_ids must have the shape {(length,)} or {(num_ranks, length)}, an id a row, got {groups.shape}"
         )
-    groups = jnp.asarray(groups, jnp.int32)
     return lax.all_gather(groups, axis_name) if groups.ndim == 1 else groups
 
 
@@ -115,8 +117,7 @@ class KVP(Exchange):
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
-        is_typed = self.axis_name in jax.typeof(operands.q).manual_axis_type.varying
-        if operands.groups is not None or not is_typed:
+        if operands.groups is not None or not varies(operands.q, self.axis_name):
             d_out, row_terms = self._meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
         return self.kernel.backward(*vary_alike((Operands(*operands[:5]), lse, row_terms, d_out)))
 
@@ -134,7 +135,7 @@ class KVP(Exchange):
             mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)][None]
             met = combine(*unpack(gathered, rows.shape), mine)
         out, lse = (jnp.moveaxis(x, 0, 1) for x in met)
-        return out.astype(dtype), lse
+        return out, lse
 
     def _meet_by_rows(
         self, rows: Array, terms: Array, groups: Array | None, combine: Combine, dtype: DTypeLike

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from longctx.kernels import merge_state
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import Exchange, enter, leave
+from longctx.parallel.exchange import enter, leave
+from longctx.parallel.ring import Ring
 
 
 def ring_pass_kv(
@@ -65,7 +66,7 @@ def ring_pass_kv(
     return leave(attend(PassKV(axis_name, kernel), operands), q, out_dtype)
 
 
-class PassKV(Exchange):
+class PassKV(Ring):
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, k, v, queries, keys = operands
 

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack
+from longctx.parallel.exchange import enter, leave, pack, unpack
+from longctx.parallel.ring import Ring
 
 
 def ring_pass_q(
@@ -35,9 +36,9 @@ def ring_pass_q(
     new tokens are few beside the cached ones. Three more things to know:
 
     * **decode**: with `decode=True` every query is of a sequence of its own (batched decode): `q_segment_ids [T]` are
-      the sequences, -1 in rows that have none, and q has no batch dimensions. Each row then reads the keys of its own
-      sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than its
-      B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
+      the sequences, -1 in rows that have none, and q has no batch dimensions. Forward, each row then reads the keys of
+      its own sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than
+      its B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
     * **On the wire**, each rank sends `(N - 1) * T * B * (N_heads * H * e + 8)` bytes: queries in N - 1 permutes, which
       the attention of the queries before hides, and positions and segments in one all-gather; then, which nothing
       hides, `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32, in one all-to-all. Backward
@@ -47,20 +48,20 @@ def ring_pass_q(
 
     Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
     """
-    if decode and (q.ndim != 3 or q_segment_ids is None):
-        raise ValueError(
-            "decode needs q [T, N, H] without batch dimensions and q_segment_ids [T], one sequence each, got "
-            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
-        )
     kernel, operands, out_dtype = enter(
         *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
         *(axis_name, causal, scale, implementation, out_dtype),
     )
+    if decode and (q.ndim != 3 or q_segment_ids is None):
+        raise ValueError(
+            "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
+            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
+        )
     return leave(attend(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class PassQ(Exchange):
+class PassQ(Ring):
     decode: bool
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:

@@ -16,28 +16,34 @@ class VarseqPlan:
     cached and its new ones together, sorted by (segment, position), as attention wants them.
     """
 
-    q_indices: np.ndarray  # [N, ceil(T / N)] which new tokens the rank computes
-    q_positions: np.ndarray  # int32, the same shape
+    # Which new tokens the rank computes, [N, ceil(T / N)].
+    q_indices: np.ndarray
+    q_positions: np.ndarray
     q_segment_ids: np.ndarray
-    kv_indices: (
-        np.ndarray
-    )  # [N, max P_i + ceil(T / N)] which keys it holds: cached ones as they are, new ones after all P
+    # Which keys it holds, cached ones as they are counted and new ones after all P: [N, max P_i + ceil(T / N)].
+    kv_indices: np.ndarray
     kv_positions: np.ndarray
     kv_segment_ids: np.ndarray
-    scores: np.ndarray  # [N] pairs (query, key) that the rank's queries see: 4 * N_heads * H FLOP each
-    kv_tokens: np.ndarray  # [N] keys that it holds, without padding
+    # Pairs (query, key) that its queries see, and keys that it holds without padding, [N].
+    scores: np.ndarray
+    kv_tokens: np.ndarray
 
     @property
     def message_tokens(self) -> int:
         """Keys in a message of ring pass-KV: `max_i P_i + ceil(T / N)`, the same for all ranks."""
         return self.kv_indices.shape[1]
 
-    def report(self) -> str:
-        """Scores and keys of each rank, and how far the busiest is above the mean."""
-        lines = ["rank  new tokens  KV tokens  scores (queries x keys)"]
-        for rank, (scores, kv) in enumerate(zip(self.scores, self.kv_tokens, strict=True)):
-            lines.append(f"{rank:>4}  {np.sum(self.q_indices[rank] >= 0):>10,}  {kv:>9,}  {scores:>23,}")
-        surplus = self.scores.max() / max(self.scores.mean(), 1) - 1
+    def flops(self, num_heads: int, head_size: int) -> np.ndarray:
+        """FLOP of each rank's attention, `[N]`: two matrix products, 4 * N_heads * H for each score."""
+        return 4 * num_heads * head_size * self.scores
+
+    def report(self, num_heads: int, head_size: int) -> str:
+        """FLOP and keys of each rank, and how far the busiest is above the mean."""
+        flops = self.flops(num_heads, head_size)
+        lines = ["rank  new tokens  KV tokens       GFLOP"]
+        for rank, (flop, kv) in enumerate(zip(flops, self.kv_tokens, strict=True)):
+            lines.append(f"{rank:>4}  {np.sum(self.q_indices[rank] >= 0):>10,}  {kv:>9,}  {flop / 1e9:>10,.3f}")
+        surplus = flops.max() / flops.mean() - 1 if flops.any() else 0.0
         lines.append(f"busiest rank {surplus:+.2%} above the mean; {self.message_tokens:,} KV tokens in a message")
         return "\n".join(lines)
 

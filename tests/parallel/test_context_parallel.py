@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.parallel import context_parallel_attention, make_mesh
+from longctx.parallel import context_parallel_attention, make_mesh, shard_sequence
+from longctx.parallel.deal import collect, deal, dealt_length
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
 
@@ -51,10 +53,44 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
     ("method", "layout"),
     [("pass_kv", "striped"), ("pass_q", "contiguous"), ("all_gather", "zigzag"), ("kvp", "striped")],
 )
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kv_heads", [2, 8])
 def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
     """One ring for each KV head group; with fewer KV heads than tensor ranks, they are repeated."""
-    compare(make_mesh(context=3, tensor=2), *arrays(4, kv_heads, 27, 0, (2,)), method=method, layout=layout)
+    compare(make_mesh(context=2, tensor=4), *arrays(8, kv_heads, 27, 0, (2,)), method=method, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_dealing_makes_the_layout_and_back(layout: str, ranks: int) -> None:
+    """What ranks exchange inside `shard_map` is what `shard_sequence` reorders outside."""
+    length = dealt_length(50, ranks, layout)
+    x = jnp.arange(2 * length * 3).reshape(2, length, 3)
+
+    def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dealt = deal(x, "context", layout)
+        return dealt, collect(dealt, "context", layout)
+
+    spec = P(None, "context")
+    mapped = jax.shard_map(local, mesh=make_mesh(context=ranks), in_specs=spec, out_specs=(spec, spec))
+    dealt, back = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(dealt, shard_sequence(x, ranks, layout))
+    np.testing.assert_array_equal(back, x)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_no_rank_holds_a_whole_sequence(layout: str) -> None:
+    """All that is gathered is tokens, 8 bytes each; keys go round once, and all go to their places and back once."""
+    ranks, length = 4, 4096
+    mesh = make_mesh(context=ranks)
+    shapes = [(length, heads, 16) for heads in (8, 2, 2)]
+    sharding = NamedSharding(mesh, P("context"))
+    shards = [jax.ShapeDtypeStruct(shape, "f4", sharding=sharding) for shape in shapes]
+    attend = functools.partial(context_parallel_attention, mesh=mesh, method="pass_kv", layout=layout)
+    found = collectives(jax.jit(attend, out_shardings=sharding).lower(*shards).compile().as_text(), ranks)
+    assert sum(x.sent for x in found if x.opcode == "all-gather") <= 8 * length
+    kv_shard, q_shard = (length // ranks * heads * 16 * 4 for heads in (4, 8))
+    moved = 0 if layout == "contiguous" else 2 * q_shard + kv_shard + 4 * 8 * length / ranks
+    assert sum(x.sent for x in found) <= (ranks - 1) * kv_shard + moved + 8 * length
 
 
 def test_packed_sequences() -> None:
@@ -101,6 +137,13 @@ def test_half_precision_stays_wide_until_the_last_merge() -> None:
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
 
 
+def test_explicit_axes_of_another_mesh() -> None:
+    explicit = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    q = jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(explicit, P("context")))
+    with pytest.raises(ValueError, match="mesh must be that of the arrays"):
+        context_parallel_attention(q, q, q, mesh=make_mesh(context=4))
+
+
 Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
 
 
@@ -119,7 +162,10 @@ Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
             "axis_name must be an axis of the mesh, stage, context, tensor, got",
         ),
         ({"mesh": "mesh"}, TypeError, "mesh must be a jax.sharding.Mesh, got str"),
-        ({"head_axis": "context"}, ValueError, "head_axis must be another axis than axis_name, got 'context'"),
+        ({"head_axis": "context"}, ValueError, "head_axis must be another axis of the mesh, .* got 'context'"),
+        ({"head_axis": "tensr"}, ValueError, "head_axis must be another axis of the mesh, .* got 'tensr'"),
+        ({"hardware": "h100"}, TypeError, "hardware must be a longctx.parallel.Hardware, got str"),
+        ({"method": ["pass_kv"]}, ValueError, "method must be 'auto' or one of"),
         ({"q": jnp.ones((6, 6, 8)), "k": jnp.ones((6, 3, 8)), "v": jnp.ones((6, 3, 8))}, ValueError, "k's 3"),
         ({"q": jnp.ones((5, 4, 8))}, ValueError, "q_positions must be given when causal and T != S"),
         ({"kv_positions": jnp.arange(6)}, ValueError, "q_positions must be given when causal and kv_positions are"),

@@ -88,9 +88,12 @@ def test_short_sequences_balance_within_one_row(batch: list[tuple[int, int]], ra
 
 
 def test_report_shows_the_balance() -> None:
-    zigzag, contiguous = (plan_varseq([3200], [0], 8, layout).report() for layout in ("zigzag", "contiguous"))
+    zigzag, contiguous = (plan_varseq([3200], [0], 8, layout).report(8, 64) for layout in ("zigzag", "contiguous"))
     assert "busiest rank +0.00% above the mean; 400 KV tokens in a message" in zigzag
     assert "busiest rank +87.47% above the mean" in contiguous
+    # 3200 * 3201 / 2 pairs over 8 ranks, 4 * 8 * 64 FLOP each.
+    assert zigzag.splitlines()[1].split() == ["0", "400", "400", "1.311"]
+    assert "+0.00%" in plan_varseq([], None, 2).report(8, 64)
 
 
 @given(st.integers(0, 40), st.integers(0, 100), st.integers(1, 9))

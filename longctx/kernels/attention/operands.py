@@ -1,6 +1,7 @@
 """The door of everything that attends: arguments checked, and brought to one form."""
 
 import math
+from numbers import Real
 from typing import TypeVar
 
 import jax
@@ -49,7 +50,7 @@ def check_kernel(head_size: int, causal: bool, scale: float | None, implementati
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
     if scale is None:
         scale = head_size**-0.5
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not isinstance(scale, Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     return Kernel(implementation or "xla", bool(causal), float(scale))
 
@@ -84,6 +85,8 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
             raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        if x.dtype.itemsize < 2:
+            raise TypeError(f"{name} must have 16 bits or more, got {x.dtype}")
         if x.ndim < 3:
             raise ValueError(f"{name} must have a shape [*batch, length, heads, head size], got {x.shape}")
         if x.dtype != q.dtype:
@@ -105,18 +108,24 @@ def _tokens(side: str, positions: Array | None, segments: Array | None, batch: t
     def normalise(name: str, x: Array | None, default: Array) -> Array:
         if x is None:
             return default[None]
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} must be integers, got {x.dtype}")
+        x = check_int32(name, x)
         if x.shape not in ((length,), (*batch, length)):
             raise ValueError(f"{name} must have the shape {(length,)} or {(*batch, length)}, got {x.shape}")
-        if x.size and not isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
-            low, high = int(x.min()), int(x.max())
-            if low < -(2**31) or high >= 2**31:
-                raise ValueError(f"{name} must fit into int32, got values from {low} to {high}")
-        return jnp.asarray(x).astype(jnp.int32).reshape(math.prod(x.shape[:-1]), length)
+        return x.reshape(math.prod(x.shape[:-1]), length)
 
     return Tokens(
         normalise(f"{side}_positions", positions, jnp.arange(length, dtype=jnp.int32)),
         normalise(f"{side}_segment_ids", segments, jnp.zeros(length, jnp.int32)),
     )
+
+
+def check_int32(name: str, x: Array) -> Array:
+    """Integers as int32; values beyond it are refused where they are known."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {x.dtype}")
+    if x.size and not isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+        low, high = int(x.min()), int(x.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{name} must fit into int32, got values from {low} to {high}")
+    return jnp.asarray(x).astype(jnp.int32)
