@@ -38,6 +38,7 @@ check: .venv/installed-test
 
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.end_to_end
 
 clean:

@@ -160,7 +160,7 @@ def partial_prefill(tokens: int, rounds: int) -> None:
 
 
 def packed(q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Operands of a decode step: each row is the last token of the sequence that it names (-1: none), its key cached."""
+    """Operands of a decode step: each row the last token of the sequence that it names (-1: none), its key cached."""
     plan = parallel.plan_varseq([CACHED] * len(q), None, RANKS)
     k, v = (x.reshape(-1, HEADS, HEAD_SIZE)[plan.kv_indices.ravel()] for x in (k, v))
     positions = np.full(rows.size, CACHED - 1)

@@ -47,4 +47,6 @@ def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
         return (max(sizes) if is_async else sum(sizes)) * (n - 1) / n
     if kind == "all-to-all":
         return sum(sizes) / (2 if is_async else 1) * (n - 1) / n
+    if kind == "reduce-scatter":
+        return sum(sizes) * (n - 1)
     raise NotImplementedError(f"bytes of {kind}")

@@ -26,8 +26,8 @@ class Tokens(NamedTuple):
 
 
 @st.composite
-def tokens(draw: st.DrawFn, ranks: int, kinds: tuple[str, ...] = KINDS) -> Tokens:
-    kind, layout = draw(st.sampled_from(kinds)), draw(st.sampled_from(LAYOUTS))
+def tokens(draw: st.DrawFn, ranks: int, kinds: tuple[str, ...] = KINDS, layouts: tuple[str, ...] = LAYOUTS) -> Tokens:
+    kind, layout = draw(st.sampled_from(kinds)), draw(st.sampled_from(layouts))
     capacity = ranks * NEW
     if kind == "decode":
         return _decode(draw, ranks, layout)

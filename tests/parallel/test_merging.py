@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.kernels.attention.mask import Blocks, Tokens, block_range, summarise
 from longctx.parallel import (
     all_gather_kv,
     kvp_attention,
     make_mesh,
-    plan_decode,
     ring_pass_kv,
     ring_pass_q,
     shard_positions,
@@ -124,18 +122,25 @@ def test_bf16_error_does_not_grow_with_the_ranks(compute) -> None:  # type: igno
     assert errors[-1] <= 1.2 * errors[0], errors
 
 
-def test_a_decode_row_without_a_sequence_reads_no_keys() -> None:
-    """Batches that N does not divide cost no more: a padding row's range of key blocks is empty."""
-    rows = plan_decode(5, 0, 4)  # two rows on each of four ranks, three of them without a sequence
-    keys = summarise(Tokens(jnp.arange(64)[None] % 16, jnp.arange(64)[None] // 16), 8)
-    flat_keys = Blocks(*(x[0] for x in keys))
-    work = []
-    for sequence in rows.ravel():
-        queries = summarise(Tokens(jnp.full((1, 1), 16), jnp.full((1, 1), int(sequence))), 1)
-        found = block_range(Blocks(*(x[0, 0] for x in queries)), flat_keys, True, 8)
-        work.append(int(found.stop - found.start))
-    # Sequences 0 to 3 have two blocks of keys each, sequence 4 has none here.
-    assert sorted(work) == [0, 0, 0, 0, 2, 2, 2, 2]
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_decode_row_reads_its_own_sequence_alone(decode: bool) -> None:
+    """Sequences 0 and 2 are asked for, two rows have none: 1, all NaN, is not read. As one block it would be."""
+    ranks, keys = 2, 1024
+    segments = np.tile(np.repeat(np.arange(3), keys), ranks)
+    positions = np.tile(np.tile(np.arange(keys), 3), ranks)
+    q = jnp.ones((4, 4, 8))
+    kv = jnp.where((segments == 1)[:, None, None], jnp.nan, jnp.ones((len(segments), 2, 8)))
+    mapped = jax.shard_map(
+        functools.partial(ring_pass_q, decode=decode),
+        mesh=make_mesh(context=ranks),
+        in_specs=P("context"),
+        out_specs=P("context"),
+    )
+    rows = np.array([0, 2, -1, -1])
+    out, lse = jax.jit(mapped)(q, kv, kv, np.full(4, keys), positions, rows, segments)
+    assert bool(jnp.isfinite(out[:2]).all()) == decode
+    assert not out[2:].any()
+    assert bool((lse[2:] == -jnp.inf).all())
 
 
 @pytest.mark.parametrize("compute", [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention])

@@ -91,10 +91,10 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_all_gather_sends_kv_before_anything_else(ranks: int) -> None:
-    totals = sent(compiled(all_gather_kv, ranks), ranks)
-    assert set(totals) == {"all-gather"}
-    assert totals["all-gather"][1] == (ranks - 1) * KV_BYTES
+def test_all_gather_sends_kv_at_once_and_their_gradients_home(ranks: int) -> None:
+    assert sent(compiled(all_gather_kv, ranks), ranks) == {"all-gather": (2, (ranks - 1) * KV_BYTES)}
+    backward = sent(compiled(all_gather_kv, ranks, backward=True), ranks)
+    assert backward["reduce-scatter"] == (1, (ranks - 1) * (KV_BYTES - 8 * S))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -1,0 +1,83 @@
+"""Bad input to the exchanges: an error at the door, while tracing, that names the argument."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
+
+EXCHANGES = [ring_pass_kv, ring_pass_q, all_gather_kv, kvp_attention]
+Q, K, TOKENS = jnp.ones((8, 4, 8)), jnp.ones((8, 2, 8)), jnp.arange(8)
+
+
+def trace(compute, *arrays: jax.Array, replicated: tuple[int, ...] = (), **static: Any) -> None:  # type: ignore[no-untyped-def]
+    """Nothing is computed: the error comes before."""
+    in_specs = tuple(P() if i in replicated else P("context") for i in range(len(arrays)))
+    call = functools.partial(compute, **static)
+    mapped = jax.shard_map(call, mesh=make_mesh(context=2), in_specs=in_specs, out_specs=P("context"))
+    jax.eval_shape(mapped, *arrays)
+
+
+def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    return {"replicated": (0, 3)} if compute is kvp_attention else {}
+
+
+@pytest.mark.parametrize("compute", EXCHANGES)
+@pytest.mark.parametrize(
+    ("arrays", "static", "error", "message"),
+    [
+        ((Q, K, K, TOKENS, TOKENS), {"axis_name": "seq"}, ValueError, "axis_name must be a mesh axis .* got 'seq'"),
+        ((Q, K, K, TOKENS, TOKENS), {"axis_name": ("context",)}, ValueError, "axis_name must be a mesh axis"),
+        ((Q, K, K), {}, ValueError, "q_positions must be given when causal: a rank can't tell"),
+        ((Q, K, K, TOKENS), {}, ValueError, "kv_positions must be given when causal"),
+        ((Q, K, K, TOKENS, jnp.arange(6)), {}, ValueError, r"kv_positions must have the shape \(4,\)"),
+        ((Q, K, K[:6], TOKENS, TOKENS), {}, ValueError, "k and v must have one shape"),
+        ((Q, K, K, TOKENS, TOKENS), {"implementation": "cuda"}, ValueError, "implementation must be None or one of"),
+        ((Q, K, K, TOKENS, TOKENS), {"scale": float("nan")}, ValueError, "scale must be a finite number"),
+        ((Q, K, K, TOKENS, TOKENS), {"out_dtype": jnp.int8}, TypeError, "out_dtype must be a floating-point type"),
+        ((Q, K, K, TOKENS, TOKENS, TOKENS), {}, ValueError, "must be given both or neither"),
+    ],
+)
+def test_every_exchange(compute, arrays, static, error, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=message):
+        trace(compute, *arrays, **inputs(compute), **static)
+
+
+@pytest.mark.parametrize("compute", EXCHANGES)
+def test_keys_that_are_the_same_on_all_ranks_would_count_twice(compute) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"k must be a shard of its own on each rank.* would count 2 times"):
+        trace(compute, Q, K, K, TOKENS, TOKENS, replicated=(0, 1, 2, 3, 4))
+
+
+def test_kvp_wants_the_same_queries_everywhere() -> None:
+    with pytest.raises(ValueError, match="q must be replicated over 'context', but its type says that it varies"):
+        trace(kvp_attention, Q, K, K, TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("static", "error", "message"),
+    [
+        ({"merge": "psum"}, ValueError, "merge must be 'auto', 'gather' or 'all_to_all', got 'psum'"),
+        ({"group_ids": np.zeros(8)}, TypeError, "group_ids must be integers, got float64"),
+        ({"group_ids": np.zeros(5, int)}, ValueError, r"group_ids must have the shape \(8,\) or \(2, 8\)"),
+        ({"group_ids": np.full(8, 2**40)}, ValueError, "group_ids must fit into int32"),
+    ],
+)
+def test_kvp(static: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trace(kvp_attention, Q, K, K, TOKENS, TOKENS, replicated=(0, 3), **static)
+
+
+def test_decode_wants_a_sequence_for_each_row() -> None:
+    with pytest.raises(ValueError, match=r"decode takes q .* without batch dimensions and q_segment_ids"):
+        trace(ring_pass_q, Q, K, K, TOKENS, TOKENS, decode=True)
+
+
+def test_outside_of_shard_map() -> None:
+    with pytest.raises(ValueError, match=r"axis_name must be a mesh axis of the jax.shard_map"):
+        ring_pass_kv(Q, K, K, TOKENS, TOKENS)
