@@ -98,13 +98,15 @@ class Times:
     """Predicted seconds of one attention layer on one rank.
 
     `steps` partial attentions of `attention` seconds each (table 5's ATTN); between them hops of `send` seconds
-    (SendRecv), which the attention of the step before hides; and `collective` seconds that nothing hides (All2All).
+    (SendRecv), which the attention of the step before hides; and what nothing hides, `collective` seconds (All2All) and
+    `tokens`, to gather positions and segments.
     """
 
     steps: int
     attention: float
     send: float
     collective: float
+    tokens: float
 
     @property
     def compute(self) -> float:
@@ -112,8 +114,8 @@ class Times:
 
     @property
     def exposed(self) -> float:
-        """Communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` and the collective (appendix C)."""
-        return (self.steps - 1) * max(0.0, self.send - self.attention) + self.collective
+        """Communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` (appendix C), collective and tokens."""
+        return (self.steps - 1) * max(0.0, self.send - self.attention) + self.collective + self.tokens
 
     @property
     def total(self) -> float:
@@ -152,17 +154,21 @@ def predict_times(
     def exchange(num_bytes: float, collectives: int = 1) -> float:
         return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
 
-    sent = shard_bytes + 8 * shard
-    queries = rows * (heads * head_size * e + 8)
+    def gather_tokens(num_tokens: int) -> float:
+        return exchange((n - 1) * 8 * num_tokens)
+
+    queries = rows * heads * head_size * e
     merges = (
         exchange((n - 1) * new * state_bytes),
         exchange((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
     )
     return {
-        "pass_kv": Times(n, attend(rows), exchange(sent), 0.0),
-        "pass_q": Times(n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes)),
-        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * sent)),
-        "kvp": Times(1, attend(new), 0.0, min(merges)),
+        "pass_kv": Times(n, attend(rows), exchange(shard_bytes), 0.0, gather_tokens(shard)),
+        "pass_q": Times(
+            n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes), gather_tokens(rows)
+        ),
+        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * shard_bytes), gather_tokens(shard)),
+        "kvp": Times(1, attend(new), 0.0, min(merges), 0.0),
     }
 
 

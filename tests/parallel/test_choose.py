@@ -155,9 +155,10 @@ def test_table_5() -> None:
 
 def test_tcp_hides_pass_kv_at_128k() -> None:
     """As the paper saw (4.2.1): 3 GB/s is of a GPU. Shared by the 8 of a host it could not."""
-    assert predict_times(128000, 0, 4, GPU, H100_TCP_ACHIEVED)["pass_kv"].exposed == 0
+    times = predict_times(128000, 0, 4, GPU, H100_TCP_ACHIEVED)["pass_kv"]
+    assert times.exposed == times.tokens
     shared = dataclasses.replace(H100_TCP_ACHIEVED, bandwidth=3e9 / 8)
-    assert predict_times(128000, 0, 4, GPU, shared)["pass_kv"].exposed > 0
+    assert predict_times(128000, 0, 4, GPU, shared)["pass_kv"].exposed > 0.01
     assert Thresholds.of(128000, 4, GPU, shared).equation_2 == pytest.approx(334_667, abs=1)
 
 
@@ -165,12 +166,13 @@ def test_times_by_hand() -> None:
     """T = 6 and P = 10 on 4 ranks: 2 and 3 tokens a shard. A second is a FLOP, or a byte over the link."""
     times = predict_times(6, 10, 4, ModelShape(4, 2, 8), Hardware(1, 1, latency=1000))
     attention = 4 * 2 * (10 + 3.5) / 4 * 32
-    send_kv, send_q, partials = 1000 + 5 * (2 * 2 * 8 * 2 + 8), 1000 + 2 * (32 * 2 + 8), 3 * 2 * 4 * 9 * 4
+    send_kv, send_q, partials = 1000 + 5 * 2 * 2 * 8 * 2, 1000 + 2 * 32 * 2, 3 * 2 * 4 * 9 * 4
+    tokens_kv, tokens_q = 1000 + 3 * 5 * 8, 1000 + 3 * 2 * 8
     assert attention == 864
     assert times["pass_kv"].compute == 4 * attention
-    assert times["pass_kv"].exposed == 3 * (send_kv - attention)
-    assert times["pass_q"].total == 4 * attention + 3 * (send_q - attention) + 1000 + partials
-    assert times["all_gather"].total == 4 * attention + 1000 + 3 * (send_kv - 1000)
+    assert times["pass_kv"].exposed == 3 * (send_kv - attention) + tokens_kv
+    assert times["pass_q"].total == 4 * attention + 3 * (send_q - attention) + 1000 + partials + tokens_q
+    assert times["all_gather"].total == 4 * attention + 1000 + 3 * (send_kv - 1000) + tokens_kv
     gather, all_to_all = 1000 + 3 * 6 * 4 * 9 * 4, 2000 + partials + 3 * 2 * 4 * (8 * 2 + 4)
     assert times["kvp"].total == 3 * attention + min(gather, all_to_all)
     assert all_to_all < gather
@@ -332,9 +334,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == [
         "pass_q, by algorithm_1: 3,200 new and 124,800 cached tokens on 4 ranks",
         "predicted, us      compute     exposed       total",
-        "pass_kv            1,650.2       751.2     2,401.3",
-        "pass_q             1,650.2       782.7     2,432.9",
-        "all_gather         1,650.2     1,918.8     3,568.9",
+        "pass_kv            1,650.2       786.2     2,436.3",
+        "pass_q             1,650.2       818.4     2,468.6",
+        "all_gather         1,650.2     1,953.8     3,603.9",
         "kvp                1,650.2     1,194.5     2,844.6",
         "equation 1: miss rate 2.50% < 12.50%: Q is fewer bytes",
         "equation 2: T 3,200 < 4,736: pass-KV is exposed",
