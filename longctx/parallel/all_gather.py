@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from longctx.kernels import merge_state
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
 from longctx.parallel.exchange import Exchange, enter, leave
@@ -51,8 +50,7 @@ class AllGatherKV(Exchange):
 
         def step(state: Any, shard: Any) -> Any:
             kv, keys = shard
-            out, lse = self.kernel.forward(Operands(q, kv, kv, queries, keys))
-            return merge_state(state[0], state[1], out, lse), None
+            return self.kernel.forward(Operands(q, kv, kv, queries, keys), state), None
 
         # Zeros of q rather than a constant, so that they vary over the same mesh axes.
         zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels import merge_state
 from longctx.kernels.attention.kernel import Operands, attend
 from longctx.kernels.attention.mask import Tokens
 from longctx.parallel.exchange import enter, leave
@@ -51,7 +50,7 @@ def ring_pass_kv(
     8 bytes a key (once where all sequences share them), in one all-gather at the start. Backward the same again, and
     `(N - 1) * S * B * 2 * K * H * 4` for dK and dV, which follow in float32, hidden but for the last.
 
-    Memory, whatever N: two shards of keys and values, and two states. (On CPUs, whose compiler drops the order of the
+    Memory, whatever N: two shards of keys and values, and a state. (On CPUs, whose compiler drops the order of the
     hops, N shards.)
 
     Raises:
@@ -71,8 +70,7 @@ class PassKV(Ring):
         q, k, v, queries, keys = operands
 
         def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            out, lse = self.kernel.forward(Operands(q, kv, kv, queries, keys))
-            return (out, lse) if state is None else merge_state(state[0], state[1], out, lse)
+            return self.kernel.forward(Operands(q, kv, kv, queries, keys), state)
 
         return self.ring(jnp.stack([k, v]), keys, step)
 

@@ -13,7 +13,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 
-# forward(q, k, v, queries, keys, causal, scale) -> (out, lse)
+# forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse)
 # backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "xla": (xla_attention, xla_backward),
@@ -43,13 +43,15 @@ class Kernel:
     causal: bool
     scale: float
 
-    def forward(self, operands: Operands) -> tuple[Array, Array]:
-        """-> (out `[B, T, N, H]`, lse `[B, T, N]`)."""
+    def forward(self, operands: Operands, state: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
+        """-> (out `[B, T, N, H]`, lse `[B, T, N]`), over these keys and those of `state`, which it goes on from."""
         q, k = operands.q, operands.k
         if q.size == 0 or k.size == 0:  # nobody to ask, or nothing to see
+            if state is not None:
+                return state
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
-        return IMPLEMENTATIONS[self.implementation][0](*operands, self.causal, self.scale)
+        return IMPLEMENTATIONS[self.implementation][0](*operands, self.causal, self.scale, state)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v).

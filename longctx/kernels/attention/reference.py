@@ -5,12 +5,23 @@ from einops import rearrange
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens, visible
+from longctx.kernels.merge import merge_state
 
 
 def reference_attention(
-    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
-    """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider."""
+    """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider.
+
+    With `state` of other keys, (out, lse), the result is over those and these.
+    """
     scores, _, _, v = _scores(q, k, v, queries, keys, causal, scale)
     peak = lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
     empty = peak == -jnp.inf
@@ -18,7 +29,8 @@ def reference_attention(
     total = jnp.where(empty, 1, jnp.sum(weights, -1, keepdims=True))
     out = jnp.einsum("bkgts,bskh->btkgh", weights / total, v, precision="highest")
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
-    return rearrange(out, "b t k g h -> b t (k g) h"), rearrange(lse[..., 0], "b k g t -> b t (k g)")
+    out, lse = rearrange(out, "b t k g h -> b t (k g) h"), rearrange(lse[..., 0], "b k g t -> b t (k g)")
+    return (out, lse) if state is None else merge_state(state[0], state[1], out, lse)
 
 
 def reference_backward(

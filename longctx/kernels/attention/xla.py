@@ -16,6 +16,7 @@ from jax import Array, lax
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.bits import from_bits
+from longctx.kernels.merge import merge_state
 
 # In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
 _LOWEST = -1e30
@@ -26,13 +27,21 @@ _dot = functools.partial(jnp.matmul, precision="highest")
 
 
 def xla_attention(
-    q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
 
     k, v and keys may have B = 1 for all of q's. Both may be one array `[2, B, S, K, H]`, in which they travel.
+    With `state` of other keys, (out, lse), the result is over those and these.
     """
-    return _forward(q, k, v, queries, keys, causal, scale)
+    return _forward(q, k, v, queries, keys, causal, scale, state=state)
 
 
 def xla_attention_to_entry(
@@ -54,6 +63,7 @@ def _forward(
     causal: bool,
     scale: float,
     kv_entry: Array | None = None,
+    state: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # With few queries the products of single KV heads are too small to be fast: one product serves them all.
@@ -79,20 +89,32 @@ def _forward(
             acc = acc * decay[:, None] + _dot(weights, v_block)
             return new_peak, total, acc
 
-        zeros = jnp.zeros_like(q_rows)
-        peak, total, acc = tile.sweep(step, (zeros[:, 0] + _LOWEST, zeros[:, 0], zeros))
+        # The rows go on where the state left them: from weights that sum to 1 at a peak of lse, or from nothing.
+        old_out, old_lse = (tile.rows(x) for x in state)
+        seen = old_lse != -jnp.inf
+        carry = jnp.where(seen, old_lse, _LOWEST), seen.astype(dtype), old_out
+        peak, total, acc = tile.sweep(step, carry)
         # A row that saw only masked keys has summed exp(_LOWEST - _LOWEST): it is empty all the same.
         empty = peak == _LOWEST
         total = jnp.where(empty, 1, total)
         out_rows = jnp.where(empty[:, None], 0, acc / total[:, None])
         lse_rows = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+        # Rows that the last tile shares with its neighbour have these keys already.
+        own = tile.own_rows()
+        out_rows = jnp.where(own[:, None], out_rows, old_out)
+        lse_rows = jnp.where(own, lse_rows, old_lse)
         out, lse = state
         return tile.put_rows(out, out_rows), tile.put_rows(lse, lse_rows)
 
-    zeros, k, v = _zeros_once_keys_are_here(jnp.zeros_like(grouped, dtype), k, v)
-    out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, (zeros, zeros[..., 0]))
+    if state is None or join_heads:
+        zeros, k, v = _zeros_once_keys_are_here(jnp.zeros_like(grouped, dtype), k, v)
+        start = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
+    else:
+        start = tiling.group_heads(state[0]), tiling.group_heads(state[1])
+    out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, start)
     out = _pick_heads(out, kv_heads) if join_heads else out
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    return merge_state(*state, out, lse) if state is not None and join_heads else (out, lse)
 
 
 def xla_backward(
