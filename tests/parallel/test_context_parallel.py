@@ -50,10 +50,9 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "layout"),
-    [("pass_kv", "striped"), ("pass_q", "contiguous"), ("all_gather", "zigzag"), ("kvp", "striped")],
+    ("method", "layout", "kv_heads"),
+    [("pass_kv", "striped", 2), ("pass_q", "contiguous", 8), ("all_gather", "zigzag", 2), ("kvp", "striped", 2)],
 )
-@pytest.mark.parametrize("kv_heads", [2, 8])
 def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
     """One ring for each KV head group; with fewer KV heads than tensor ranks, they are repeated."""
     compare(make_mesh(context=2, tensor=4), *arrays(8, kv_heads, 27, 0, (2,)), method=method, layout=layout)

@@ -82,7 +82,8 @@ def check(
 
     def run(ranks: int, dtype: object) -> dict[str, np.ndarray]:
         typed = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
-        results = differentiated(exchange, ranks, causal)(typed, tokens, *(jnp.asarray(x, dtype) for x in cotangents))
+        compute = differentiated(exchange if ranks else "", ranks, causal)  # one oracle for all exchanges
+        results = compute(typed, tokens, *(jnp.asarray(x, dtype) for x in cotangents))
         return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
     with jax.enable_x64(True):
@@ -101,7 +102,7 @@ def kinds(exchange: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("exchange", "ranks", "ratio"), SUBSET)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_agrees_with_oracle(exchange: str, ranks: int, ratio: int, data: st.DataObject, seed: int) -> None:
     check(exchange, ranks, ratio, data.draw(cases.tokens(ranks, kinds(exchange))), seed)
 
