@@ -72,6 +72,4 @@ class AllGatherKV(Exchange):
     def _shards(self, operands: Operands) -> tuple[Array, Tokens]:
         """Keys and values `[N, 2, B, S, K, H]` in one message, and tokens in another."""
         _, k, v, _, keys = operands
-        kv = lax.all_gather(jnp.stack([k, v]), self.axis_name)
-        tokens = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*keys)), self.axis_name)
-        return kv, Tokens(tokens[:, 0], tokens[:, 1])
+        return lax.all_gather(jnp.stack([k, v]), self.axis_name), self.gather_tokens(keys)

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
+from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, vary_alike
 
 
@@ -22,6 +23,11 @@ class Exchange:
     @property
     def num_ranks(self) -> int:
         return lax.axis_size(self.axis_name)
+
+    def gather_tokens(self, tokens: Tokens) -> Tokens:
+        """Those of all ranks, `[N, 1 or B, L]`, in one message of 8 bytes a token."""
+        gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), self.axis_name)
+        return Tokens(gathered[:, 0], gathered[:, 1])
 
 
 def enter(

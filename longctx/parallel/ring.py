@@ -24,7 +24,7 @@ class Ring(Exchange):
         message = words[0] if len(words) == 1 else jnp.concatenate([x.ravel() for x in words])
         arrived = lax.ppermute(message, self.axis_name, permutation)
         if len(words) == 1:
-            return (_from_words(arrived, arrays[0]),)
+            return (arrived,)
         parts = jnp.split(arrived, np.cumsum([x.size for x in words])[:-1])
         return tuple(_from_words(part.reshape(x.shape), y) for part, x, y in zip(parts, words, arrays, strict=True))
 
@@ -32,8 +32,8 @@ class Ring(Exchange):
         """The tokens of so many ranks back: all are gathered at once, being 8 bytes each, and one's own are at hand."""
         if self.num_ranks == 1:
             return lambda hop: tokens
-        gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), self.axis_name)
-        return lambda hop: Tokens(*gathered[self.source(hop)]) if hop else tokens
+        gathered = self.gather_tokens(tokens)
+        return lambda hop: Tokens(*(x[self.source(hop)] for x in gathered)) if hop else tokens
 
     def source(self, hop: int) -> Array:
         """Whose block is here after that many hops."""

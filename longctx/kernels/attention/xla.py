@@ -26,6 +26,16 @@ _FEW_ROWS = 256
 _dot = functools.partial(jnp.matmul, precision="highest")
 
 
+def xla_attention_to_entry(
+    q: Array, k: Array, v: Array, entry: Array, queries: Tokens, keys: Tokens, scale: float
+) -> tuple[Array, Array]:
+    """`xla_attention` to one entry of k and v `[E, S, K, H]`, read where it lies: a layer of a cache, say.
+
+    The cache may hold the bits of a 16-bit q.dtype as uint16. Causal, and forward only.
+    """
+    return xla_attention(q, k, v, queries, keys, True, scale, kv_entry=entry)
+
+
 def xla_attention(
     q: Array,
     k: Array,
@@ -35,36 +45,13 @@ def xla_attention(
     causal: bool,
     scale: float,
     state: tuple[Array, Array] | None = None,
+    kv_entry: Array | None = None,
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
 
     k, v and keys may have B = 1 for all of q's. Both may be one array `[2, B, S, K, H]`, in which they travel.
     With `state` of other keys, (out, lse), the result is over those and these.
     """
-    return _forward(q, k, v, queries, keys, causal, scale, state=state)
-
-
-def xla_attention_to_entry(
-    q: Array, k: Array, v: Array, entry: Array, queries: Tokens, keys: Tokens, scale: float
-) -> tuple[Array, Array]:
-    """`xla_attention` to one entry of k and v `[E, S, K, H]`, read where it lies: a layer of a cache, say.
-
-    The cache may hold the bits of a 16-bit q.dtype as uint16. Causal, and forward only.
-    """
-    return _forward(q, k, v, queries, keys, True, scale, entry)
-
-
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    queries: Tokens,
-    keys: Tokens,
-    causal: bool,
-    scale: float,
-    kv_entry: Array | None = None,
-    state: tuple[Array, Array] | None = None,
-) -> tuple[Array, Array]:
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # With few queries the products of single KV heads are too small to be fast: one product serves them all.
     kv_heads = k.shape[-2]
