@@ -1,6 +1,7 @@
-"""One device: attention that returns its state, and the merging of states."""
+"""One device: attention that returns its state, over arrays and over pages, and the merging of states."""
 
 from longctx.kernels.attention import attention
 from longctx.kernels.merge import merge_state, merge_states
+from longctx.kernels.paged_attention import paged_attention, write_pages
 
-__all__ = ["attention", "merge_state", "merge_states"]
+__all__ = ["attention", "merge_state", "merge_states", "paged_attention", "write_pages"]

@@ -48,11 +48,15 @@ def check_operands(
 def check_kernel(head_size: int, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
     if implementation is not None and implementation not in list(IMPLEMENTATIONS):
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+    return Kernel(implementation or "xla", bool(causal), check_scale(scale, head_size))
+
+
+def check_scale(scale: float | None, head_size: int) -> float:
     if scale is None:
         scale = head_size**-0.5
     if not isinstance(scale, Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
-    return Kernel(implementation or "xla", bool(causal), float(scale))
+    return float(scale)
 
 
 def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtype:

@@ -7,23 +7,19 @@ segments (`mask.block_range`), so what the mask empties costs nothing. Blocks ar
 padded, transposed or copied whole.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.bits import from_bits
 from longctx.kernels.merge import merge_state
 
-# In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
-_LOWEST = -1e30
 # Up to so many rows, over all heads, the KV heads of a block are taken together.
 _FEW_ROWS = 256
-# By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
-_dot = functools.partial(jnp.matmul, precision="highest")
 
 
 def xla_attention_to_entry(
@@ -63,29 +59,12 @@ def xla_attention(
         tile = tiling.tile(index)
         q_rows = tile.rows(grouped).astype(dtype) * scale
 
-        def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
-            peak, total, acc = carry
+        def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             k_block, v_block = (from_bits(tile.block(x, block, i), q.dtype).astype(dtype) for i, x in enumerate((k, v)))
-            scores = _dot(q_rows, k_block.T)
-            if masked:
-                scores = jnp.where(tile.visible(block), scores, _LOWEST)
-            new_peak = jnp.maximum(peak, _row_max(scores))
-            weights = jnp.exp(scores - new_peak[:, None])
-            decay = jnp.exp(peak - new_peak)
-            total = total * decay + jnp.sum(weights, 1)
-            acc = acc * decay[:, None] + _dot(weights, v_block)
-            return new_peak, total, acc
+            return softmax.absorb(q_rows, k_block, v_block, tile.visible(block) if masked else None)
 
-        # The rows go on where the state left them: from weights that sum to 1 at a peak of lse, or from nothing.
         old_out, old_lse = (tile.rows(x) for x in state)
-        seen = old_lse != -jnp.inf
-        carry = jnp.where(seen, old_lse, _LOWEST), seen.astype(dtype), old_out
-        peak, total, acc = tile.sweep(step, carry)
-        # A row that saw only masked keys has summed exp(_LOWEST - _LOWEST): it is empty all the same.
-        empty = peak == _LOWEST
-        total = jnp.where(empty, 1, total)
-        out_rows = jnp.where(empty[:, None], 0, acc / total[:, None])
-        lse_rows = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+        out_rows, lse_rows = tile.sweep(step, OnlineSoftmax.of_state(old_out, old_lse)).state()
         # Rows that the last tile shares with its neighbour have these keys already.
         own = tile.own_rows()
         out_rows = jnp.where(own[:, None], out_rows, old_out)
@@ -133,14 +112,14 @@ def xla_backward(
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             d_q_rows, d_k, d_v = carry
             k_block, v_block = (tile.block(x, block, i).astype(dtype) for i, x in enumerate((k, v)))
-            scores = _dot(q_rows, k_block.T)
+            scores = dot(q_rows, k_block.T)
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
             weights = jnp.exp(scores - lse_rows[:, None])
-            d_scores = weights * (_dot(d_out_rows, v_block.T) + terms[:, None])
-            d_k = tile.add_block(d_k, block, _dot(d_scores.T, q_rows))
-            d_v = tile.add_block(d_v, block, _dot(weights.T, d_out_rows))
-            return d_q_rows + _dot(d_scores, k_block), d_k, d_v
+            d_scores = weights * (dot(d_out_rows, v_block.T) + terms[:, None])
+            d_k = tile.add_block(d_k, block, dot(d_scores.T, q_rows))
+            d_v = tile.add_block(d_v, block, dot(weights.T, d_out_rows))
+            return d_q_rows + dot(d_scores, k_block), d_k, d_v
 
         d_q, d_k, d_v = state
         d_q_rows, d_k, d_v = tile.sweep(step, (jnp.zeros_like(q_rows), d_k, d_v))
@@ -155,14 +134,6 @@ def xla_backward(
 def _zeros_once_keys_are_here(zeros: Any, k: Array, v: Array) -> tuple[Any, Array, Array]:
     """In a ring, a GPU's compiler would otherwise make the zeros of all hops at once, and hold them."""
     return lax.optimization_barrier((zeros, k, v))
-
-
-def _row_max(x: Array) -> Array:
-    """Maximum of each row, in two steps, of which XLA's CPU backend runs the first eight lanes wide."""
-    rows, columns = x.shape
-    if columns % 8:
-        return jnp.max(x, 1)
-    return jnp.max(jnp.max(x.reshape(rows, columns // 8, 8), 1), 1)
 
 
 def _spread_heads(q: Array, kv_heads: int) -> Array:

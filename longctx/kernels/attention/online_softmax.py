@@ -1,0 +1,56 @@
+"""The online softmax that blockwise attention is made of, rows by blocks of keys."""
+
+import functools
+from typing import NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+# In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
+LOWEST = -1e30
+# By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
+dot = functools.partial(jnp.matmul, precision="highest")
+
+
+class OnlineSoftmax(NamedTuple):
+    """What some rows of queries have gathered from the keys so far: a loop's carry."""
+
+    peak: Array  # [R], the greatest score, or LOWEST
+    total: Array  # [R], the sum of exp(score - peak)
+    acc: Array  # [R, H], the sum of exp(score - peak) * v
+
+    @classmethod
+    def of_state(cls, out: Array, lse: Array) -> Self:
+        """To go on from (out, lse) of other keys: from weights that sum to 1 at a peak of lse, or from nothing."""
+        seen = lse != -jnp.inf
+        return cls(jnp.where(seen, lse, LOWEST), seen.astype(out.dtype), out)
+
+    def absorb(self, q_rows: Array, k_block: Array, v_block: Array, seen: Array | None = None) -> Self:
+        """Attend from scaled q_rows `[R, H]` to a block `[keys, H]`, where `seen` `[R, keys]` (None: everywhere).
+
+        All of v_block is multiplied: what is masked must be finite.
+        """
+        scores = dot(q_rows, k_block.T)
+        if seen is not None:
+            scores = jnp.where(seen, scores, LOWEST)
+        peak = jnp.maximum(self.peak, _row_max(scores))
+        weights = jnp.exp(scores - peak[:, None])
+        decay = jnp.exp(self.peak - peak)
+        total = self.total * decay + jnp.sum(weights, 1)
+        return type(self)(peak, total, self.acc * decay[:, None] + dot(weights, v_block))
+
+    def state(self) -> tuple[Array, Array]:
+        """-> (out `[R, H]`, lse `[R]`)."""
+        # A row that saw only masked keys has summed exp(LOWEST - LOWEST): it is empty all the same.
+        empty = self.peak == LOWEST
+        total = jnp.where(empty, 1, self.total)
+        out = jnp.where(empty[:, None], 0, self.acc / total[:, None])
+        return out, jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))
+
+
+def _row_max(x: Array) -> Array:
+    """Maximum of each row, in two steps, of which XLA's CPU backend runs the first eight lanes wide."""
+    rows, columns = x.shape
+    if columns % 8:
+        return jnp.max(x, 1)
+    return jnp.max(jnp.max(x.reshape(rows, columns // 8, 8), 1), 1)

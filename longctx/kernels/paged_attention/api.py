@@ -1,0 +1,83 @@
+"""The public `paged_attention`: checks at the door, defaults, and the choice of an implementation."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from longctx.kernels.attention.operands import check_out_dtype, check_scale, vary_alike
+from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
+from longctx.kernels.paged_attention.reference import reference_paged_attention
+from longctx.kernels.paged_attention.xla import xla_paged_attention
+
+IMPLEMENTATIONS: dict[str, Callable[[PagedOperands, float], tuple[Array, Array]]] = {
+    "xla": xla_paged_attention,
+    "reference": reference_paged_attention,
+}
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    page_index: Array | None,
+    kv_lengths: Array,
+    q_positions: Array,
+    q_sequence: Array,
+    first_page: ArrayLike = 0,
+    scale: float | None = None,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Array, Array]:
+    """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
+
+    Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's
+    `kv_lengths`, as far as their pages are in its row of the page table. Any order of rows and positions is right;
+    work is saved where the rows of a sequence stand together. It follows the lengths, not M, B or padding. Forward
+    only: it can't be differentiated.
+
+    Args:
+      q: queries `[T, N, H]`, floating point.
+      k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
+        16-bit q.dtype. Slots that are not in use may hold anything, NaN too.
+      page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`.
+      page_index: `[B, M]` integers: the same entry is page number `page_index[b, m]` of the sequence, its keys at
+        positions `page_index[b, m] * page_size` and on. Where a rank holds some of a sequence's pages, it has gaps.
+        Entries in use come first, ascending. The others have `page_index * page_size >= kv_lengths[b]`, and what
+        their table holds is never read. None: entry m is page number m.
+      kv_lengths: `[B]` integers, how many tokens of a sequence are written, wherever their pages are.
+      q_positions: `[T]` integers, the rows' positions in their sequences.
+      q_sequence: `[T]` integers, below B; negative is padding.
+      first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
+        `layer * num_pages`: sliced out of the pool, it would be copied.
+      scale: factor on the scores, default `H ** -0.5`.
+      implementation: `"xla"` or `"reference"` (dense, the oracle); None picks the best that supports the case, today
+        `"xla"`.
+      out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
+
+    Returns:
+      out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
+      `out = 0`, `lse = -inf`. States of disjoint pages merge (`merge_states`). A row of scores all below -1e30 counts
+      as empty in `"xla"`.
+
+    Raises:
+      ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
+
+    Source: pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
+    """
+    operands = check_paged_operands(
+        q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
+    )
+    if implementation is not None and implementation not in list(IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+    scale = check_scale(scale, q.shape[-1])
+    out_dtype = check_out_dtype(out_dtype, q.dtype)
+    operands = vary_alike(operands)
+    if 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape):  # nobody to ask, or nothing to see
+        out = jnp.zeros_like(operands.q, jnp.promote_types(q.dtype, jnp.float32))
+        lse = jnp.full_like(out[..., 0], -jnp.inf)
+    else:
+        out, lse = IMPLEMENTATIONS[implementation or "xla"](operands, scale)
+    return out.astype(out_dtype), lse

@@ -1,0 +1,92 @@
+"""The door of paged attention: arguments checked, and brought to one form."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from longctx.kernels.attention.operands import check_int32
+
+
+class PagedOperands(NamedTuple):
+    """q `[T, N, H]` and pages `[pages, page_size, K, H]`; the rest int32, as `paged_attention` describes it."""
+
+    q: Array
+    k_pages: Array
+    v_pages: Array
+    page_table: Array  # [B, M]
+    page_index: Array | None  # [B, M], None: entry m is page number m
+    kv_lengths: Array  # [B]
+    q_positions: Array  # [T]
+    q_sequence: Array  # [T], negative: padding
+    first_page: Array  # []
+
+
+def check_paged_operands(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    page_index: Array | None,
+    kv_lengths: Array,
+    q_positions: Array,
+    q_sequence: Array,
+    first_page: ArrayLike,
+) -> PagedOperands:
+    """ValueError and TypeError name the argument that is wrong."""
+    _check_array("q", q, "[T, N, H]")
+    if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
+        raise TypeError(f"q must be floating point of 16 bits or more, got {q.dtype}")
+    check_pages(k_pages, v_pages, q.dtype, "q")
+    heads, kv_heads = q.shape[1], k_pages.shape[2]
+    if q.shape[2] != k_pages.shape[3]:
+        raise ValueError(f"k_pages must have the head size of q, {q.shape[2]}, got {k_pages.shape[3]}")
+    if heads == 0 or heads % kv_heads:
+        raise ValueError(f"q must have a multiple of k_pages' heads: {q.shape} and {k_pages.shape}")
+    table = check_int32("page_table", page_table)
+    if table.ndim != 2:
+        raise ValueError(f"page_table must have a shape [B, M], got {table.shape}")
+    index = None if page_index is None else check_int32_of("page_index", page_index, table.shape)
+    return PagedOperands(
+        q,
+        k_pages,
+        v_pages,
+        table,
+        index,
+        check_int32_of("kv_lengths", kv_lengths, table.shape[:1]),
+        check_int32_of("q_positions", q_positions, q.shape[:1]),
+        check_int32_of("q_sequence", q_sequence, q.shape[:1]),
+        check_int32_of("first_page", first_page, ()),
+    )
+
+
+def check_pages(k_pages: Array, v_pages: Array, dtype: jnp.dtype, of: str) -> None:
+    """Two arrays `[pages, page_size, K, H]` of `dtype`, which argument `of` has, or of its bits."""
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _check_array(name, x, "[pages, page_size, K, H]")
+        if x.dtype != dtype and not (x.dtype == jnp.uint16 and dtype.itemsize == 2):
+            bits = " or uint16, its bits" if dtype.itemsize == 2 else ""
+            raise TypeError(f"{name} must have the dtype of {of}, {dtype}{bits}; got {x.dtype}")
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"k_pages and v_pages must have one shape and dtype, got {k_pages.shape} of {k_pages.dtype} "
+            f"and {v_pages.shape} of {v_pages.dtype}"
+        )
+    if 0 in k_pages.shape[1:]:
+        raise ValueError(f"k_pages must have a page size, heads and a head size over 0, got {k_pages.shape}")
+
+
+def _check_array(name: str, x: Array, shape: str) -> None:
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
+    if x.ndim != shape.count(",") + 1:
+        raise ValueError(f"{name} must have a shape {shape}, got {x.shape}")
+
+
+def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
+    x = check_int32(name, x)  # type: ignore[arg-type]
+    if x.shape != shape:
+        raise ValueError(f"{name} must have the shape {shape}, got {x.shape}")
+    return x

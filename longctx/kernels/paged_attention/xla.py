@@ -1,0 +1,126 @@
+"""Paged attention with an online softmax, in plain XLA: pages are read where they lie, no sequence is gathered whole.
+
+Tiles (`tiles.py`) come in a few sizes: for each, one loop runs over its tiles, and in it two over the tile's pages, a
+block of them at a time: first those that every row sees whole, without a mask, then those on the edges, with one.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from longctx.kernels.attention.online_softmax import OnlineSoftmax
+from longctx.kernels.bits import from_bits
+from longctx.kernels.paged_attention.operands import PagedOperands
+from longctx.kernels.paged_attention.tiles import Tiles, cut_tiles
+
+# Rows of a tile, with the query heads of one KV head folded into them, and keys of a block, as measured on CPU
+# (docs/paged_attention.md).
+_ROWS = 1024
+_SIZES = (1, 16, 64, 256)
+_SCORES = _ROWS * 256
+_MAX_BLOCK = 512
+# Up to so many rows, over all heads, the KV heads of a block are taken together.
+_FEW_ROWS = 256
+
+# Slice indices must share a type; a plain 0 is an int64 when x64 is on.
+_ZERO = np.int32(0)
+
+
+def xla_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
+    """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. T, and entries of the page table, over 0."""
+    q, kv_heads = operands.q, operands.k_pages.shape[2]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
+    out = jnp.zeros_like(grouped, dtype)
+    state = out, jnp.full_like(out[..., 0], -jnp.inf)
+    for tiles in cut_tiles(operands, tile_sizes(q.shape[0], grouped.shape[2])):
+        state = _attend_tiles(operands, grouped, tiles, scale, state)
+    return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
+
+
+def tile_sizes(num_rows: int, group: int) -> tuple[int, ...]:
+    largest = min(num_rows, _SIZES[-1], max(1, _ROWS // group))
+    return (*(size for size in _SIZES if size < largest), largest)
+
+
+def pages_per_block(page_size: int, rows: int) -> int:
+    return max(1, min(_MAX_BLOCK, _SCORES // rows) // page_size)
+
+
+def _attend_tiles(
+    operands: PagedOperands, q: Array, tiles: Tiles, scale: float, state: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """The rows of all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
+    num_rows, kv_heads, group, head_size = q.shape
+    page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
+    dtype = state[0].dtype
+    # With few rows the products of single KV heads are too small to be fast: one product serves them all.
+    heads = kv_heads if tiles.size * kv_heads * group <= _FEW_ROWS else 1
+    per_block = min(pages_per_block(page_size, tiles.size * heads * group), num_entries)
+
+    def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        index, head = jnp.divmod(jnp.int32(index), jnp.int32(kv_heads // heads))
+        first, stop, sequence, num_full, num_seen = (x[index] for x in tiles[2:])
+        start = jnp.minimum(first, num_rows - tiles.size)
+        rows = start + jnp.arange(tiles.size, dtype=jnp.int32)
+        own = (rows >= first) & (rows < stop)
+        last_seen = jnp.minimum(
+            lax.dynamic_slice(operands.q_positions, (start,), (tiles.size,)), operands.kv_lengths[sequence] - 1
+        )
+        at = (start, head, _ZERO, _ZERO)
+        shape = (tiles.size, heads, group, head_size)
+        q_rows = _spread_heads(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
+
+        def block(number: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
+            entry = number * per_block + jnp.arange(per_block, dtype=jnp.int32)
+            in_use = entry < num_seen
+            if masked:
+                entry = jnp.minimum(entry, num_seen - 1)
+            pages = operands.first_page + operands.page_table[sequence, entry]
+            k_block, v_block = (_block(x, pages, head, heads, q.dtype, dtype) for x in operands[1:3])
+            if not masked:
+                return softmax.absorb(q_rows, k_block, v_block)
+            page = entry if operands.page_index is None else operands.page_index[sequence, entry]
+            key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
+            written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
+            seen = (key[None] <= last_seen[:, None]) & written[None]
+            # A slot not written may hold NaN, which a weight of 0 doesn't undo.
+            v_block = jnp.where(written[:, None], v_block, 0)
+            return softmax.absorb(q_rows, k_block, v_block, jnp.repeat(seen, heads * group, axis=0))
+
+        num_full = num_full // per_block
+        softmax = OnlineSoftmax.of_state(jnp.zeros_like(q_rows), jnp.full_like(q_rows[:, 0], -jnp.inf))
+        softmax = lax.fori_loop(_ZERO, num_full, lambda n, x: block(n, x, False), softmax)
+        num_blocks = (num_seen + per_block - 1) // per_block
+        softmax = lax.fori_loop(num_full, num_blocks, lambda n, x: block(n, x, True), softmax)
+        out, lse = softmax.state()
+        new = _pick_heads(out, shape), lse.reshape(shape[:3])
+        old = lax.dynamic_slice(state[0], at, shape), lax.dynamic_slice(state[1], at[:3], shape[:3])
+        own = own[:, None, None]
+        return (
+            lax.dynamic_update_slice(state[0], jnp.where(own[..., None], new[0], old[0]), at),
+            lax.dynamic_update_slice(state[1], jnp.where(own, new[1], old[1]), at[:3]),
+        )
+
+    return lax.fori_loop(_ZERO, tiles.num * (kv_heads // heads), compute_tile, state)
+
+
+def _block(x: Array, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, dtype: jnp.dtype) -> Array:
+    """Some pages of x `[pages, page_size, K, H]` -> `[len(pages) * page_size, heads * H]`, converted after the cut."""
+    size = (1, x.shape[1], heads, x.shape[3])
+    parts = [lax.dynamic_slice(x, (page, _ZERO, head, _ZERO), size) for page in pages]
+    block = jnp.concatenate(parts).reshape(-1, heads * x.shape[3])
+    return from_bits(block, kept_as).astype(dtype)
+
+
+def _spread_heads(q: Array) -> Array:
+    """Queries `[rows, heads, G, H]` -> `[rows * heads * G, heads * H]`, each in the place of its head, else zero."""
+    rows, heads, group, size = q.shape
+    spread = jnp.einsum("tkgh,kj->tkgjh", q, jnp.eye(heads, dtype=q.dtype)) if heads > 1 else q
+    return spread.reshape(rows * heads * group, heads * size)
+
+
+def _pick_heads(out: Array, shape: tuple[int, int, int, int]) -> Array:
+    """Results of spread queries -> `[rows, heads, G, H]`, each from the place of its head."""
+    rows, heads, group, size = shape
+    return jnp.einsum("tkgkh->tkgh", out.reshape(rows, heads, group, heads, size))

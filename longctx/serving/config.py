@@ -1,0 +1,82 @@
+"""How large an engine is and how it admits requests: `EngineConfig`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MAX_RUN_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and rules of an engine; nothing here changes an answer.
+
+    Attributes:
+      page_size: tokens of a page.
+      num_pages: pages of the cache. None: what fits, see `longctx.serving.cache.default_num_pages`.
+      max_running: sequences that are read or written at a time.
+      max_length: prompt and output of the longest sequence, in tokens. None: the model's context.
+      token_budget: rows of a step at most, decodes and chunks of prompts together.
+      chunk_size: rows that one prompt takes of a step while others wait for theirs; None: three quarters of the
+        budget.
+      buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget.
+      run_ahead: steps that are planned before the result of the first is there, 1 to 8.
+      admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt
+        does, and when memory runs out puts the latest request back, to be recomputed.
+      prefix_cache: share full pages among requests that begin alike.
+      max_logprobs: the largest `logprobs` that a request may ask for.
+      seed: what the seeds of requests without one are drawn from.
+      hash_key: secret of the page hashes, 16 to 64 bytes. None: random.
+
+    Raises:
+      ValueError: a value out of range; the message names it.
+    """
+
+    page_size: int = 64
+    num_pages: int | None = None
+    max_running: int = 64
+    max_length: int | None = None
+    token_budget: int = 512
+    chunk_size: int | None = None
+    buckets: tuple[int, ...] | None = None
+    run_ahead: int = 2
+    admission: Literal["reserve", "optimistic"] = "reserve"
+    prefix_cache: bool = True
+    max_logprobs: int = 5
+    seed: int = 0
+    hash_key: bytes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "chunk_size", "run_ahead"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.run_ahead > MAX_RUN_AHEAD:
+            raise ValueError(f"run_ahead must be at most {MAX_RUN_AHEAD}, got {self.run_ahead}")
+        if self.max_running > self.token_budget:
+            raise ValueError(
+                f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
+            )
+        if self.chunk_size is not None and self.chunk_size > self.token_budget:
+            raise ValueError(f"chunk_size must be at most token_budget={self.token_budget}, got {self.chunk_size}")
+        if self.admission not in ("reserve", "optimistic"):
+            raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
+        if not isinstance(self.max_logprobs, int) or self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs must be an integer of at least 0, got {self.max_logprobs!r}")
+        if self.buckets is not None:
+            buckets = tuple(sorted(self.buckets))
+            if not buckets or buckets[0] < 1 or buckets[-1] != self.token_budget:
+                raise ValueError(f"buckets must end at token_budget={self.token_budget}, got {self.buckets}")
+            object.__setattr__(self, "buckets", buckets)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """The numbers of rows that are compiled, ascending."""
+        if self.buckets is not None:
+            return self.buckets
+        doubling = (8 << i for i in range(self.token_budget.bit_length()))
+        return (*(rows for rows in doubling if rows < self.token_budget), self.token_budget)
+
+    @property
+    def prefill_share(self) -> int:
+        """Rows that one prompt takes while others wait."""
+        return self.chunk_size or max(1, self.token_budget * 3 // 4)

@@ -1,0 +1,168 @@
+"""From a `Request` to the sequences that the scheduler knows, or to an error that says what is wrong with it."""
+
+from collections import OrderedDict
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.models import LlamaConfig, Tokenizer
+from longctx.serving.config import EngineConfig
+from longctx.serving.output import Metrics, TokenLogprob
+from longctx.serving.prefix import PageHash
+from longctx.serving.request import Request
+from longctx.serving.sample import Sample
+from longctx.serving.sequence import Sequence, Tail
+from longctx.serving.text import TextStream
+
+
+class SessionEnd(NamedTuple):
+    """Where a session's last turn stopped: the key before its partial page, that page's number and its tokens."""
+
+    parent: bytes
+    index: int
+    tokens: np.ndarray
+
+
+class Door:
+    """Checks requests and makes sequences of them. Knows the conversations, not what runs."""
+
+    def __init__(
+        self,
+        model: LlamaConfig,
+        config: EngineConfig,
+        max_length: int,
+        tokenizer: Tokenizer | None,
+        page_hash: PageHash,
+    ) -> None:
+        self._model, self._config, self._max_length = model, config, max_length
+        self._tokenizer, self._hash = tokenizer, page_hash
+        self._sessions: OrderedDict[str, SessionEnd] = OrderedDict()
+        self._rng = np.random.default_rng(config.seed)
+        self._count = 0
+
+    def enter(self, request: Request, request_id: str, now: float) -> list[Sequence]:
+        """The sequences of a request, the first with the others as its followers.
+
+        Raises:
+          TypeError, ValueError: what it asks for can't be done; the message names the argument.
+        """
+        params = request.sampling
+        prompt = self._tokens(request.prompt)
+        self._check(request, len(prompt))
+        seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
+        stop_ids = {*params.stop_token_ids}
+        if not params.ignore_eos:
+            stop_ids |= {*self._model.eos_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())}
+        keys: list[bytes] = []
+        root = self._hash.root(request.tenant)
+        if self._config.prefix_cache:
+            self._hash.extend(keys, prompt, root)
+        prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
+
+        sequences = []
+        for index in range(params.n):
+            known = np.zeros(len(prompt) + params.max_tokens, np.int32)
+            known[: len(prompt)] = prompt
+            text = TextStream(self._tokenizer, params.stop)
+            metrics = Metrics(now, len(prompt))
+            sample = Sample(
+                request,
+                request_id,
+                index,
+                len(prompt),
+                known,
+                seed,
+                frozenset(stop_ids),
+                text,
+                metrics,
+                prompt_logprobs,
+            )
+            sequences.append(
+                Sequence(
+                    name=f"{request_id}/{index}",
+                    order=self._count,
+                    prompt_length=len(prompt),
+                    max_tokens=params.max_tokens,
+                    arrival=now,
+                    priority=request.priority,
+                    ttft_deadline=request.ttft_deadline,
+                    tpot_target=request.tpot_target,
+                    keys=list(keys),
+                    tail=self._find_tail(request, prompt, keys, root),
+                    may_share=params.prompt_logprobs is None,
+                    data=sample,
+                )
+            )
+            self._count += 1
+        sequences[0].followers = sequences[1:]
+        return sequences
+
+    def leave(self, sequence: Sequence) -> Tail | None:
+        """Remember where a session's turn ends; what the next one will look for."""
+        sample: Sample = sequence.data
+        session = sample.request.session_id
+        if session is None or sample.index > 0 or not sequence.is_running:
+            return None
+        size = self._config.page_size
+        valid = min(sequence.computed, sample.num_known)
+        index = valid // size
+        if index > len(sequence.keys) or valid == index * size:
+            return None
+        parent = sequence.keys[index - 1] if index else self._hash.root(sample.request.tenant)
+        self._sessions[session] = SessionEnd(parent, index, sample.tokens[index * size : valid].copy())
+        self._sessions.move_to_end(session)
+        return Tail(self._hash.tail(parent, session), index, valid - index * size)
+
+    def forget_sessions(self, most: int) -> None:
+        """Keep the latest: there can be no more partial pages than pages."""
+        while len(self._sessions) > most:
+            self._sessions.popitem(last=False)
+
+    def _find_tail(self, request: Request, prompt: np.ndarray, keys: List[bytes], root: bytes) -> Tail | None:
+        end = self._sessions.get(request.session_id) if request.session_id is not None else None
+        if end is None or request.session_id is None or end.index > len(keys):
+            return None
+        if end.parent != (keys[end.index - 1] if end.index else root):
+            return None
+        own = prompt[end.index * self._config.page_size :][: len(end.tokens)]
+        differs = np.flatnonzero(own != end.tokens[: len(own)])
+        common = int(differs[0]) if len(differs) else len(own)
+        return Tail(self._hash.tail(end.parent, request.session_id), end.index, common) if common else None
+
+    def _tokens(self, prompt: str | List[int]) -> np.ndarray:
+        """The prompt as int32 `[T]`."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("prompt is text, but the engine has no tokenizer: give token ids")
+            prompt = self._tokenizer.encode(prompt)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ValueError(f"prompt must be one sequence of at least one token, got shape {ids.shape}")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"prompt must be text or integers, got {ids.dtype}")
+        low, high = ids.min(), ids.max()
+        if low < 0 or high >= self._model.vocab_size:
+            raise ValueError(
+                f"prompt has tokens from {low} to {high}; the vocabulary is 0 to {self._model.vocab_size - 1}"
+            )
+        return ids.astype(np.int32)
+
+    def _check(self, request: Request, prompt_length: int) -> None:
+        params, vocab = request.sampling, self._model.vocab_size
+        if prompt_length + params.max_tokens > self._max_length:
+            raise ValueError(
+                f"prompt and max_tokens make {prompt_length} + {params.max_tokens} tokens, more than the "
+                f"{self._max_length} of the engine's longest sequence"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the engine has none: use stop_token_ids")
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise ValueError(f"stop_token_ids must be in the vocabulary, 0 to {vocab - 1}, got {token}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._config.max_logprobs:
+                raise ValueError(f"{name} must be at most max_logprobs={self._config.max_logprobs}, got {count}")
+        if request.session_id is not None and not self._config.prefix_cache:
+            raise ValueError("session_id needs prefix_cache=True: its pages are kept there")

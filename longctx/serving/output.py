@@ -1,0 +1,82 @@
+"""What a user gets: `Event`s as tokens come, and an `Output` at the end of each sequence."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log probability, and the likeliest tokens in its place with theirs, descending."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Metrics:
+    """Of one sequence. Times are seconds on the engine's clock.
+
+    Attributes:
+      arrival, admitted, first_token, finished: when; None if it never came to that.
+      prompt_tokens, output_tokens: how many.
+      cached_tokens: tokens of the prompt whose keys and values were found in the cache.
+      preemptions: how often it was put back (optimistic admission).
+      recomputed_tokens: tokens whose keys and values that threw away.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One continuation, whole. A request with n > 1 has n of them, `sample` 0 to n - 1.
+
+    Attributes:
+      token_ids: what was generated, a stop token included.
+      text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
+      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens) or `"cancelled"`.
+      logprobs: of each token, if asked for.
+      prompt_logprobs: of the prompt's tokens but the first, if asked for.
+    """
+
+    request_id: str
+    sample: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    metrics: Metrics
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step brought a sequence. `text` is what has become certain; `output` is there with the last event."""
+
+    request_id: str
+    sample: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    output: Output | None = None

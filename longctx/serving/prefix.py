@@ -1,0 +1,42 @@
+"""Keys of pages: a keyed hash of a page's tokens and of the key before it, so that a key stands for a whole prefix.
+
+Source: Mooncake, section 3 and figure 3.
+"""
+
+import hashlib
+
+import numpy as np
+
+KEY_BYTES = 16  # 128 bits: two of 2^40 pages collide with a probability of 2^-49
+
+
+class PageHash:
+    """BLAKE2b under a secret key, so that nobody can craft a prompt that collides with another's.
+
+    Engines that are to recognise each other's pages share the secret; requests of different tenants have
+    different chains.
+    """
+
+    def __init__(self, secret: bytes, page_size: int) -> None:
+        if not 16 <= len(secret) <= 64:
+            raise ValueError(f"hash_key must have 16 to 64 bytes, got {len(secret)}")
+        self._secret = secret
+        self._page_size = page_size
+
+    def root(self, tenant: str) -> bytes:
+        """The key before a tenant's first page."""
+        return self._hash(b"tenant", tenant.encode())
+
+    def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
+        """Append the keys of all full pages of tokens `[T]` int32 that `keys` does not have yet."""
+        size = self._page_size
+        for page in range(len(keys), len(tokens) // size):
+            keys.append(self._hash(keys[-1] if keys else root, tokens[page * size : (page + 1) * size].tobytes()))
+
+    def tail(self, parent: bytes, session_id: str) -> bytes:
+        """The key of a session's last, partial page."""
+        return self._hash(parent, b"session " + session_id.encode())
+
+    def _hash(self, parent: bytes, contents: bytes) -> bytes:
+        # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
+        return hashlib.blake2b(parent + contents, key=self._secret, digest_size=KEY_BYTES, person=b"page").digest()

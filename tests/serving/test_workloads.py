@@ -1,0 +1,193 @@
+"""The engine's promises under random workloads, in virtual time: right tokens, one end for each request, nothing lost."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_device import VOCAB, PaperDevice, continuation
+
+from longctx.models import Llama, LlamaConfig
+from longctx.serving import Engine, EngineConfig, Event, Request, SamplingParams
+from longctx.serving.sequence import State
+
+EOS = 7
+MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 1, 1, 1, 8, max_positions=256, eos_ids=(EOS,)))
+
+
+def make_engine(num_pages: int = 24, page_size: int = 4, **options: object) -> Engine:
+    options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
+    config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
+    device = PaperDevice(num_pages, page_size, config.max_running, -(-256 // page_size))
+    return Engine(MODEL, None, config, executor=device, clock=device.clock)
+
+
+class Workload:
+    """Random requests, cancels and steps against one engine; every event is looked at as it comes."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.rng = engine, np.random.default_rng(seed)
+        self.open: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: Counter[tuple[str, int]] = Counter()
+        self.conversations: dict[str, list[int]] = {}
+        self.documents = [self.rng.integers(0, VOCAB, 60).tolist() for _ in range(3)]
+        self.cancelled: set[str] = set()
+        self.num_requests = 0
+
+    def submit(self) -> None:
+        rng = self.rng
+        samples = int(rng.choice([1, 1, 1, 2, 3]))
+        prompt = (
+            self.documents[rng.integers(3)][: rng.integers(1, 40)] + rng.integers(0, VOCAB, rng.integers(0, 9)).tolist()
+        )
+        prompt = [int(t) for t in prompt] or [1]
+        session = None
+        if samples == 1 and rng.random() < 0.3:
+            session = f"session-{rng.integers(2)}"
+            before = self.conversations.get(session, [])
+            prompt = before + prompt if len(before) < 60 else prompt
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 20)),
+            temperature=1.0 if samples > 1 else 0.0,
+            seed=int(rng.integers(1000)),
+            n=samples,
+            ignore_eos=bool(rng.random() < 0.3),
+        )
+        request = Request(
+            prompt, params, session_id=session, tenant=str(rng.integers(2)), request_id=f"r{self.num_requests}"
+        )
+        self.num_requests += 1
+        self.engine.submit(request)
+        self.open[f"r{self.num_requests - 1}"] = request
+
+    def cancel(self) -> None:
+        if self.open:
+            request_id = str(self.rng.choice(sorted(self.open)))
+            self.cancelled.add(request_id)
+            assert self.engine.cancel(request_id)
+            self.look(self.engine.step())
+
+    def step(self) -> None:
+        self.look(self.engine.step())
+        self.check()
+
+    def look(self, events: list[Event]) -> None:
+        for event in events:
+            at = event.request_id, event.sample
+            request = self.open.get(event.request_id)
+            assert request is not None or event.request_id in self.cancelled
+            assert not self.ends[at], "an event after the end"
+            self.tokens.setdefault(at, []).extend(event.token_ids)
+            if event.output is not None:
+                self.ends[at] += 1
+                self.end(at, event)
+
+    def end(self, at: tuple[str, int], event: Event) -> None:
+        request, output = self.open[at[0]], event.output
+        assert output is not None
+        assert output.token_ids == self.tokens[at]
+        expected = continuation(list(request.prompt), request.sampling, at[1], EOS)
+        if output.finish_reason == "cancelled":
+            assert at[0] in self.cancelled
+            assert output.token_ids == expected[: len(output.token_ids)]
+        else:
+            assert output.token_ids == expected
+        if request.session_id is not None:
+            self.conversations[request.session_id] = list(request.prompt) + output.token_ids
+        if sum(self.ends[at[0], i] for i in range(request.sampling.n)) == request.sampling.n:
+            del self.open[at[0]]
+
+    def check(self) -> None:
+        """Reference counts are those of the running sequences' pages, promises are theirs, slots are not shared."""
+        scheduler = self.engine.scheduler
+        running = [*scheduler.prefilling, *scheduler.decoding]
+        held = Counter(page for sequence in running for page in sequence.pages)
+        pool = scheduler.pool
+        assert {page: n for page, n in enumerate(pool._references) if n} == held
+        holders = [h for s in running for h in (s, *s.followers)]
+        assert pool.num_reserved == sum(h.reserved for h in holders)
+        slots = [h.slot for h in holders] + scheduler._slots
+        assert sorted(slots) == list(range(self.engine.config.max_running))
+        assert len(pool._free) + len(pool._idle) + len(held) == pool.num_pages
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+        assert not self.open
+        assert set(self.ends.values()) <= {1}
+        pool = self.engine.scheduler.pool
+        assert pool.num_held == pool.num_reserved == 0
+        assert pool.num_available == pool.num_pages
+        assert not any(pool._references)
+        pool.clear()
+        assert pool.num_cached == 0
+        assert sorted(pool._free) == list(range(pool.num_pages))
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            choice = self.rng.random()
+            if choice < 0.2 and len(self.open) < 20:
+                self.submit()
+            elif choice < 0.23:
+                self.cancel()
+            else:
+                self.step()
+        self.finish()
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**20),
+    num_pages=st.integers(40, 80),
+    page_size=st.sampled_from([1, 2, 4, 8]),
+    run_ahead=st.integers(1, 4),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    prefix_cache=st.booleans(),
+    chunk_size=st.sampled_from([None, 1, 5, 16]),
+)
+def test_random_workloads(
+    seed: int,
+    num_pages: int,
+    page_size: int,
+    run_ahead: int,
+    admission: str,
+    prefix_cache: bool,
+    chunk_size: int | None,
+) -> None:
+    engine = make_engine(
+        num_pages * 4 // min(page_size, 4),
+        page_size,
+        run_ahead=run_ahead,
+        admission=admission,
+        prefix_cache=prefix_cache,
+        chunk_size=chunk_size,
+    )
+    workload = Workload(engine, seed)
+    if not prefix_cache:
+        workload.rng.random()
+        submit = workload.submit
+
+        def without_sessions() -> None:
+            try:
+                submit()
+            except ValueError as error:
+                assert "session_id" in str(error)
+
+        workload.submit = without_sessions  # type: ignore[method-assign]
+    workload.run(300)
+
+
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
+def test_tens_of_thousands_of_events(admission: str) -> None:
+    """With a pool so small that memory decides what runs."""
+    engine = make_engine(90, 2, admission=admission)
+    workload = Workload(engine, 3)
+    workload.run(15_000)
+    assert workload.num_requests > 1000
+    stats = engine.stats()
+    assert stats.cached_tokens > 0
+    assert stats.pages_evicted > 0
+    assert (stats.preemptions > 30) == (admission == "optimistic")
+    assert all(s.state is State.FINISHED for s in engine.scheduler.waiting)
