@@ -7,7 +7,7 @@ from longctx.serving.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence: positions `start` to `start + count - 1`.
+    """Consecutive tokens of one sequence: positions `start` to `start + num_tokens - 1`.
 
     `samples`: whether the token after them is sampled. `decodes`: whether they are the one token that the step
     before has sampled, which the host need not know yet.
@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     sequence: Sequence
     slot: int
     start: int
-    count: int
+    num_tokens: int
     samples: bool
     decodes: bool
 
@@ -31,7 +31,7 @@ class TableRun(NamedTuple):
 
 @dataclass
 class Batch:
-    """One step. `copies` (source page, target page) and `tables` are done first, in order; `admitted` have new slots."""
+    """One step. `copies` (source, target) and `tables` are done first, in order; `admitted` have new slots."""
 
     index: int
     chunks: list[Chunk] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -20,7 +20,7 @@ class SessionEnd(NamedTuple):
     """Where a session's last turn stopped: the key before its partial page, that page's number and its tokens."""
 
     parent: bytes
-    index: int
+    number: int
     tokens: np.ndarray
 
 
@@ -121,14 +121,14 @@ class Door:
 
     def _find_tail(self, request: Request, prompt: np.ndarray, keys: List[bytes], root: bytes) -> Tail | None:
         end = self._sessions.get(request.session_id) if request.session_id is not None else None
-        if end is None or request.session_id is None or end.index > len(keys):
+        if end is None or request.session_id is None or end.number > len(keys):
             return None
-        if end.parent != (keys[end.index - 1] if end.index else root):
+        if end.parent != (keys[end.number - 1] if end.number else root):
             return None
-        own = prompt[end.index * self._config.page_size :][: len(end.tokens)]
+        own = prompt[end.number * self._config.page_size :][: len(end.tokens)]
         differs = np.flatnonzero(own != end.tokens[: len(own)])
         common = int(differs[0]) if len(differs) else len(own)
-        return Tail(self._hash.tail(end.parent, request.session_id), end.index, common) if common else None
+        return Tail(self._hash.tail(end.parent, request.session_id), end.number, common) if common else None
 
     def _tokens(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""

@@ -216,19 +216,17 @@ class Engine:
     def _requests(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str | Request):
-            prompts = [prompts]
-        prompts = list(prompts)
-        if prompts and all(isinstance(x, int | np.integer) for x in prompts):
-            prompts = [prompts]  # type: ignore[list-item]
+        listed: list[Any] = [prompts] if isinstance(prompts, str | Request) else list(prompts)
+        if listed and all(isinstance(x, int | np.integer) for x in listed):
+            listed = [listed]  # one prompt of token ids
         if sampling is None or isinstance(sampling, SamplingParams):
-            each: list[SamplingParams | None] = [sampling] * len(prompts)
+            each: list[SamplingParams | None] = [sampling] * len(listed)
         else:
             each = list(sampling)
-            if len(each) != len(prompts):
-                raise ValueError(f"sampling must be one for all prompts or {len(prompts)} of them, got {len(each)}")
+            if len(each) != len(listed):
+                raise ValueError(f"sampling must be one for all prompts or {len(listed)} of them, got {len(each)}")
         requests = []
-        for prompt, params in zip(prompts, each, strict=True):
+        for prompt, params in zip(listed, each, strict=True):
             if isinstance(prompt, Request):
                 if params is not None:
                     raise ValueError("sampling must be None for a Request, which brings its own")
@@ -316,7 +314,7 @@ class Engine:
             if metrics.admitted is None:
                 metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
                 self._counts["cached_tokens"] += metrics.cached_tokens
-        self._counts["prompt_tokens"] += sum(chunk.count for chunk in batch.chunks if not chunk.decodes)
+        self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
 
     def _receive(self, batch: Batch, results: Results) -> None:
         now = self._clock()

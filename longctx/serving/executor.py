@@ -13,8 +13,8 @@ from longctx.serving.batch import Batch, Chunk
 from longctx.serving.cache import PagedCache
 from longctx.serving.config import EngineConfig
 from longctx.serving.output import TokenLogprob
-from longctx.serving.sampling import IN_OUTPUT, IN_PROMPT, Controls, Drawn
 from longctx.serving.sample import Sample
+from longctx.serving.sampling import IN_OUTPUT, IN_PROMPT, Controls, Drawn
 from longctx.serving.sequence import Sequence
 
 TABLE_BLOCK = 1024  # entries that `set_entries` sends at a time
@@ -126,7 +126,7 @@ class DeviceExecutor:
         for chunk, first, results in pending.prompt:
             sample: Sample = chunk.sequence.data
             arrays = [np.asarray(x) for x in results]
-            count = min(chunk.count, sample.num_prompt - 1 - chunk.start)
+            count = min(chunk.num_tokens, sample.num_prompt - 1 - chunk.start)
             told = [_logprob(arrays, first + i, sample.params.prompt_logprobs or 0) for i in range(count)]
             prompt.append((chunk.sequence, chunk.start + 1, told))
         return Results(tokens, logprobs, prompt)
@@ -138,13 +138,15 @@ class DeviceExecutor:
     def _on_board(self, sequence: Sequence) -> None:
         """What a slot keeps as long as a sequence has it."""
         sample: Sample = sequence.data
-        self._controls[sequence.slot] = Controls.row(sample.params, sample.seed, sample.index)
-        self._plain[sequence.slot] = sample.params.is_plain
+        slot = sequence.slot
+        assert slot is not None
+        self._controls[slot] = Controls.row(sample.params, sample.seed, sample.index)
+        self._plain[slot] = sample.params.is_plain
         if sample.params.has_penalties:
             seen = np.zeros(self.state.seen.shape[1], np.uint8)
             seen[sample.tokens[: sample.num_prompt]] = IN_PROMPT
             seen[sample.tokens[sample.num_prompt :]] |= IN_OUTPUT
-            self.state = programs.set_seen(self.state, np.int32(sequence.slot), seen)
+            self.state = programs.set_seen(self.state, np.int32(slot), seen)
 
     def _fill_tables(self, batch: Batch, plan: programs.Plan) -> None:
         """New entries of page tables; long runs of them go ahead of the step."""
@@ -186,10 +188,10 @@ class DeviceExecutor:
         for chunk in batch.chunks:
             sample: Sample = chunk.sequence.data
             if sample.params.prompt_logprobs is not None and chunk.start < sample.num_prompt - 1:
-                following = sample.tokens[chunk.start + 1 : min(chunk.start + 1 + chunk.count, sample.num_prompt)]
+                following = sample.tokens[chunk.start + 1 : min(chunk.start + 1 + chunk.num_tokens, sample.num_prompt)]
                 targets[row : row + len(following)] = following
                 asked.append((chunk, row))
-            row += chunk.count
+            row += chunk.num_tokens
         if not asked:
             return []
         results = programs.prompt_logprobs(self._model, self._params, hidden, targets, shape.num_top)

@@ -1,6 +1,7 @@
 """Whose prompt is read next, and how much of it in a step."""
 
-from collections.abc import Iterable, Sequence as List
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Protocol
 

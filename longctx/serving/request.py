@@ -135,5 +135,5 @@ def _check_integer(name: str, value: object, low: int) -> None:
 def _check_real(name: str, value: object, low: float, high: float = math.inf) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= value <= high or not math.isfinite(value):
+    if not low <= float(value) <= high or not math.isfinite(value):
         raise ValueError(f"{name} must be finite and {low} to {high}, got {value}")

@@ -77,8 +77,8 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         else:
-            if tail is not None and tail.index < len(sequence.pages):
-                self.pool.register(sequence.pages[tail.index], tail.key)
+            if tail is not None and tail.number < len(sequence.pages):
+                self.pool.register(sequence.pages[tail.number], tail.key)
             self._remove(sequence)
         sequence.to(State.FINISHED)
         for follower in sequence.followers:
@@ -233,7 +233,7 @@ class Scheduler:
     def _find_tail(self, sequence: Sequence, num_full: int) -> int | None:
         """The partial page of its session, if all pages before it were found. Nobody holds it: who does, hides it."""
         tail = sequence.tail
-        if tail is None or num_full != tail.index or num_full * self.page_size + tail.tokens >= sequence.length:
+        if tail is None or num_full != tail.number or num_full * self.page_size + tail.tokens >= sequence.length:
             return None
         return self.pool.find(tail.key)
 

@@ -28,7 +28,7 @@ class Tail(NamedTuple):
     """A session's last, partial page: what finds it, its number in the sequence, and how many of its tokens count."""
 
     key: Key
-    index: int
+    number: int
     tokens: int
 
 

@@ -44,5 +44,5 @@ class VirtualExecutor:
         return [self._token(chunk) for chunk in batch.chunks if chunk.samples]
 
     def _token(self, chunk: Chunk) -> int:
-        position = chunk.start + chunk.count
+        position = chunk.start + chunk.num_tokens
         return zlib.crc32(f"{chunk.sequence.name} {position}".encode()) % self._vocab_size

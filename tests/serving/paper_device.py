@@ -55,6 +55,7 @@ class PaperDevice(VirtualExecutor):
             if samples:
                 at = np.arange(start + count)
                 seen = self.pages[self.table[slot, at // self.page_size], at % self.page_size]
-                self.last[slot] = next_token(seen, sequence.data.seed, sequence.data.index)
+                sample = sequence.data
+                self.last[slot] = next_token(seen, sample.params.seed or 0, sample.index)
                 sampled.append(int(self.last[slot]))
         return sampled

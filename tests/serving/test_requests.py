@@ -1,0 +1,222 @@
+"""Requests at the door and through their lives: what is refused, what is cancelled, who goes first."""
+
+import numpy as np
+import pytest
+from paper_device import VOCAB, continuation
+from test_workloads import MODEL, make_engine
+
+from longctx.models import ByteTokenizer
+from longctx.serving import Engine, EngineConfig, Request, SamplingParams
+from longctx.serving.sequence import Sequence, State
+from longctx.serving.text import TextStream
+
+PROMPT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()
+FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"temperature": -1}, "temperature must be finite and 0 to inf, got -1"),
+        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be at least 1"),
+        ({"temperature": 1.0, "top_p": 0}, "top_p and repetition_penalty must be above 0"),
+        ({"temperature": 1.0, "top_p": 1.1}, "top_p must be finite and 0 to 1"),
+        ({"temperature": 1.0, "min_p": -0.1}, "min_p must be"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"presence_penalty": 3}, "presence_penalty must be finite and -2 to 2"),
+        ({"seed": 2**31}, "seed must be below"),
+        ({"stop": ("",)}, "stop must be strings, none of them empty"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids must be at least 0"),
+        ({"top_p": 0.5}, "contradict temperature=0"),
+        ({"top_k": 3}, "contradict temperature=0"),
+        ({"n": 2}, "n=2 contradicts temperature=0"),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
+    ],
+)
+def test_sampling_refuses(options: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt must be one sequence of at least one token"),
+        ([[1, 2]], {}, "prompt must be one sequence"),
+        ([0.5], {}, "prompt must be text or integers"),
+        ([VOCAB], {}, "prompt has tokens from 50 to 50; the vocabulary is 0 to 49"),
+        ([-1], {}, "prompt has tokens from -1"),
+        ("text", {}, "the engine has no tokenizer"),
+        ([1] * 250, {"max_tokens": 10}, r"make 250 \+ 10 tokens, more than the 256"),
+        ([1] * 80, {"max_tokens": 20}, "need 25 pages of 4 tokens, more than the 24 that the engine has"),
+        ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
+        ([1], {"stop_token_ids": (50,)}, "stop_token_ids must be in the vocabulary"),
+        ([1], {"logprobs": 6}, "logprobs must be at most max_logprobs=5"),
+        ([1], {"temperature": 1, "n": 7}, "n=7 continuations are more than the max_running=6"),
+    ],
+)
+def test_bad_requests_harm_nobody(prompt: object, options: dict, message: str) -> None:
+    engine = make_engine()
+    running = engine.submit(Request(PROMPT, FIVE))
+    engine.step()
+    good = Request(PROMPT[:3], FIVE)
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine.submit(Request(prompt, SamplingParams(**options)))  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError), match=rf"prompts\[1\]: .*{message}"):
+        engine.generate([good, Request(prompt, SamplingParams(**options))])  # type: ignore[arg-type]
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    (output,) = (event.output for event in events if event.output is not None)
+    assert output.request_id == running
+    assert output.token_ids == continuation(PROMPT, FIVE)
+
+
+def test_requests_refuse() -> None:
+    for options, message in (
+        ({"request_id": 3}, "request_id must be a string"),
+        ({"ttft_deadline": 0}, "ttft_deadline must be above 0"),
+        ({"tpot_target": -1}, "tpot_target must be"),
+        ({"priority": -1}, "priority must be at least 0"),
+        ({"sampling": {}}, "sampling must be SamplingParams"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            Request([1], **options)  # type: ignore[arg-type]
+    engine = make_engine(prefix_cache=False)
+    with pytest.raises(ValueError, match="session_id needs prefix_cache=True"):
+        engine.submit(Request([1], session_id="s"))
+    engine.submit(Request([1], request_id="same"))
+    with pytest.raises(ValueError, match="'same' has not ended yet"):
+        engine.submit(Request([1], request_id="same"))
+    with pytest.raises(ValueError, match="one for all prompts or 2 of them, got 1"):
+        engine.generate([[1], [2]], [FIVE])
+    with pytest.raises(ValueError, match="sampling must be None for a Request"):
+        engine.generate([Request([1])], FIVE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 0}, "page_size must be an integer of at least 1"),
+        ({"run_ahead": 9}, "run_ahead must be at most 8"),
+        ({"token_budget": 4}, "token_budget must have a row for each of max_running=6"),
+        ({"chunk_size": 17}, "chunk_size must be at most token_budget=16"),
+        ({"admission": "hopeful"}, "admission must be"),
+        ({"buckets": (4, 8)}, "buckets must end at token_budget=16"),
+        ({"max_length": 300}, "max_length must be at most the model's context of 256"),
+        ({"hash_key": b"short"}, "hash_key must have 16 to 64 bytes"),
+    ],
+)
+def test_config_refuses(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(**options)
+
+
+def test_an_engine_needs_parameters() -> None:
+    with pytest.raises(ValueError, match="params must be given"):
+        Engine(MODEL, None, EngineConfig(num_pages=4))
+
+
+def test_default_buckets_double_and_end_at_the_budget() -> None:
+    assert EngineConfig(token_budget=100, max_running=9).row_buckets == (8, 16, 32, 64, 100)
+    assert EngineConfig(token_budget=8, max_running=8).row_buckets == (8,)
+
+
+def test_cancel_at_any_moment() -> None:
+    """Waiting, being read, decoding, and after a result that is still under way."""
+    for steps in range(12):
+        engine = make_engine(max_running=1)
+        first, waiting = (engine.submit(Request(PROMPT, SamplingParams(max_tokens=9))) for _ in range(2))
+        events = [event for _ in range(steps) for event in engine.step()]
+        cancelled = {request: engine.cancel(request) for request in (waiting, first)}
+        events += engine.step()
+        reasons = {event.request_id: event.output.finish_reason for event in events if event.output is not None}
+        assert {request: reason == "cancelled" for request, reason in reasons.items()} == cancelled
+        assert not engine.cancel(first)
+        assert engine.scheduler.pool.num_held == 0
+        (after,) = engine.generate(PROMPT, FIVE)
+        assert after.token_ids == continuation(PROMPT, FIVE)
+
+
+def test_leaving_a_stream_cancels() -> None:
+    engine = make_engine()
+    for event in engine.stream([PROMPT, PROMPT[:4]], FIVE):
+        assert event.token_ids
+        break
+    assert not engine.has_work
+    assert engine.scheduler.pool.num_held == 0
+
+
+def test_streams_take_turns() -> None:
+    """Each gets its own events, whoever runs the steps."""
+    engine = make_engine()
+    streams = [engine.stream(PROMPT[:length], FIVE) for length in (3, 30)]
+    tokens: list[list[int]] = [[], []]
+    for _ in range(5):
+        for stream, seen in zip(streams, tokens, strict=True):
+            seen.extend(next(stream).token_ids)
+    assert tokens == [continuation(PROMPT[:length], FIVE) for length in (3, 30)]
+
+
+def test_first_come_first_served() -> None:
+    """A long prompt leaves a quarter of each step to those behind it, who are not overtaken by those behind them."""
+    engine = make_engine(num_pages=64, max_running=3)
+    requests = [Request(PROMPT * 6, FIVE), Request(PROMPT[:8], FIVE), Request(PROMPT[:9], FIVE), Request([3], FIVE)]
+    outputs = engine.generate(requests)
+    first = [x.metrics.first_token for x in outputs]
+    assert first[1] < first[2] < first[0]  # type: ignore[operator]
+    admitted = [x.metrics.admitted for x in outputs]
+    assert admitted == sorted(admitted)  # type: ignore[type-var]
+    assert outputs[3].metrics.admitted > 0  # type: ignore[operator]
+    assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), FIVE) for x in requests]
+
+
+def test_a_lone_prompt_takes_the_whole_budget() -> None:
+    engine = make_engine(num_pages=64)
+    engine.submit(Request(PROMPT * 2, FIVE))
+    batch = engine.scheduler.schedule(0.0)
+    assert batch is not None
+    assert batch.num_tokens == 16
+
+
+def test_an_engine_that_failed_says_so() -> None:
+    engine = make_engine()
+    engine._executor.submit = lambda batch: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPT, FIVE)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        engine.submit(Request(PROMPT))
+
+
+def test_states_change_as_they_may() -> None:
+    sequence = Sequence("s", 0, 3, 4)
+    with pytest.raises(AssertionError, match="waiting can't become decoding"):
+        sequence.to(State.DECODING)
+    sequence.to(State.FINISHED)
+    for state in State:
+        with pytest.raises(AssertionError):
+            sequence.to(state)
+
+
+def stream_text(text: str, *stop: str) -> tuple[list[str], bool]:
+    stream = TextStream(ByteTokenizer(), stop)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(stream.push(byte))
+        if stream.stopped:
+            return pieces, True
+    return [*pieces, stream.finish()], stream.stopped
+
+
+def test_stop_strings() -> None:
+    """The text ends before the first, and nothing that may begin one is given out before it is clear."""
+    assert stream_text("abcab!", "cab") == (["a", "b", "", "", ""], True)
+    assert stream_text("abcax", "cab") == (["a", "b", "", "", "cax", ""], False)
+    assert stream_text("aaab", "aab") == (["", "", "a", ""], True)
+    assert stream_text("ab", "abc", "b") == (["", "a"], True) or "".join(stream_text("ab", "abc", "b")[0]) == "a"
+    assert "".join(stream_text("größe", "ße")[0]) == "grö"
+    assert stream_text("ab", "bc") == (["a", "", "b"], False)

@@ -1,0 +1,148 @@
+"""What requests share: prefixes, pages of samples, a conversation's last page; and what makes room."""
+
+import numpy as np
+import pytest
+from paper_device import VOCAB, PaperDevice, continuation
+from test_workloads import make_engine
+
+from longctx.serving import Request, SamplingParams
+from longctx.serving.pages import PagePool
+from longctx.serving.prefix import PageHash
+
+PROMPT = np.random.default_rng(0).integers(0, VOCAB, 45).tolist()
+TEN = SamplingParams(max_tokens=10, ignore_eos=True)
+
+
+def test_a_prefix_is_found_up_to_its_last_full_page() -> None:
+    engine = make_engine(page_size=8)
+    first, second, other = (
+        engine.generate([Request(prompt, TEN, tenant=tenant)])[0]
+        for prompt, tenant in ((PROMPT, "a"), ([*PROMPT[:40], 1, 2, 3], "a"), (PROMPT, "b"))
+    )
+    assert [x.metrics.cached_tokens for x in (first, second, other)] == [0, 40, 0]
+    assert second.token_ids == continuation([*PROMPT[:40], 1, 2, 3], TEN)
+    # What was generated is found too, but for the last token, whose keys were never computed.
+    (third,) = engine.generate([Request(PROMPT + first.token_ids + [5], TEN, tenant="a")])
+    assert third.metrics.cached_tokens == (45 + 9) // 8 * 8
+    assert engine.stats().cached_tokens == 40 + third.metrics.cached_tokens
+
+
+def test_one_token_is_always_computed() -> None:
+    engine = make_engine(page_size=5)
+    assert [engine.generate(PROMPT, TEN)[0].metrics.cached_tokens for _ in range(2)] == [0, 40]
+    assert engine.generate(PROMPT, TEN)[0].token_ids == continuation(PROMPT, TEN)
+
+
+def test_prompt_logprobs_compute_the_whole_prompt() -> None:
+    engine = make_engine(page_size=8)
+    engine.generate(PROMPT, TEN)
+    (output,) = engine.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.metrics.cached_tokens == 0
+
+
+@pytest.mark.parametrize("length", [45, 40, 41, 3])
+def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
+    engine = make_engine(page_size=8)
+    device = engine._executor
+    assert isinstance(device, PaperDevice)
+    params = SamplingParams(max_tokens=6, temperature=1.0, n=4, seed=3, ignore_eos=True)
+    events = engine.stream(PROMPT[:length], params)
+    most, answers = 0, {}
+    for event in events:
+        most = max(most, engine.scheduler.pool.num_held)
+        if event.output is not None:
+            answers[event.sample] = event.output.token_ids
+    assert answers == {i: continuation(PROMPT[:length], params, i) for i in range(4)}
+    assert len({tuple(x) for x in answers.values()}) == 4
+    own = -(-(length + 5) // 8) - (length - 1) // 8  # from the page with the prompt's last token on
+    assert most <= (length - 1) // 8 + 4 * own
+    assert device.num_rows <= length + 4 * 6  # the prompt is computed once, but for its last token
+
+
+def test_the_next_turn_finds_the_partial_page_too() -> None:
+    engine = make_engine(page_size=8)
+    conversation, cached = PROMPT[:21], []
+    for turn in range(4):
+        (output,) = engine.generate([Request(conversation, TEN, session_id="s")])
+        assert output.token_ids == continuation(conversation, TEN)
+        cached.append(output.metrics.cached_tokens)
+        known = len(conversation) + 9  # all but the last token's keys
+        conversation = conversation + output.token_ids + [turn, turn]
+    assert cached[0] == 0
+    assert cached[3] == known - 12  # what the third turn had known
+    assert cached[3] % 8 != 0
+
+
+def test_two_turns_at_once_do_not_share_the_partial_page() -> None:
+    engine = make_engine(page_size=16, num_pages=40)
+    (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
+    turns = [Request(PROMPT[:21] + first.token_ids + [i], TEN, session_id="s") for i in range(3)]
+    outputs = engine.generate(turns)
+    assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), TEN) for x in turns]
+    assert sorted(x.metrics.cached_tokens for x in outputs) == [16, 16, 30]
+
+
+def test_a_turn_that_differs_within_the_partial_page_uses_what_is_equal() -> None:
+    engine = make_engine(page_size=16, num_pages=40)
+    (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
+    changed = PROMPT[:21] + first.token_ids[:2] + [(first.token_ids[2] + 1) % VOCAB, 4]
+    (second,) = engine.generate([Request(changed, TEN, session_id="s")])
+    assert second.metrics.cached_tokens == 23
+    assert second.token_ids == continuation(changed, TEN)
+
+
+def test_a_tail_without_its_prefix_is_of_no_use() -> None:
+    engine = make_engine(page_size=16, num_pages=40)
+    (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
+    pool = engine.scheduler.pool
+    head = next(page for page in reversed(pool._idle))  # the head of the chain goes last: take it by force
+    pool.forget(head)
+    del pool._idle[head]
+    pool._free.append(head)
+    (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids + [1], TEN, session_id="s")])
+    assert second.metrics.cached_tokens == 0
+    assert second.token_ids == continuation(PROMPT[:21] + first.token_ids + [1], TEN)
+
+
+def test_an_idle_conversation_makes_room() -> None:
+    engine = make_engine(page_size=8, num_pages=8)
+    (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
+    engine.generate(PROMPT, SamplingParams(max_tokens=18, ignore_eos=True))
+    (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids, TEN, session_id="s")])
+    assert engine.stats().pages_evicted > 0
+    assert second.token_ids == continuation(PROMPT[:21] + first.token_ids, TEN)
+
+
+def test_least_recently_used_pages_go_first_and_tails_before_heads() -> None:
+    pool = PagePool(6)
+    chains = [[pool.allocate(False) for _ in range(3)] for _ in range(2)]
+    for name, chain in zip("ab", chains, strict=True):
+        for i, page in enumerate(chain):
+            pool.register(page, f"{name}{i}".encode())
+        pool.release(chain)
+    pool.share(chains[0][0])  # the head of a is used once more
+    pool.release([chains[0][0]])
+    order = [pool.allocate(False) for _ in range(6)]
+    assert order == [chains[0][2], chains[0][1], *reversed(chains[1]), chains[0][0]]
+    assert pool.num_evicted == 6
+    assert pool.num_cached == 0
+
+
+def test_keys_stand_for_the_whole_prefix() -> None:
+    page_hash = PageHash(bytes(16), 4)
+    tokens = np.arange(12, dtype=np.int32)
+
+    def keys(tokens: np.ndarray, tenant: str = "", page_hash: PageHash = page_hash) -> list[bytes]:
+        result: list[bytes] = []
+        page_hash.extend(result, tokens, page_hash.root(tenant))
+        return result
+
+    assert len(set(keys(tokens))) == 3
+    assert keys(tokens) == keys(np.append(tokens, 99).astype(np.int32)[:14])
+    changed = tokens.copy()
+    changed[0] += 1
+    assert not set(keys(tokens)) & set(keys(changed))
+    assert not set(keys(tokens)) & set(keys(tokens, "tenant"))
+    assert not set(keys(tokens)) & set(keys(tokens, page_hash=PageHash(bytes([1] * 16), 4)))
+    with pytest.raises(ValueError, match="hash_key must have 16 to 64 bytes, got 3"):
+        PageHash(b"abc", 4)
