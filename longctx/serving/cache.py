@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from longctx.kernels import paged_attention, write_pages
-from longctx.kernels.bits import bits_dtype, to_bits
+from longctx.kernels.bits import bits_dtype
 from longctx.models import LlamaConfig
 from longctx.models.llama import Attend
 
@@ -54,7 +54,7 @@ def attend_to_pages(rows: Rows, table: Array, num_pages: int, page_size: int) ->
     def attend(cache: PagedCache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, PagedCache]:
         first = layer * num_pages
         own = jnp.where(real, pages + first, -1)
-        cache = PagedCache(*write_pages(cache.k, cache.v, to_bits(k), to_bits(v), own, offsets))
+        cache = PagedCache(*write_pages(cache.k, cache.v, k, v, own, offsets))
         out, _ = paged_attention(q, cache.k, cache.v, table, None, lengths, positions, rows.slots, first_page=first)
         return out, cache
 

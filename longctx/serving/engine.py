@@ -192,6 +192,16 @@ class Engine:
             self._events.clear()
             return events
 
+    def progress(self, request_id: str) -> tuple[int, int]:
+        """How many tokens of a request's prompt are read, found in the cache or planned to be, and how many it has.
+
+        Raises:
+          KeyError: no such request, or it has ended.
+        """
+        with self._lock:
+            sequence = self._jobs[request_id].sequences[0]
+            return min(sequence.computed, sequence.prompt_length), sequence.prompt_length
+
     @property
     def has_work(self) -> bool:
         """Whether some request has not ended, or some event has not been returned by `step`."""

@@ -1,6 +1,7 @@
 """The engine under random workloads, in virtual time: right tokens, one end for each request, nothing lost."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,11 +24,15 @@ def make_engine(num_pages: int = 24, page_size: int = 4, **options: object) -> E
     return Engine(MODEL, None, config, executor=device, clock=device.clock)
 
 
+Oracle = Callable[[list[int], SamplingParams, int, int], list[int]]
+"""Of a prompt, its parameters, the number of the sample and the end token: what is to be generated."""
+
+
 class Workload:
     """Random requests, cancels and steps against one engine; every event is looked at as it comes."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self.engine, self.rng = engine, np.random.default_rng(seed)
+    def __init__(self, engine: Engine, seed: int, oracle: Oracle = continuation) -> None:
+        self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
         self.open: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: Counter[tuple[str, int]] = Counter()
@@ -88,7 +93,7 @@ class Workload:
         request, output = self.open[at[0]], event.output
         assert output is not None
         assert output.token_ids == self.tokens[at]
-        expected = continuation(list(request.prompt), request.sampling, at[1], EOS)
+        expected = self.oracle(list(request.prompt), request.sampling, at[1], EOS)
         if output.finish_reason == "cancelled":
             assert at[0] in self.cancelled
             assert output.token_ids == expected[: len(output.token_ids)]
