@@ -50,3 +50,14 @@ def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
     if kind == "reduce-scatter":
         return sum(sizes) * (n - 1)
     raise NotImplementedError(f"bytes of {kind}")
+
+
+def opcodes_of_size(text: str, elements: int) -> set[str]:
+    """Opcodes, inside of fusions too, of all results with at least so many elements."""
+    found = set()
+    for line in text.splitlines():
+        if match := _INSTRUCTION.match(line):
+            _, shapes, opcode, _ = match.groups()
+            if max(math.prod(int(d) for d in dims.split(",") if d) for _, dims in _SHAPE.findall(shapes)) >= elements:
+                found.add(opcode)
+    return found

@@ -1,0 +1,192 @@
+"""`longctx bench` as a user meets it, and the workloads that it reads."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from longctx.cli import main
+from longctx.models import Llama, LlamaConfig, save_checkpoint
+from longctx.serving import Engine, EngineConfig
+from longctx.simulation import VirtualExecutor
+from longctx.simulation.replay import replay
+from longctx.simulation.workloads import (
+    Lengths,
+    WorkloadRequest,
+    arrive_at_rate,
+    read_workload,
+    scale_lengths,
+    synthesize,
+)
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+MODEL = Llama(LlamaConfig(50, 16, 24, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_positions=128))
+# One bucket, so that there is little to compile.
+ENGINE = ["--page-size", "4", "--max-running", "4", "--token-budget", "8", "--max-length", "128", "--num-pages", "128"]
+TRACE = [
+    {"timestamp": 0, "input_length": 1030, "output_length": 40, "hash_ids": [0, 1, 2]},
+    {"timestamp": 200, "input_length": 1600, "output_length": 80, "hash_ids": [0, 1, 3, 4]},
+    {"timestamp": 100, "input_length": 4096, "output_length": 80, "hash_ids": [0, 5, 6, 7, 8, 9, 10, 11]},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), MODEL.abstract_params())
+    save_checkpoint(directory, MODEL, params)
+    return directory
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
+    return path
+
+
+def test_a_trace_is_served(checkpoint: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, figure = tmp_path / "results.json", tmp_path / "figure.svg"
+    arguments = ["--workload", str(trace), "--scale-lengths", str(1 / 32), "--json", str(results)]
+    if HAS_MATPLOTLIB:
+        arguments += ["--plot", str(figure)]
+    assert main(["bench", "--model", str(checkpoint), *ENGINE, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 3 requests, longer than 128 tokens" in out
+    for figures in ("TTFT", "TPOT", "output tokens/s", "p99"):
+        assert figures in out
+    contents = json.loads(results.read_text())
+    summary, requests = contents["summary"], contents["requests"]
+    assert summary["skipped"] == 1
+    assert sorted((r["prompt_tokens"], r["output_tokens"]) for r in requests) == [(32, 1), (50, 2)]
+    # Two blocks of 512, now of 16 tokens, are common to both; all but the last of the first one's tokens are there.
+    assert [r["cached_tokens"] for r in requests] == [0, 32]
+    assert [r["due"] for r in requests] == [0, 0.2]
+    assert all(r["ttft"] > 0 for r in requests)
+    assert len(contents["timeline"]["seconds"]) == summary["engine"]["steps"]
+    assert not HAS_MATPLOTLIB or figure.read_text().startswith("<?xml")
+
+
+def test_a_mix_is_made_up(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.json"
+    mix = ["--requests", "6", "--prompt-tokens", "2:9", "--output-tokens", "3", "--shared-prefix", "20", "--rate", "50"]
+    assert main(["bench", "--model", str(checkpoint), *ENGINE, *mix, "--json", str(results)]) == 0
+    capsys.readouterr()
+    requests = json.loads(results.read_text())["requests"]
+    assert len({r["due"] for r in requests}) == 6
+    assert {r["output_tokens"] for r in requests} == {3}
+    assert all(22 <= r["prompt_tokens"] <= 29 for r in requests)
+    assert max(r["cached_tokens"] for r in requests) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--limit", "3"], "--limit needs --workload"),
+        (["--workload", "TRACE", "--requests", "3"], "--requests contradicts --workload"),
+        (["--workload", "TRACE"], "3 of 3 requests are longer than the model's context of 128 tokens"),
+        (["--workload", "TRACE", "--max-length", "20"], "--max-length 20 leaves no request"),
+        (["--workload", "TRACE", "--scale-lengths", "0"], "--scale-lengths must be above 0"),
+        (["--max-length", "129"], "--max-length must be at most the model's context of 128"),
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--prompt-tokens", "9:3"], "--prompt-tokens must have 1 <= LOW <= HIGH"),
+        (["--output-tokens", "many"], "--output-tokens must be N, LOW:HIGH or LOW:HIGH:log, got 'many'"),
+        (["--rate", "-1"], "--rate must be above 0"),
+        (["--prompt-tokens", "9", "--page-size", "0"], "--page-size must be an integer of at least 1"),
+        (["--prompt-tokens", "9", "--max-running", "600"], "--token-budget must have a row for each of --max-running"),
+        (["--prompt-tokens", "9", "--output-tokens", "9", "--page-size", "4", "--num-pages", "2"], "--num-pages must"),
+        (["--plot", "figure.pdf"], "--plot must end in .png or .svg"),
+        (["--json", "nowhere/results.json"], "--json: no such directory"),
+    ],
+)
+def test_bad_input_is_one_line(
+    checkpoint: Path, trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
+    assert main(["bench", "--model", str(checkpoint), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_plots_say_what_they_need(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "--model", str(checkpoint), "--plot", "figure.png"]) == 2
+    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
+def test_rows_of_other_kinds(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "the cat", "max_tokens": 3}\n{"prompt": [5, 6], "max_tokens": 4, "timestamp": 2500}\n')
+    text, ids = read_workload(lines)
+    assert (text.prompt, text.output_tokens) == ("the cat", 3)
+    assert (ids.arrival, ids.output_tokens, ids.tokens(50).tolist()) == (2.5, 4, [5, 6])
+
+    table = tmp_path / "mix.csv"
+    table.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,374,44\n2,396,109\n")
+    first, second = read_workload(table)
+    assert (first.arrival, first.prompt_tokens, first.output_tokens) == (1.5, 374, 44)
+    assert not np.array_equal(first.tokens(50)[:20], second.tokens(50)[:20])
+    assert len(read_workload(table, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "trace.jsonl:1: "),
+        ("[1]", "must be a JSON object"),
+        ('{"input_length": 5}', "there is no 'output_length'"),
+        ('{"input_length": 0, "output_length": 5}', "the prompt must have at least one token, got 0"),
+        ('{"prompt": [], "max_tokens": 5}', "the prompt must have at least one token"),
+        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "at a time of at least 0"),
+        ("", "there is no request in it"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl") as error:
+        read_workload(path)
+    assert message in str(error.value)
+
+
+def test_equal_blocks_are_equal_tokens() -> None:
+    a = WorkloadRequest(0, 12, 1, (0, 1, 2), 4, number=0)
+    b = WorkloadRequest(0, 11, 1, (0, 1, 3), 4, number=1)
+    same = a.tokens(1000) == np.append(b.tokens(1000), -1)
+    assert same.tolist() == [True] * 8 + [False] * 4
+    assert len(scale_lengths([a], 0.5)[0].tokens(1000)) == 6
+    with pytest.raises(ValueError, match="can't be scaled"):
+        scale_lengths([WorkloadRequest(0, 2, 1, prompt=(1, 2))], 0.5)
+
+
+def test_lengths_and_rates() -> None:
+    requests = arrive_at_rate(synthesize(4000, Lengths.parse("10:1000:log"), Lengths.parse("7")), rate=20)
+    prompts = np.array([request.prompt_tokens for request in requests])
+    assert prompts.min() >= 10
+    assert prompts.max() <= 1000
+    assert 90 < np.median(prompts) < 110  # of a uniform one: 505
+    assert {request.output_tokens for request in requests} == {7}
+    assert requests[-1].arrival == pytest.approx(4000 / 20, rel=0.05)
+    assert {request.arrival for request in arrive_at_rate(requests, rate=float("inf"))} == {0.0}
+
+
+def test_ttft_counts_from_when_a_request_is_due() -> None:
+    """In virtual time, where a step takes a second: the second request becomes due in the middle of one."""
+    device = VirtualExecutor(lambda batch: 1.0, 50)
+    engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
+
+    def sleep(seconds: float) -> None:
+        device.now += seconds
+
+    requests = [WorkloadRequest(0.25, 8, 2), WorkloadRequest(0.75, 8, 1, number=1), WorkloadRequest(9, 8, 1, number=2)]
+    record = replay(engine, requests, device.clock, sleep)
+    assert [(served.due, served.ttft) for served in record.served] == [(0.25, 1.0), (0.75, 1.5), (9, 1.0)]
+    assert record.seconds == 10.0
