@@ -17,33 +17,33 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.model import CONFIG
 from benchmarks.timing import matmul_gflops, read_gbytes
-from longctx.models import Llama, LlamaConfig, load_checkpoint, save_checkpoint
-from longctx.models.generate import Context
+from longctx.models import Llama, load_checkpoint, save_checkpoint
+from longctx.serving import Engine, EngineConfig, SamplingParams
 
-CONFIG = LlamaConfig(
-    vocab_size=258,
-    hidden_size=768,
-    intermediate_size=2816,
-    num_layers=12,
-    num_heads=12,
-    num_kv_heads=6,
-    head_dim=64,
-    max_positions=8192,
-)
 PROMPT, DECODE = 2048, 128
 
 
 def run_longctx(directory: Path, dtype: str, prompt: np.ndarray) -> tuple[float, float]:
     """Seconds of prefill and of decode."""
     model, params = load_checkpoint(directory, dtype=dtype)
-    context = Context(model, params, PROMPT + DECODE, chunk_size=PROMPT)
-    start = time.perf_counter()
-    context.read(prompt, progress=lambda _: None)
-    read = time.perf_counter()
-    tokens = list(context.write(DECODE))
-    assert len(tokens) == DECODE
-    return read - start, time.perf_counter() - read
+    config = EngineConfig(
+        max_running=1,
+        max_length=PROMPT + DECODE + 1,
+        num_pages=-(-(PROMPT + DECODE) // 64),
+        token_budget=PROMPT,
+        buckets=(1, PROMPT),
+        prefix_cache=False,
+    )
+    # The first token comes of the prefill, as many steps of decode follow as below.
+    sampling = SamplingParams(max_tokens=1 + DECODE, ignore_eos=True)
+    (output,) = Engine(model, params, config).generate([prompt], sampling)
+    metrics = output.metrics
+    assert len(output.token_ids) == 1 + DECODE
+    assert metrics.ttft is not None
+    assert metrics.tpot is not None
+    return metrics.ttft, metrics.tpot * DECODE
 
 
 def run_transformers(directory: Path, dtype: str, prompt: np.ndarray) -> tuple[float, float]:

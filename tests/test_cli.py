@@ -1,13 +1,16 @@
 """The command line as a user meets it: what it prints, and what it says to bad input."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from longctx.cli import main
-from longctx.models import Llama, LlamaConfig, save_checkpoint
+from longctx.models import Llama, LlamaConfig, passkey, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +33,46 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_positions=64,
         )
     )
-    save_checkpoint(directory, model, model.init(jax.random.key(0), initializer_range=0.5))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), model.abstract_params())
+    save_checkpoint(directory, model, params)
     return directory
 
 
 def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("the cat sat on the mat")
-    arguments = ["generate", "--model", str(checkpoint), "--prompt-file", str(prompt), "--max-tokens", "5"]
+    arguments = ["generate", "--model", str(checkpoint), "--prompt-file", str(prompt), "--chunk-size", "4"]
+    arguments += ["--max-tokens", "5"]
+
+    def text(*more: str) -> str:
+        assert main([*arguments, *more]) == 0
+        return capsys.readouterr().out.split("\n\nprompt")[0]
+
     assert main(arguments) == 0
-    greedy = capsys.readouterr().out
-    assert len(greedy.splitlines()[0].split()) == 5
-    assert "prompt   6 tokens" in greedy
+    printed = capsys.readouterr()
+    greedy = printed.out.splitlines()[0]
+    assert len(greedy.split()) == 5
+    assert "prompt   6 tokens" in printed.out
     for figure in ("TTFT", "prefill", "decode"):
-        assert figure in greedy
-    texts = set()
-    for seed in ("1", "1", "2"):
-        assert main([*arguments, "--temperature", "2", "--seed", seed]) == 0
-        texts.add(capsys.readouterr().out.splitlines()[0])
-    assert len(texts) == 2
+        assert figure in printed.out
+    assert "compiling steps of" in printed.err
+    assert "6/6" in printed.err
+
+    drawn = [text("--temperature", "2", "--seed", seed) for seed in ("1", "1", "2")]
+    assert drawn[0] == drawn[1] != drawn[2]
+    words = greedy.split()
+    stop = next(i for i in range(1, 5) if words[i] not in words[:i])
+    assert text("--stop", "far away", "--stop", words[stop]).split() == words[:stop]
+    assert text("--temperature", "2", "--top-k", "1") == text("--temperature", "2", "--min-p", "1") == greedy
+
+
+def test_generate_continues_in_several_ways(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "the dog", "--temperature", "2", "--n", "2"]
+    assert main([*arguments, "--max-tokens", "7", "--chunk-size", "2"]) == 0
+    first, second = capsys.readouterr().out.split("\n\nprompt")[0].split("\n--- 2\n")
+    assert len(first.split()) == len(second.split()) == 7
+    assert first != second
 
 
 @pytest.mark.parametrize(
@@ -56,8 +80,10 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "the " * 64], "more than the model's context of 64"),
-        (["--prompt", "the", "--max-tokens", "0"], "--max-tokens must be at least 1"),
-        (["--prompt", "the", "--top-p", "2"], "top_p must be above 0"),
+        (["--prompt", "the", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--prompt", "the", "--top-p", "2"], "top_p must be finite and 0 to 1"),
+        (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be at least 1"),
+        (["--prompt", "the", "--n", "2"], "n=2 contradicts temperature=0"),
         (["--prompt", "the", "--chat"], "no chat template"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "the", "--model", "nowhere"], "no such directory: nowhere"),
@@ -71,18 +97,40 @@ def test_generate_refuses(
 
 
 def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--tokens", "2048", "--questions", "4"]) == 0
+    """In a document that is read while questions about another are answered."""
+    assert main(["demo", "--tokens", "2048", "--questions", "4", "--chunk-size", "8"]) == 0
     out = capsys.readouterr().out
     assert "hides 4 pass keys" in out
-    assert "right    4 of 4" in out
+    assert "right    8 of 8" in out
+    rows = [line for line in out.splitlines() if "What is" in line]
+    assert "  note " in rows[0]
+    assert int(rows[0].split("%")[0].split()[-1]) < 100
+    cached = [row.split()[-1] for row in rows if "  document  " in row]
+    assert sorted(cached) == ["0", "2,048", "2,048", "2,048"]
+
+
+def test_demo_says_what_was_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make = passkey.make_document
+
+    def lie(*arguments: int) -> passkey.Document:
+        document = make(*arguments)
+        return dataclasses.replace(document, facts=dict.fromkeys(document.facts, "00000"))
+
+    monkeypatch.setattr(passkey, "make_document", lie)
+    assert main(["demo", "--tokens", "300", "--questions", "1", "--chunk-size", "8"]) == 1
+    out = capsys.readouterr().out
+    assert "wrong: it is 00000" in out
+    assert "right    0 of 5" in out
 
 
 def test_demo_answers_about_a_document_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "story.txt"
     document.write_text("The miller crossed the bridge. The pass key of lemon is 48213. The old road was quiet.")
     question = "What is the pass key of lemon?"
-    assert main(["demo", "--document", str(document), "--question", question]) == 0
-    assert f"{question} 48213\n" in capsys.readouterr().out
+    assert main(["demo", "--document", str(document), "--question", question, "--chunk-size", "8"]) == 0
+    out = capsys.readouterr().out
+    assert f"{question}  48213" in out
+    assert "right" not in out
 
 
 @pytest.mark.parametrize(
@@ -94,7 +142,7 @@ def test_demo_answers_about_a_document_of_ones_own(tmp_path: Path, capsys: pytes
         (["--questions", "999"], "num_facts must be between 0"),
         (["--questions", "0"], "--questions must be at least 1, got 0"),
         (["--tokens", "1000000"], "model's context"),
-        (["--chunk-size", "0", "--tokens", "512"], "chunk_size must be positive"),
+        (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be at least 1, got 0"),
     ],
 )
 def test_demo_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,17 @@
-"""The command line: `longctx demo | generate`."""
+"""The command line: `longctx bench | demo | generate`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from longctx.cli import demo, generate
+from longctx.cli import bench, demo, generate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can mend are one line on standard error, and exit status 2."""
     parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (demo, generate):
+    for command in (bench, demo, generate):
         name = command.__name__.rpartition(".")[2]
         sub = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
         command.add_arguments(sub)

@@ -1,16 +1,30 @@
-"""`longctx demo`: a long document goes in, the built-in model answers questions about it."""
+"""`longctx demo`: a long document is read, and questions are answered while it is, and about it."""
 
 import argparse
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.cli import answer
-from longctx.models import load_checkpoint, load_tokenizer, passkey
+from tqdm import tqdm
+
+from longctx.cli import reading
+from longctx.models import Llama, Tokenizer, load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
-from longctx.models.generate import Context
-from longctx.models.sampling import GREEDY
+from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
 
 SUMMARY = "Hide pass keys in a long document and ask the built-in model for them."
-MAX_ANSWER = 16
+MAX_ANSWER = 16  # tokens
+MAX_RUNNING = 8
+PAGE_SIZE = 64
+NOTE_QUESTIONS = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+    prompt: str
+    about: str
+    expected: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,40 +33,149 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the document")
     parser.add_argument("--document", type=Path, metavar="FILE", help="ask about this text instead (with --question)")
     parser.add_argument("--question", metavar="TEXT", help='such as "What is the pass key of lemon?"')
-    parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="tokens read at a time")
+    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="tokens of a step at most")
 
 
 def run(options: argparse.Namespace) -> int:
     if (options.document is None) != (options.question is None):
         raise ValueError("--document and --question go together")
-    if options.questions < 1:
-        raise ValueError(f"--questions must be at least 1, got {options.questions}")
+    for name in ("questions", "chunk_size"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    notes: list[Question] = []
     if options.document is None:
         document = passkey.make_document(options.tokens, options.questions, options.seed)
-        expected: dict[str, str | None]
-        text, expected = document.text, {passkey.question(name): key for name, key in document.facts.items()}
-        print(f"A document of {len(text):,} bytes hides {len(expected)} pass keys.")
+        # A short text of a seed that no document begins from; it is asked about while the document is read.
+        note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
+        questions, notes = _questions(document, "document"), _questions(note, "note")
+        print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
+        print(f"a note of {len(note.text):,} bytes {len(notes)}.")
     else:
-        text, expected = options.document.read_text(encoding="utf-8"), {options.question: None}
+        text = options.document.read_text(encoding="utf-8")
+        questions = [Question(options.question, passkey.prompt(text, options.question), "document")]
 
-    tokenizer = load_tokenizer(TINY)
-    tokens = tokenizer.encode(text)
-    endings = {question: tokenizer.encode(passkey.prompt("", question), False) for question in expected}
-    longest = max(map(len, endings.values()))
-    model, params = load_checkpoint(TINY)
+    (model, params), tokenizer = load_checkpoint(TINY), load_tokenizer(TINY)
+    config = _config(model, tokenizer, questions, notes, options.chunk_size)
+    engine = Engine(model, params, config, tokenizer=tokenizer)
+    compiling = reading.warm_up(engine)
+    conversation = _Conversation(engine, questions, notes)
+    conversation.run()
+    print(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
+    return 0 if conversation.num_right == conversation.num_expected else 1
 
-    figures = answer.Figures()
-    context = Context(model, params, len(tokens) + longest + MAX_ANSWER, options.chunk_size)
-    answer.read(context, tokens, figures)
-    num_right = 0
-    for question, ending in endings.items():
-        # Every question is asked of the same document, which is read once.
-        context.rewind(len(tokens))
-        answer.read(context, ending, figures, show=False)
-        print(f"{question} ", end="")
-        given = answer.write(context, tokenizer, MAX_ANSWER, GREEDY, tokenizer.eos_ids, figures)
-        num_right += given == expected[question]
-    print(f"\n{figures.report()}")
-    if options.document is None:
-        print(f"right    {num_right} of {len(expected)}")
-    return 0
+
+def _questions(document: passkey.Document, about: str) -> list[Question]:
+    asked = {passkey.question(name): key for name, key in document.facts.items()}
+    return [Question(text, passkey.prompt(document.text, text), about, key) for text, key in asked.items()]
+
+
+def _config(
+    model: Llama, tokenizer: Tokenizer, questions: list[Question], notes: list[Question], chunk_size: int
+) -> EngineConfig:
+    """Two sizes of steps, one to read and one for answers alone, and room for both texts once."""
+    longest, note = (
+        max((len(tokenizer.encode(q.prompt)) for q in asked), default=0) + MAX_ANSWER for asked in (questions, notes)
+    )
+    context = model.config.max_positions
+    if longest > context:
+        raise ValueError(
+            f"the document, a question and its answer make {longest:,} tokens, "
+            f"more than the model's context of {context:,}"
+        )
+    running = min(MAX_RUNNING, chunk_size)
+    max_length = min(context, _round_up(longest, 4096))  # so that texts of a like size share compiled steps
+    own = max(len(q.text.encode()) + MAX_ANSWER for q in questions) + 2 * PAGE_SIZE
+    tokens = max_length + _round_up(note, 2048) + running * _round_up(own, PAGE_SIZE)
+    return EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=_round_up(tokens, PAGE_SIZE) // PAGE_SIZE,
+        max_running=running,
+        max_length=max_length,
+        token_budget=chunk_size,
+        buckets=tuple({running, chunk_size}),
+        max_logprobs=0,
+    )
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class _Conversation:
+    """The first question reads the document; those about the note come meanwhile, all others when it is read."""
+
+    def __init__(self, engine: Engine, questions: list[Question], notes: list[Question]) -> None:
+        self._engine = engine
+        self._first, self._later, self._notes = questions[0], questions[1:], notes
+        self._asked: dict[str, Question] = {}
+        self._outputs: dict[str, list[Output]] = {"first": [], "later": [], "note": []}
+        self._width = max(len(question.text) for question in [*questions, *notes])
+        self._is_read = False
+        self._prompt_tokens, self._seconds = 0, 0.0  # until it was read, notes included
+        self.num_right = 0
+        self.num_expected = sum(question.expected is not None for question in [*questions, *notes])
+
+    def run(self) -> None:
+        print(f"\n{'time':>8}  {'read':>5}  about     {'question':{self._width}}  answer      TTFT  cached tokens")
+        self._start = time.monotonic()
+        self._reader = self._ask(self._first)
+        waiting = list(self._notes)
+        for events in reading.steps(self._engine, self._reader):
+            if not self._is_read and any(event.request_id == self._reader for event in events):
+                self._is_read = True
+                self._seconds = time.monotonic() - self._start
+                self._prompt_tokens = self._engine.stats().prompt_tokens
+                for question in self._later:
+                    self._ask(question)
+            # Spread over the first three quarters of the reading.
+            while waiting and self._share() > 0.75 * (1 - len(waiting) / len(self._notes)):
+                self._ask(waiting.pop(0))
+            for event in events:
+                if event.output is not None:
+                    self._show(event.output)
+
+    def figures(self) -> str:
+        outputs = self._outputs
+        ttft = {
+            "to read the document": outputs["first"],
+            "once it was read": outputs["later"],
+            "about the note meanwhile": outputs["note"],
+        }
+        lines = [
+            f"prefill  {self._prompt_tokens / self._seconds:,.0f} tokens/s",
+            f"TTFT     {', '.join(f'{_range(some)} {what}' for what, some in ttft.items() if some)}",
+            f"decode   {reading.decode_rate(outputs['later'] or outputs['first'])}",
+        ]
+        if self.num_expected:
+            lines += [f"right    {self.num_right} of {self.num_expected}"]
+        return "\n".join(lines)
+
+    def _ask(self, question: Question) -> str:
+        request_id = self._engine.submit(Request(question.prompt, SamplingParams(max_tokens=MAX_ANSWER)))
+        self._asked[request_id] = question
+        return request_id
+
+    def _share(self) -> float:
+        """How much of the document is read."""
+        if self._is_read:
+            return 1.0
+        done, total = self._engine.progress(self._reader)
+        return done / total
+
+    def _show(self, output: Output) -> None:
+        question, metrics = self._asked[output.request_id], output.metrics
+        kind = "note" if question.about == "note" else "first" if output.request_id == self._reader else "later"
+        self._outputs[kind].append(output)
+        answer = " ".join(output.text.split())
+        is_right = answer == question.expected
+        self.num_right += is_right
+        wrong = "" if is_right or question.expected is None else f"  wrong: it is {question.expected}"
+        tqdm.write(
+            f"{time.monotonic() - self._start:6.2f} s  {self._share():5.0%}  {question.about:8}  "
+            f"{question.text:{self._width}}  {answer:6}  {metrics.ttft:6.2f} s  {metrics.cached_tokens:,}{wrong}"
+        )
+
+
+def _range(outputs: list[Output]) -> str:
+    times = sorted(output.metrics.ttft or 0 for output in outputs)
+    return f"{times[0]:.2f} s" if times[-1] - times[0] < 0.01 else f"{times[0]:.2f} to {times[-1]:.2f} s"

@@ -1,14 +1,15 @@
 """`longctx generate`: continue a prompt with a Hugging Face checkpoint."""
 
 import argparse
+import sys
 from pathlib import Path
 
-from longctx.cli import answer
-from longctx.models import load_checkpoint, load_tokenizer
-from longctx.models.generate import Context
-from longctx.models.sampling import Sampling
+from longctx.cli import reading
+from longctx.models import Llama, load_checkpoint, load_tokenizer
+from longctx.serving import Engine, EngineConfig, Event, Output, Request, SamplingParams
 
 SUMMARY = "Continue a prompt with a Llama 3 or Qwen2.5 checkpoint."
+PAGE_SIZE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,18 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="continuations (needs a temperature)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
     parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="prompt tokens read at a time")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="N")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X")
+    parser.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="from those that make up probability X")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="from those X times as likely as the top")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
+    sampling = SamplingParams(**{name: getattr(options, name) for name in names})
+    if options.chunk_size < 1:
+        raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
     text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
     tokenizer = load_tokenizer(options.model)
     if options.chat:
@@ -38,15 +43,69 @@ def run(options: argparse.Namespace) -> int:
     if not tokens:
         raise ValueError("the prompt is empty")
     model, params = load_checkpoint(options.model, dtype=options.dtype)
-    if len(tokens) + options.max_tokens > model.config.max_positions:
-        raise ValueError(
-            f"the prompt's {len(tokens)} tokens and --max-tokens {options.max_tokens} "
-            f"are more than the model's context of {model.config.max_positions}"
-        )
-    figures = answer.Figures()
-    context = Context(model, params, len(tokens) + options.max_tokens, options.chunk_size)
-    answer.read(context, tokens, figures)
-    stop_ids = {*model.config.eos_ids, *tokenizer.eos_ids}
-    answer.write(context, tokenizer, options.max_tokens, sampling, sorted(stop_ids), figures)
-    print(f"\n{figures.report()}")
+    config = _config(model, len(tokens), sampling, options.chunk_size)
+    engine = Engine(model, params, config, tokenizer=tokenizer)
+    compiling = reading.warm_up(engine)
+
+    request_id = engine.submit(Request(tokens, sampling))
+    printer = _Printer(sampling.n)
+    for events in reading.steps(engine, request_id):
+        for event in events:
+            printer.show(event)
+
+    ttft = printer.outputs[0].metrics.ttft
+    assert ttft is not None
+    print(
+        f"\nprompt   {len(tokens):,} tokens\n"
+        f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
+        f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"
+        f"decode   {reading.decode_rate(printer.outputs)}"
+    )
     return 0
+
+
+def _config(model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size: int) -> EngineConfig:
+    """An engine for this request: two sizes of steps, one to read and one to write, and the pages that it needs."""
+    longest, context = num_tokens + sampling.max_tokens, model.config.max_positions
+    if longest > context:
+        raise ValueError(
+            f"the prompt's {num_tokens} tokens and --max-tokens {sampling.max_tokens} "
+            f"are more than the model's context of {context}"
+        )
+    full_pages = (num_tokens - 1) // PAGE_SIZE  # which continuations share
+    pages = -(-longest // PAGE_SIZE)
+    budget = max(sampling.n, min(chunk_size, -(-num_tokens // 64) * 64))
+    return EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=full_pages + sampling.n * (pages - full_pages),
+        max_running=sampling.n,
+        max_length=longest,
+        token_budget=budget,
+        buckets=tuple({sampling.n, budget}),
+        prefix_cache=False,
+        max_logprobs=0,
+    )
+
+
+class _Printer:
+    """Text on standard output as it comes; of several continuations, a later one waits for those before it."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.outputs: list[Output] = []  # in the order in which they ended
+        self._held = [""] * num_samples
+        self._ended = [False] * num_samples
+        self._current = 0
+
+    def show(self, event: Event) -> None:
+        self._held[event.sample] += event.text
+        if event.output is not None:
+            self.outputs.append(event.output)
+            self._ended[event.sample] = True
+        while self._current < len(self._held):
+            sys.stdout.write(self._held[self._current])
+            self._held[self._current] = ""
+            if not self._ended[self._current]:
+                break
+            self._current += 1
+            sys.stdout.write("\n" if self._current == len(self._held) else f"\n--- {self._current + 1}\n")
+        sys.stdout.flush()

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from longctx.kernels import attention
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
+from longctx.models.cpu_weights import OutputMajor
 from longctx.models.params import Params, abstract_params, init_params
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
@@ -92,8 +93,8 @@ class Llama:
         """The hidden states after the final norm, `[*B, T, D]` in the parameters' dtype, and the cache.
 
         `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving calls under
-        jit. The layers may come as `params.arrange_for_cpu` makes them. The cache goes through the scan over layers
-        as carry, because scanned-over inputs and outputs would be copied whole.
+        jit. The parameters may come as `cpu_weights.arrange_for_cpu` makes them. The cache goes through the scan over
+        layers as carry, because scanned-over inputs and outputs would be copied whole.
         """
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
@@ -126,9 +127,8 @@ class Llama:
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of hidden states `[..., D]`."""
-        if self.config.tie_embeddings:
-            return project(hidden, params["embed"].T, dtype=jnp.float32)
-        return project(hidden, params["lm_head"], dtype=jnp.float32)
+        head = params["lm_head"] if "lm_head" in params else params["embed"].T
+        return project(hidden, head, dtype=jnp.float32)
 
 
 # Compiled even when the caller does not: otherwise every call would compile its scan anew.
@@ -160,7 +160,7 @@ def dense_attend(positions: jax.Array, segment_ids: jax.Array | None = None) -> 
 
 def project(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | OutputMajor,
     bias: jax.Array | None = None,
     axes: int = 1,
     dtype: DTypeLike | None = None,
@@ -169,10 +169,13 @@ def project(
 
     The result is of `dtype`, by default that of `x`.
     """
-    # Highest: by default a GPU would multiply float32 in TF32. Products of 16-bit floats are as fast as ever.
-    y = jnp.tensordot(
-        x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
-    )
+    if isinstance(weight, OutputMajor):
+        y = weight.product(x, axes)
+    else:
+        # Highest: by default a GPU would multiply float32 in TF32. Products of 16-bit floats are as fast as ever.
+        y = jnp.tensordot(
+            x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
+        )
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y.astype(x.dtype if dtype is None else dtype)

@@ -5,12 +5,10 @@ Layers are stacked on a leading axis for `lax.scan`.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -99,27 +97,6 @@ def init_params(
     leaves, structure = jax.tree.flatten_with_path(abstract_params(config, dtype))
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(structure, [init(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
-
-
-def arrange_for_cpu(params: Params) -> Params:
-    """On a CPU, views of the same parameters that XLA's CPU backend reads fast; elsewhere as they are.
-
-    Sliced out of a stack inside a program, float32 weights are copied before each product, which halves the speed of
-    decoding: `layers` becomes a tuple, one pytree a layer. Slicing a stack of 16-bit floats converts all layers each
-    time: the stacks become their bits (`kernels.bits`). Either way nothing is copied here.
-    """
-    leaf = params["embed"]
-    on_cpu = isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]
-    if not on_cpu or any(stack.dtype != leaf.dtype for stack in params["layers"].values()):
-        return params
-    view = functools.partial(jax.device_put, device=next(iter(leaf.devices())), may_alias=True)
-    stacks = {name: np.asarray(stack) for name, stack in params["layers"].items()}
-    if leaf.dtype.itemsize == 2:
-        return params | {"layers": {name: view(stack.view(np.uint16)) for name, stack in stacks.items()}}
-    num_layers = len(stacks["attn_norm"])
-    return params | {
-        "layers": tuple({name: view(stack[i]) for name, stack in stacks.items()} for i in range(num_layers))
-    }
 
 
 def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:

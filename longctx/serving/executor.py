@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from longctx.models import Llama
-from longctx.models.params import Params, arrange_for_cpu
+from longctx.models.cpu_weights import arrange_for_cpu
+from longctx.models.params import Params
 from longctx.serving import step as programs
 from longctx.serving.batch import Batch, Chunk
 from longctx.serving.cache import PagedCache
@@ -100,18 +101,23 @@ class DeviceExecutor:
             jax.device_get(programs.prompt_logprobs(self._model, self._params, hidden, targets, shape.num_top))
 
     def submit(self, batch: Batch) -> Pending:
-        shape = self.shape(batch.num_tokens)
         for source, target in batch.copies:
             self.state = programs.copy_page(self.state, np.int32(source), np.int32(target), self._num_pages)
         for sequence in batch.admitted:
             self._on_board(sequence)
-        packed, plan = programs.Plan.empty(shape)
-        self._fill_tables(batch, plan)
-        self._fill_rows(batch, plan)
+        packed, plan, shape = self.assemble(batch)
         drawn, hidden = self._step(packed, shape)
         for x in drawn[: 1 if plan.plain[0] else None]:
             x.copy_to_host_async()
         return Pending(batch, drawn, self._ask_prompt_logprobs(batch, hidden, shape))
+
+    def assemble(self, batch: Batch) -> tuple[np.ndarray, programs.Plan, programs.Shape]:
+        """What the step of a batch is told: one packed array, its parts, and the step's shape."""
+        shape = self.shape(batch.num_tokens)
+        packed, plan = programs.Plan.empty(shape)
+        self._fill_tables(batch, plan)
+        self._fill_rows(batch, plan)
+        return packed, plan, shape
 
     def wait(self, pending: Pending) -> Results:
         batch = pending.batch

@@ -21,7 +21,7 @@ class PageHash:
         if not 16 <= len(secret) <= 64:
             raise ValueError(f"hash_key must have 16 to 64 bytes, got {len(secret)}")
         self._secret = secret
-        self._page_size = page_size
+        self.page_size = page_size
 
     def root(self, tenant: str) -> bytes:
         """The key before a tenant's first page."""
@@ -29,7 +29,7 @@ class PageHash:
 
     def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
         """Append the keys of all full pages of tokens `[T]` int32 that `keys` does not have yet."""
-        size = self._page_size
+        size = self.page_size
         for page in range(len(keys), len(tokens) // size):
             keys.append(self._hash(keys[-1] if keys else root, tokens[page * size : (page + 1) * size].tobytes()))
 

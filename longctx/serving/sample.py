@@ -65,8 +65,9 @@ class Sample:
         return piece, reason
 
     def extend_keys(self, sequence: Sequence, page_hash: PageHash) -> None:
-        """Keys of the pages that known tokens have filled."""
-        page_hash.extend(sequence.keys, self.tokens, page_hash.root(self.request.tenant))
+        """The key of the page that the last token has filled, if it has."""
+        if self.num_known % page_hash.page_size == 0:
+            page_hash.extend(sequence.keys, self.tokens, page_hash.root(self.request.tenant))
 
     def output(self, reason: FinishReason) -> Output:
         return Output(

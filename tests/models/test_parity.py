@@ -12,8 +12,8 @@ from hf_reference import ROPES, Case, greedy, logits
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longctx.models import load_checkpoint
-from longctx.models.generate import generate
 from longctx.models.rope_config import rope_from_hf
+from longctx.serving import Engine, EngineConfig, SamplingParams
 
 # Every pair of values of any two columns occurs.
 PAIRWISE = [
@@ -53,7 +53,9 @@ def test_generation_with_a_cache_gives_the_same_tokens(case: Case, tmp_path: Pat
     model, params = load_checkpoint(tmp_path)
     prompt = np.random.default_rng(1).integers(case.vocab_size, size=(1, 32))
     expected = greedy(reference, prompt, 64)
-    tokens = np.array([list(generate(model, params, prompt[0], 64, stop_ids=(), chunk_size=20))])
+    engine = Engine(model, params, EngineConfig(max_running=1, token_budget=20, buckets=(20,), num_pages=2))
+    (output,) = engine.generate([prompt[0]], SamplingParams(max_tokens=64, ignore_eos=True))
+    tokens = np.array([output.token_ids])
     assert_tokens_agree(tokens, expected, logits(reference, np.concatenate([prompt, expected], axis=1))[:, 31:-1])
 
 

@@ -1,7 +1,7 @@
-"""The oracle: every row's sequence gathered whole, every score in memory; float64 when x64 is on."""
+"""The oracle: all pages of all sequences gathered, every score in memory; float64 when x64 is on."""
 
 import jax.numpy as jnp
-from einops import rearrange, repeat
+from einops import rearrange
 from jax import Array
 
 from longctx.kernels.bits import from_bits
@@ -9,31 +9,31 @@ from longctx.kernels.paged_attention.operands import PagedOperands
 
 
 def reference_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
-    """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. Memory is T times the longest sequence."""
+    """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. Scores are of every row with every sequence."""
     q, k_pages, v_pages, table, index, kv_lengths, q_positions, q_sequence, first_page = operands
-    num_sequences, num_entries = table.shape
     page_size, kv_heads, dtype = k_pages.shape[1], k_pages.shape[2], jnp.promote_types(q.dtype, jnp.float32)
     if index is None:
-        index = jnp.broadcast_to(jnp.arange(num_entries, dtype=jnp.int32), table.shape)
+        index = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
+    index = jnp.minimum(index, (2**31 - 1) // page_size - 1)  # what marks an entry unused must not overflow
 
-    real = (q_sequence >= 0) & (q_sequence < num_sequences)
-    sequence = jnp.where(real, q_sequence, 0)
     positions = rearrange(index, "b m -> b m 1") * page_size + rearrange(jnp.arange(page_size), "p -> 1 1 p")
-    written = rearrange(positions < kv_lengths[:, None, None], "b m p -> b (m p)")[sequence]
-    seen = written & (rearrange(positions, "b m p -> b (m p)")[sequence] <= q_positions[:, None]) & real[:, None]
+    written = positions < kv_lengths[:, None, None]
+    sequences = jnp.arange(table.shape[0], dtype=jnp.int32)
+    own = rearrange(q_sequence, "t -> t 1 1 1") == rearrange(sequences, "b -> 1 b 1 1")
+    seen = own & written[None] & (positions[None] <= rearrange(q_positions, "t -> t 1 1 1"))
 
     def keys(pages: Array) -> Array:
-        """`[T, M * page_size, N, H]`. What was never written may be NaN, which a weight of 0 doesn't undo."""
+        """`[B, M, page_size, K, H]`. What was never written may be NaN, which a weight of 0 doesn't undo."""
         gathered = from_bits(pages[first_page + table], q.dtype).astype(dtype)
-        keys = rearrange(gathered, "b m p k h -> b (m p) k h")[sequence]
-        keys = jnp.where(written[:, :, None, None], keys, 0)
-        return repeat(keys, "t s k h -> t s (k g) h", g=q.shape[1] // kv_heads)
+        return jnp.where(written[..., None, None], gathered, 0)
 
-    scores = scale * jnp.einsum("tnh,tsnh->tsn", q.astype(dtype), keys(k_pages), precision="highest")
-    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
-    peak = jnp.max(scores, 1, keepdims=True)
+    rows = rearrange(q.astype(dtype), "t (k g) h -> t k g h", k=kv_heads)
+    scores = scale * jnp.einsum("tkgh,bmpkh->tkgbmp", rows, keys(k_pages), precision="highest")
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    peak = jnp.max(scores, (3, 4, 5), keepdims=True)
     empty = peak == -jnp.inf
     weights = jnp.exp(scores - jnp.where(empty, 0, peak))
-    total = jnp.where(empty, 1, jnp.sum(weights, 1, keepdims=True))
-    out = jnp.einsum("tsn,tsnh->tnh", weights / total, keys(v_pages), precision="highest")
-    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))[:, 0]
+    total = jnp.where(empty, 1, jnp.sum(weights, (3, 4, 5), keepdims=True))
+    out = jnp.einsum("tkgbmp,bmpkh->tkgh", weights / total, keys(v_pages), precision="highest")
+    lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
+    return out.reshape(q.shape), lse.reshape(q.shape[:2])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from longctx.kernels.paged_attention.operands import PagedOperands
@@ -26,7 +27,7 @@ class Tiles(NamedTuple):
 
 
 def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
-    """Cut every run of rows of one sequence into tiles of the last size, and a rest, which takes the least that holds it.
+    """Cut every run of rows of one sequence into tiles of the last size, and one of the least size that holds the rest.
 
     sizes ascend, the first being 1.
     """
@@ -42,39 +43,53 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     tile_stop = jnp.minimum(tile_first + sizes[-1], run_stop)
     owned = jnp.where(real & (row == tile_first), tile_stop - tile_first, 0)
 
-    def tiles(size: int, smaller: int) -> Tiles:
-        number = jnp.cumsum((owned > smaller) & (owned <= size), dtype=jnp.int32)  # counted from 1
-        wanted = jnp.arange(num_rows // (smaller + 1), dtype=jnp.int32)
-        # Where the n-th begins; beyond the last one, any row.
-        first = _count_leading(lambda i: number[i] <= wanted, num_rows, wanted.shape)
-        first = jnp.minimum(first, num_rows - 1)
-        stop = tile_stop[first]
-        sequence = jnp.where(real[first], q_sequence[first], 0)
-        return Tiles(size, number[-1], first, stop, sequence, *_count_entries(operands, size, first, stop, sequence))
+    # The lists of all sizes, one behind the other, so that there is one search for all.
+    above = np.array((0, *sizes[:-1]), np.int32)[:, None]
+    fits = (owned[None] > above) & (owned[None] <= np.array(sizes, np.int32)[:, None])
+    number = jnp.cumsum(fits, 1, dtype=jnp.int32)  # counted from 1
+    capacities = [num_rows // (smaller + 1) for smaller in above[:, 0]]
+    kind = np.repeat(np.arange(len(sizes), dtype=np.int32), capacities)
+    wanted = np.concatenate([np.arange(capacity, dtype=np.int32) for capacity in capacities])
+    # Where the n-th of its kind begins; beyond the last one, anywhere.
+    first = jnp.minimum(_count_leading(lambda i: number[kind, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
+    sequence = jnp.where(real[first], q_sequence[first], 0)
+    stop = tile_stop[first]
 
-    return [tiles(size, smaller) for smaller, size in zip((0, *sizes), sizes, strict=False)]
+    ends = np.cumsum(capacities)
+    parts = [slice(end - capacity, end) for end, capacity in zip(ends, capacities, strict=True)]
+    extremes = [
+        _extremes(operands.q_positions, size, first[part], stop[part]) for size, part in zip(sizes, parts, strict=True)
+    ]
+    lowest, highest = (jnp.concatenate(x) for x in zip(*extremes, strict=True))
+    found = first, stop, sequence, *_count_entries(operands, lowest, highest, sequence)
+    return [
+        Tiles(size, number[level, -1], *(x[part] for x in found))
+        for level, (size, part) in enumerate(zip(sizes, parts, strict=True))
+    ]
 
 
-def _count_entries(
-    operands: PagedOperands, size: int, first: Array, stop: Array, sequence: Array
-) -> tuple[Array, Array]:
+def _extremes(positions: Array, size: int, first: Array, stop: Array) -> tuple[Array, Array]:
+    """The lowest and highest position in each of some tiles `[n]` of one size."""
+    rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    own = rows < stop[:, None]
+    positions = positions[jnp.minimum(rows, positions.shape[0] - 1)]
+    lowest = jnp.min(jnp.where(own, positions, jnp.iinfo(jnp.int32).max), 1)
+    return lowest, jnp.max(jnp.where(own, positions, -1), 1)
+
+
+def _count_entries(operands: PagedOperands, lowest: Array, highest: Array, sequence: Array) -> tuple[Array, Array]:
     """`num_full` and `num_entries` of tiles `[n]`."""
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
-    rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    positions = operands.q_positions[jnp.minimum(rows, operands.q_positions.shape[0] - 1)]
-    own = rows < stop[:, None]
     last_key = operands.kv_lengths[sequence] - 1
-    lowest = jnp.minimum(jnp.min(jnp.where(own, positions, jnp.iinfo(jnp.int32).max), 1), last_key)
-    highest = jnp.minimum(jnp.max(jnp.where(own, positions, -1), 1), last_key)
-
-    def count_below(page: Array) -> Array:
-        """Entries in use ascend and come first; all others are at the sequence's length or after."""
-        if operands.page_index is None:
-            return jnp.clip(page, 0, num_entries)
-        index = operands.page_index
-        return _count_leading(lambda entry: index[sequence, entry] < page, num_entries, page.shape)
-
-    return count_below((lowest + 1) // page_size), count_below(highest // page_size + 1)
+    first_unseen = (jnp.minimum(lowest, last_key) + 1) // page_size, jnp.minimum(highest, last_key) // page_size + 1
+    page = jnp.stack(first_unseen)
+    if operands.page_index is None:
+        num_full, num_seen = jnp.clip(page, 0, num_entries)
+        return num_full, num_seen
+    # Entries in use ascend and come first; all others are at the sequence's length or after.
+    index = operands.page_index
+    num_full, num_seen = _count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape)
+    return num_full, num_seen
 
 
 def _count_leading(holds: Callable[[Array], Array], size: int, shape: tuple[int, ...]) -> Array:

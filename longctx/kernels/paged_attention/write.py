@@ -8,9 +8,7 @@ from longctx.kernels.bits import to_bits
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
 
 
-def write_pages(
-    k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array, offset: Array
-) -> tuple[Array, Array]:
+def write_pages(k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array, offset: Array) -> tuple[Array, Array]:
     """Write the K and V of some tokens, each to its slot. In place where the pages are donated or carried by a loop.
 
     Args:

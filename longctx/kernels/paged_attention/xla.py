@@ -107,10 +107,10 @@ def _attend_tiles(
 
 def _block(x: Array, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, dtype: jnp.dtype) -> Array:
     """Some pages of x `[pages, page_size, K, H]` -> `[len(pages) * page_size, heads * H]`, converted after the cut."""
-    size = (1, x.shape[1], heads, x.shape[3])
-    parts = [lax.dynamic_slice(x, (page, _ZERO, head, _ZERO), size) for page in pages]
-    block = jnp.concatenate(parts).reshape(-1, heads * x.shape[3])
-    return from_bits(block, kept_as).astype(dtype)
+    at = jnp.stack([pages, jnp.full_like(pages, head)], 1)
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 2))
+    block = lax.gather(x, at, numbers, (1, x.shape[1], heads, x.shape[3]), mode="promise_in_bounds")
+    return from_bits(block.reshape(-1, heads * x.shape[3]), kept_as).astype(dtype)
 
 
 def _spread_heads(q: Array) -> Array:

@@ -1,0 +1,216 @@
+"""`longctx bench`: a workload on the engine, and how it was served."""
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from longctx.models import load_checkpoint, load_tokenizer
+from longctx.models.builtin import TINY
+from longctx.serving import Engine, EngineConfig, EngineStats
+from longctx.simulation import report
+from longctx.simulation.replay import Record, replay
+from longctx.simulation.workloads import (
+    Lengths,
+    WorkloadRequest,
+    arrive_at_rate,
+    read_workload,
+    scale_lengths,
+    synthesize,
+)
+
+SUMMARY = "Serve a workload, from a file or made up, and measure TTFT, TPOT and tokens per second."
+ENGINE = ("page_size", "num_pages", "max_running", "token_budget", "chunk_size", "run_ahead", "admission")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=TINY, metavar="DIR", help="checkpoint; default: the built-in one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is made up")
+
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--workload", type=Path, metavar="FILE", help="trace (JSON lines, or CSV of lengths)")
+    workload.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
+    workload.add_argument("--scale-lengths", type=float, metavar="X", help="all lengths of the file times X")
+    workload.add_argument("--requests", type=int, metavar="N", help="make up N requests instead of a file (16)")
+    workload.add_argument("--prompt-tokens", metavar="DIST", help="N, LOW:HIGH or LOW:HIGH:log (64:512)")
+    workload.add_argument("--output-tokens", metavar="DIST", help="the same (16:64)")
+    workload.add_argument("--shared-prefix", type=int, metavar="N", help="tokens that all prompts begin with, besides")
+    workload.add_argument("--rate", type=float, metavar="R", help="requests a second, Poisson; inf: all at once")
+    workload.add_argument("--max-length", type=int, metavar="N", help="skip longer requests (prompt and output)")
+
+    engine = parser.add_argument_group("engine")
+    defaults = EngineConfig()
+    for name in ENGINE[:-1]:
+        default = getattr(defaults, name)
+        engine.add_argument(
+            _flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'fitting'}"
+        )
+    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=defaults.admission)
+    engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
+
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", type=Path, metavar="FILE", help="all figures, every request and step")
+    results.add_argument("--plot", type=Path, metavar="FILE", help=".png or .svg: TTFT, TPOT, requests over time")
+
+
+def run(options: argparse.Namespace) -> int:
+    _check(options)
+    requests = _workload(options)
+    model, params = load_checkpoint(options.model, dtype=options.dtype)
+    requests = _encode(requests, options.model)
+    context = model.config.max_positions
+    requests, num_skipped = _fitting(requests, options.max_length, context)
+    longest = max(request.length for request in requests)
+
+    with _naming_flags():
+        config = EngineConfig(
+            max_length=options.max_length or longest,
+            prefix_cache=not options.no_prefix_cache,
+            seed=options.seed,
+            **{name: getattr(options, name) for name in ENGINE},
+        )
+        engine = Engine(model, params, config, clock=time.monotonic)
+    needed = -(-(longest - 1) // config.page_size)
+    if needed > engine.num_pages:
+        raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {engine.num_pages}")
+
+    print("compiling ...", end="", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    engine.warm_up()
+    print(f" {time.monotonic() - start:.1f} s", file=sys.stderr)
+    record = _replay(engine, requests, options.seed)
+
+    summary = report.summarize(record) | {"skipped": num_skipped}
+    print(report.table(summary))
+    if options.max_length is not None:
+        print(
+            f"skipped {num_skipped} of {num_skipped + len(requests)} requests, longer than {options.max_length} tokens"
+        )
+    if options.json is not None:
+        settings = {"model": str(options.model), "workload": str(options.workload or "synthetic")}
+        shown = dataclasses.asdict(config)
+        del shown["hash_key"]
+        contents = settings | {"config": shown, "summary": summary} | report.details(record)
+        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        report.plot(record, options.plot)
+    return 0
+
+
+def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int) -> Record:
+    """With progress bars: requests that have ended, and tokens read, found and written."""
+    total = sum(request.length for request in requests)
+    with (
+        tqdm(total=len(requests), desc="requests", unit="req", position=0) as ended,
+        tqdm(total=total, desc="tokens", unit="tok", unit_scale=True, position=1) as tokens,
+    ):
+
+        def progress(record: Record, stats: EngineStats) -> None:
+            done = stats.prompt_tokens + stats.cached_tokens + stats.output_tokens
+            ended.update(len(record.served) - ended.n)
+            tokens.update(max(0, min(done, total) - tokens.n))  # what is put back is read twice
+
+        return replay(engine, requests, time.monotonic, seed=seed, progress=progress)
+
+
+def _workload(options: argparse.Namespace) -> list[WorkloadRequest]:
+    if options.workload is not None:
+        requests = read_workload(options.workload, options.limit)
+        if options.scale_lengths is not None:
+            with _prefixed("--scale-lengths: "):
+                requests = scale_lengths(requests, options.scale_lengths)
+    else:
+        with _prefixed("--prompt-tokens "):
+            prompt_tokens = Lengths.parse(options.prompt_tokens or "64:512")
+        with _prefixed("--output-tokens "):
+            output_tokens = Lengths.parse(options.output_tokens or "16:64")
+        num_requests = 16 if options.requests is None else options.requests
+        requests = synthesize(num_requests, prompt_tokens, output_tokens, options.shared_prefix or 0, options.seed)
+    return requests if options.rate is None else arrive_at_rate(requests, options.rate, options.seed)
+
+
+def _encode(requests: list[WorkloadRequest], model: Path) -> list[WorkloadRequest]:
+    """Prompts that are text become tokens."""
+    if not any(isinstance(request.prompt, str) for request in requests):
+        return requests
+    tokenizer = load_tokenizer(model)
+    encoded = []
+    for request in requests:
+        if isinstance(request.prompt, str):
+            tokens = tuple(tokenizer.encode(request.prompt))
+            request = dataclasses.replace(request, prompt=tokens, prompt_tokens=len(tokens))
+        encoded.append(request)
+    return encoded
+
+
+def _fitting(
+    requests: list[WorkloadRequest], max_length: int | None, context: int
+) -> tuple[list[WorkloadRequest], int]:
+    """The requests of at most `max_length` tokens, and how many are longer."""
+    if max_length is not None and max_length > context:
+        raise ValueError(f"--max-length must be at most the model's context of {context}, got {max_length}")
+    kept = [request for request in requests if request.length <= (max_length or context)]
+    num_skipped = len(requests) - len(kept)
+    longest = max(request.length for request in requests)
+    if num_skipped and max_length is None:
+        raise ValueError(
+            f"{num_skipped} of {len(requests)} requests are longer than the model's context of {context} tokens "
+            f"(the longest has {longest}): --max-length skips them, --scale-lengths shortens all"
+        )
+    if not kept:
+        raise ValueError(f"--max-length {max_length} leaves no request")
+    return kept, num_skipped
+
+
+def _check(options: argparse.Namespace) -> None:
+    synthetic = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
+    of_a_file = ("limit", "scale_lengths")
+    wrong = synthetic if options.workload is not None else of_a_file
+    for name in wrong:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{_flag(name)} {'contradicts' if wrong is synthetic else 'needs'} --workload")
+    for name, low in (("limit", 1), ("requests", 1), ("shared_prefix", 0), ("max_length", 2), ("seed", 0)):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ValueError(f"{_flag(name)} must be at least {low}, got {value}")
+    for name in ("scale_lengths", "rate"):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and (name == "rate" or math.isfinite(value))):
+            raise ValueError(f"{_flag(name)} must be above 0, got {value}")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{_flag(name)}: no such directory: {path.parent}")
+    if options.plot is not None:
+        with _prefixed("--plot "):
+            report.check_can_plot(options.plot)
+
+
+@contextmanager
+def _prefixed(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """Errors of the engine name its arguments; let them name the flags."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(rf"\b({'|'.join(ENGINE)})\b", lambda name: _flag(name[0]), str(error))) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

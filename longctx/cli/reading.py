@@ -1,0 +1,48 @@
+"""What the commands share: compiling and reading with something to look at, and the rates of what was generated."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from tqdm import tqdm
+
+from longctx.serving import Engine, Event, Output
+
+
+def warm_up(engine: Engine) -> float:
+    """Compile, with a word on standard error about it; seconds."""
+    sizes = " and ".join(map(str, engine.config.row_buckets))
+    print(f"compiling steps of {sizes} tokens", file=sys.stderr)
+    start = time.perf_counter()
+    engine.warm_up()
+    return time.perf_counter() - start
+
+
+def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
+    """The events of each step until nothing is left to do.
+
+    A bar on standard error shows how far this request's prompt is read, and closes with its first event.
+    """
+    done, total = engine.progress(request_id)
+    with tqdm(total=total, initial=done, desc="reading", unit="tok") as bar:
+        while bar.n < total:
+            events = engine.step()
+            is_read = any(event.request_id == request_id for event in events)
+            # Plans run ahead of results: all of it is read only when its first token is there.
+            read = total if is_read else min(engine.progress(request_id)[0], total - 1)
+            bar.update(read - bar.n)
+            if is_read:
+                bar.close()
+            yield events
+    while engine.has_work:
+        yield engine.step()
+
+
+def decode_rate(outputs: Iterable[Output]) -> str:
+    """Tokens per second after the first of each, over outputs that were generated side by side."""
+    outputs = [output for output in outputs if output.metrics.output_tokens > 1]
+    if not outputs:
+        return "-"
+    tokens = sum(output.metrics.output_tokens - 1 for output in outputs)
+    seconds = max(o.metrics.finished or 0 for o in outputs) - min(o.metrics.first_token or 0 for o in outputs)
+    return f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"

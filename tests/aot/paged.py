@@ -1,0 +1,14 @@
+"""Paged attention as compiled for an H100: the cache in place, nothing of its size made, tiles outside the layers."""
+
+import jax.numpy as jnp
+import pytest
+from h100 import h100_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from paged_step import arguments, check_in_place, step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_of_several_layers_is_in_place(dtype: str) -> None:
+    there = NamedSharding(h100_mesh(context=1), P())
+    check_in_place(step.lower(*arguments(jnp.dtype(dtype), there)).compile(), jnp.dtype(dtype))

@@ -1,0 +1,87 @@
+"""A step of several layers that writes pages and attends to them, to compile without anything being there."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from hlo import opcodes_of_size
+from jax import Array, lax
+
+from longctx.kernels import paged_attention, write_pages
+from longctx.kernels.bits import bits_dtype
+
+ROWS, HEADS, KV_HEADS, SIZE, LAYERS = 64, 4, 2, 16, 3
+PAGE_SIZE, NUM_PAGES, SEQUENCES, ENTRIES = 16, 8192, 8, 65536
+LAYER = NUM_PAGES * PAGE_SIZE * KV_HEADS * SIZE  # elements of one layer's K
+TILES = ROWS + ROWS // 2 + ROWS // 17  # what the lists of tiles of 1, 16 and 64 rows hold together
+IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
+ATTENDS = ("page_table", "page_index", "kv_lengths", "q_positions", "q_sequence")
+
+
+@functools.partial(jax.jit, donate_argnums=(0,))
+def step(cache: tuple[Array, Array], x: Array, metadata: dict[str, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def layer(carry, number):  # type: ignore[no-untyped-def]
+        x, (k_pages, v_pages) = carry
+        first_page = number * NUM_PAGES
+        new = x[:, :KV_HEADS], x[:, KV_HEADS : 2 * KV_HEADS]
+        page = jnp.where(metadata["page"] < 0, -1, metadata["page"] + first_page)
+        cache = write_pages(k_pages, v_pages, *new, page, metadata["offset"])
+        others = {name: metadata.get(name) for name in ATTENDS}
+        out, _ = paged_attention(x, *cache, **others, first_page=first_page)
+        return (x + out, cache), None
+
+    (x, cache), _ = lax.scan(layer, (x, cache), jnp.arange(LAYERS, dtype=jnp.int32))
+    return x, cache
+
+
+def arguments(dtype: object, sharding: object = None) -> tuple[object, ...]:
+    def array(dtype: object, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    pages = array(bits_dtype(dtype), LAYERS * NUM_PAGES, PAGE_SIZE, KV_HEADS, SIZE)
+    table, row = array(jnp.int32, SEQUENCES, ENTRIES), array(jnp.int32, ROWS)
+    metadata = {"page_table": table, "page_index": table, "kv_lengths": array(jnp.int32, SEQUENCES)}
+    metadata |= {"q_positions": row, "q_sequence": row, "page": row, "offset": row}
+    return (pages, pages), array(dtype, ROWS, HEADS, SIZE), metadata
+
+
+def computations_in_loops(text: str) -> dict[str, list[str]]:
+    """The lines of every computation of a compiled module that a while loop runs, by name."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if header := re.match(r"^(ENTRY )?%([\w.\-]+) .*\{$", line):
+            lines = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line.startswith("  "):
+            lines.append(line)
+    waiting = [name for line in computations[entry] if " while(" in line for name in _called(line)]
+    found: dict[str, list[str]] = {}
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = computations[name]
+            waiting += [called for line in found[name] for called in _called(line)]
+    return found
+
+
+def _called(line: str) -> list[str]:
+    return re.findall(r"(?:body|condition|calls|to_apply)=%([\w.\-]+)", line)
+
+
+def check_in_place(compiled: Any, dtype: object) -> None:
+    """The cache is updated where it lies, nothing of a layer's size is made, no work of a layer grows with B x M."""
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    bits = bits_dtype(dtype)
+    assert memory.alias_size_in_bytes >= 2 * LAYERS * LAYER * bits.itemsize
+    assert memory.temp_size_in_bytes < LAYER * bits.itemsize / 4
+    assert opcodes_of_size(text, SEQUENCES * ENTRIES) <= IN_PLACE
+    # The lists of tiles depend on metadata only: they are made before the loop over layers.
+    loops = computations_in_loops(text)
+    assert len(loops) > LAYERS
+    searches = [line for line in text.splitlines() if re.search(rf"[\[,]{TILES}[\],]", line)]
+    inside = [line for lines in loops.values() for line in lines if re.search(rf"[\[,]{TILES}[\],]", line)]
+    assert searches
+    assert not inside
