@@ -231,6 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     workload = make_workload(options.prompt_tokens, options.output_tokens)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         model = Llama(CONFIG)

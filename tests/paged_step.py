@@ -81,7 +81,10 @@ def check_in_place(compiled: Any, dtype: object) -> None:
     # The lists of tiles depend on metadata only: they are made before the loop over layers.
     loops = computations_in_loops(text)
     assert len(loops) > LAYERS
-    searches = [line for line in text.splitlines() if re.search(rf"[\[,]{TILES}[\],]", line)]
-    inside = [line for lines in loops.values() for line in lines if re.search(rf"[\[,]{TILES}[\],]", line)]
-    assert searches
-    assert not inside
+    assert results_of_tiles(text.splitlines())
+    assert not any(results_of_tiles(lines) for lines in loops.values())
+
+
+def results_of_tiles(lines: list[str]) -> list[str]:
+    """Those that compute something for all tiles, rather than take a part of it."""
+    return [x for x in lines if re.search(rf" = \w+\[(2,)?{TILES}(,1)?\]\S* (fusion|select|gather|scatter)\(", x)]

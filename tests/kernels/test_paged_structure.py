@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from paged_step import arguments, check_in_place, step
 
 from longctx.kernels import attention, merge_states, paged_attention, write_pages
-from longctx.kernels.paged_attention.operands import check_paged_operands
+from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
 from longctx.kernels.paged_attention.tiles import cut_tiles
 
 
@@ -41,8 +41,11 @@ def _cut(entries: int, padding: int, index_given: bool) -> list[tuple[int, list[
         sequence,
         0,
     )
-    tiles = cut_tiles(operands, (1, 16, 256))
-    return [(t.size, [[int(x[n]) for x in t[2:]] for n in range(int(t.num))]) for t in tiles]
+    sizes = (1, 16, 256)
+    cut = jax.jit(lambda *x: [t[1:] for t in cut_tiles(PagedOperands(*x), sizes)])(*operands)
+    return [
+        (size, [[int(x[n]) for x in lists] for n in range(num)]) for size, (num, *lists) in zip(sizes, cut, strict=True)
+    ]
 
 
 def test_work_follows_lengths() -> None:

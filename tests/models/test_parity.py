@@ -13,7 +13,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longctx.models import load_checkpoint
 from longctx.models.rope_config import rope_from_hf
-from longctx.serving import Engine, EngineConfig, SamplingParams
 
 # Every pair of values of any two columns occurs.
 PAIRWISE = [
@@ -44,19 +43,6 @@ def test_float32_logits_and_greedy_tokens(case: Case, tmp_path: Path) -> None:
     ours, theirs = np.asarray(model(params, sequence)), logits(reference, sequence)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     assert_tokens_agree(ours[:, 31:-1].argmax(-1), expected, theirs[:, 31:-1])
-
-
-@pytest.mark.parametrize("case", PAIRWISE[4:6], ids=lambda case: str(case))
-def test_generation_with_a_cache_gives_the_same_tokens(case: Case, tmp_path: Path) -> None:
-    """Prompt read in chunks that don't divide it, 64 tokens decoded one by one."""
-    reference = case.write(tmp_path)
-    model, params = load_checkpoint(tmp_path)
-    prompt = np.random.default_rng(1).integers(case.vocab_size, size=(1, 32))
-    expected = greedy(reference, prompt, 64)
-    engine = Engine(model, params, EngineConfig(max_running=1, token_budget=20, buckets=(20,), num_pages=2))
-    (output,) = engine.generate([prompt[0]], SamplingParams(max_tokens=64, ignore_eos=True))
-    tokens = np.array([output.token_ids])
-    assert_tokens_agree(tokens, expected, logits(reference, np.concatenate([prompt, expected], axis=1))[:, 31:-1])
 
 
 def assert_tokens_agree(tokens: np.ndarray, expected: np.ndarray, reference_logits: np.ndarray) -> None:

@@ -31,7 +31,7 @@ PARAMS = MODEL.init(jax.random.key(0), initializer_range=0.4)
 def make_engine(params: dict = PARAMS, **options: object) -> Engine:
     """All with the same shapes, so that all share their programs."""
     shapes = {"page_size": 8, "num_pages": 24, "max_running": 6, "token_budget": 32, "buckets": (8, 32)}
-    return Engine(MODEL, params, EngineConfig(**shapes, **options))  # type: ignore[arg-type]
+    return Engine(MODEL, params, EngineConfig(**(shapes | options)))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -121,7 +121,7 @@ def test_logprobs(dtype: object) -> None:
     """Of prompt and output, the prompt read in several chunks; in bf16 within the house's rule."""
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     prompt = PROMPTS[4]
-    (output,) = make_engine(params).generate(
+    (output,) = make_engine(params, buckets=(32,)).generate(
         prompt, SamplingParams(max_tokens=9, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     )
     tokens = np.array(prompt + output.token_ids)

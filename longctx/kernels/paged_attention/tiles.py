@@ -1,7 +1,8 @@
 """How paged attention cuts its work: tiles of query rows of one sequence, and the pages that each needs.
 
-Everything here follows from metadata: no layer changes it. It is written without loops and scatters, so that XLA
-moves it out of a scan over layers, and computes it once for layers that are unrolled.
+Everything here follows from metadata: no layer changes it. It is written without loops and without scatters (of which
+XLA's GPU backend moves none out of a loop), so that it leaves a scan over layers, and is computed once for layers that
+are unrolled.
 """
 
 from collections.abc import Callable
@@ -43,15 +44,15 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     tile_stop = jnp.minimum(tile_first + sizes[-1], run_stop)
     owned = jnp.where(real & (row == tile_first), tile_stop - tile_first, 0)
 
-    # The lists of all sizes, one behind the other, so that there is one search for all.
-    above = np.array((0, *sizes[:-1]), np.int32)[:, None]
-    fits = (owned[None] > above) & (owned[None] <= np.array(sizes, np.int32)[:, None])
+    # The lists of all sizes lie one behind the other, so that one search makes them, and one serves them.
+    above = np.array((0, *sizes[:-1]), np.int32)
+    fits = (owned[None] > above[:, None]) & (owned[None] <= np.array(sizes, np.int32)[:, None])
     number = jnp.cumsum(fits, 1, dtype=jnp.int32)  # counted from 1
-    capacities = [num_rows // (smaller + 1) for smaller in above[:, 0]]
-    kind = np.repeat(np.arange(len(sizes), dtype=np.int32), capacities)
+    capacities = num_rows // (above + 1)  # no tile of a size owns fewer rows
+    level = np.repeat(np.arange(len(sizes), dtype=np.int32), capacities)
     wanted = np.concatenate([np.arange(capacity, dtype=np.int32) for capacity in capacities])
-    # Where the n-th of its kind begins; beyond the last one, anywhere.
-    first = jnp.minimum(_count_leading(lambda i: number[kind, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
+    # Where the n-th of its size begins; beyond the last one, anywhere.
+    first = jnp.minimum(_count_leading(lambda i: number[level, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
     sequence = jnp.where(real[first], q_sequence[first], 0)
     stop = tile_stop[first]
 
