@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
     q_blocks: Blocks
     kv_blocks: Blocks
     num_tiles: int
-    kv_entry: Array | np.int32 | None
+    shared_keys: bool
     block_heads: int
 
     @classmethod
@@ -42,13 +42,11 @@ class Tiling(NamedTuple):
         queries: Tokens,
         keys: Tokens,
         causal: bool,
-        kv_entry: Array | np.int32 | None = None,
         join_heads: bool = False,
     ) -> "Tiling":
         """For q `[B, T, N, H]` and k `[B, S, K, H]`, or keys and values as one `[2, B, S, K, H]`.
 
-        With `kv_entry`, k is `[E, S, K, H]` and all sequences read that entry. With `join_heads`, the KV heads of a
-        key are taken as one head of size K * H, which all query heads share.
+        With `join_heads`, the KV heads of a key are taken as one head of size K * H, which all query heads share.
         """
         batch, q_length, heads, _ = q.shape
         kv_batch, kv_length, kv_heads, _ = k.shape[-4:]
@@ -58,10 +56,8 @@ class Tiling(NamedTuple):
         kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
         q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
-        if kv_entry is None and kv_batch == 1:
-            kv_entry = _ZERO
         cut = (queries, keys, causal, kv_heads, group, q_block, kv_block, q_blocks, kv_blocks)
-        return cls(*cut, num_tiles, kv_entry, block_heads)
+        return cls(*cut, num_tiles, kv_batch == 1, block_heads)
 
     def group_heads(self, x: Array) -> Array:
         """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
@@ -147,7 +143,7 @@ class Tile(NamedTuple):
         return (self.batch, first, self.head, *(_ZERO,) * (x.ndim - 3))
 
     def _block_at(self, index: Array) -> tuple[Any, ...]:
-        entry = self.batch if self.tiling.kv_entry is None else self.tiling.kv_entry
+        entry = _ZERO if self.tiling.shared_keys else self.batch
         return entry, self._first_key(index), self.head, _ZERO
 
     def _tokens(self, x: Array, first: Array | np.int32, size: int) -> Array:

@@ -15,21 +15,10 @@ from jax import Array, lax
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.tiling import Tiling
-from longctx.kernels.bits import from_bits
 from longctx.kernels.merge import merge_state
 
 # Up to so many rows, over all heads, the KV heads of a block are taken together.
 _FEW_ROWS = 256
-
-
-def xla_attention_to_entry(
-    q: Array, k: Array, v: Array, entry: Array, queries: Tokens, keys: Tokens, scale: float
-) -> tuple[Array, Array]:
-    """`xla_attention` to one entry of k and v `[E, S, K, H]`, read where it lies: a layer of a cache, say.
-
-    The cache may hold the bits of a 16-bit q.dtype as uint16. Causal, and forward only.
-    """
-    return xla_attention(q, k, v, queries, keys, True, scale, kv_entry=entry)
 
 
 def xla_attention(
@@ -41,7 +30,6 @@ def xla_attention(
     causal: bool,
     scale: float,
     state: tuple[Array, Array] | None = None,
-    kv_entry: Array | None = None,
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
 
@@ -52,7 +40,7 @@ def xla_attention(
     # With few queries the products of single KV heads are too small to be fast: one product serves them all.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
-    tiling = Tiling.of(q, k, queries, keys, causal, kv_entry, join_heads)
+    tiling = Tiling.of(q, k, queries, keys, causal, join_heads)
     grouped = tiling.group_heads(_spread_heads(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -60,7 +48,7 @@ def xla_attention(
         q_rows = tile.rows(grouped).astype(dtype) * scale
 
         def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
-            k_block, v_block = (from_bits(tile.block(x, block, i), q.dtype).astype(dtype) for i, x in enumerate((k, v)))
+            k_block, v_block = (tile.block(x, block, i).astype(dtype) for i, x in enumerate((k, v)))
             return softmax.absorb(q_rows, k_block, v_block, tile.visible(block) if masked else None)
 
         old_out, old_lse = (tile.rows(x) for x in state)
