@@ -2,7 +2,7 @@
 
 N = 8, K = 2, H = 64. `contiguous` is `attention` to the same keys without pages, a batch entry a sequence (of several
 lengths, a call each); `gather` copies the pages of each sequence together and attends densely, every score in memory.
-The bounds are the machine's own matrix product and its own reading of memory, measured beside them. Medians over rounds.
+The bounds are the machine's own matrix product and its own reading of memory, measured beside them. Medians of rounds.
 """
 
 import argparse

@@ -78,7 +78,11 @@ def check_in_place(compiled: Any, dtype: object) -> None:
     assert memory.alias_size_in_bytes >= 2 * LAYERS * LAYER * bits.itemsize
     assert memory.temp_size_in_bytes < LAYER * bits.itemsize / 4
     assert opcodes_of_size(text, SEQUENCES * ENTRIES) <= IN_PLACE
-    # The lists of tiles depend on metadata only: they are made before the loop over layers.
+
+
+def check_tiles_are_cut_once(compiled: Any) -> None:
+    """The lists of tiles depend on metadata only: they are made before the loop over layers."""
+    text = compiled.as_text()
     loops = computations_in_loops(text)
     assert len(loops) > LAYERS
     assert results_of_tiles(text.splitlines())

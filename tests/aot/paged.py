@@ -1,4 +1,4 @@
-"""Paged attention as compiled for an H100: the cache in place, nothing of its size made, tiles outside the layers."""
+"""Paged attention as compiled for an H100: the cache in place, and nothing of its size made."""
 
 import jax.numpy as jnp
 import pytest

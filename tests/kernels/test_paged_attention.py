@@ -24,13 +24,14 @@ class Shape(NamedTuple):
     page_size: int
     sequences: int
     entries: int
+    index_given: bool  # or page_index=None
 
 
 SHAPES = [
-    Shape(rows=90, heads=8, kv_heads=2, size=8, page_size=16, sequences=5, entries=7),
-    Shape(rows=300, heads=3, kv_heads=3, size=8, page_size=4, sequences=2, entries=90),
-    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9),
-    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33),
+    Shape(rows=90, heads=8, kv_heads=2, size=8, page_size=16, sequences=5, entries=7, index_given=True),
+    Shape(rows=300, heads=3, kv_heads=3, size=8, page_size=4, sequences=2, entries=90, index_given=False),
+    Shape(rows=40, heads=8, kv_heads=1, size=24, page_size=64, sequences=3, entries=9, index_given=True),
+    Shape(rows=5, heads=4, kv_heads=2, size=4, page_size=1, sequences=4, entries=33, index_given=False),
 ]
 
 
@@ -86,7 +87,7 @@ def cases(draw: st.DrawFn, shapes: list[Shape] = SHAPES) -> Case:
     page_table = np.where(unused, 10**6, page_table)
     metadata = {
         "page_table": page_table,
-        "page_index": np.where(unused, 2**31 - 1, np.arange(shape.entries)),
+        "page_index": np.where(unused, 2**31 - 1, np.arange(shape.entries)) if shape.index_given else None,
         "kv_lengths": kv_lengths,
         "q_positions": q_positions,
         "q_sequence": q_sequence,
@@ -153,32 +154,29 @@ def test_reference_is_attention_to_contiguous_keys(case: Case) -> None:
         assert error(run(case, jnp.float64, "reference"), dense(case, jnp.float64)) < 1e-13
 
 
-@given(cases(), st.booleans())
+@given(cases())
 @settings(max_examples=40)
-def test_float32_agrees_with_oracle(case: Case, index_given: bool) -> None:
-    want = oracle(case)
-    if not index_given:
-        case.metadata["page_index"] = None
-    assert error(run(case, jnp.float32, "xla"), want) < 1e-5
+def test_float32_agrees_with_oracle(case: Case) -> None:
+    assert error(run(case, jnp.float32, "xla"), oracle(case)) < 1e-5
 
 
-@given(cases(SHAPES[:1]), st.booleans())
+@given(cases(SHAPES[2:3]), st.booleans())
 @settings(max_examples=10)
 def test_bfloat16_is_as_good_as_dense(case: Case, bits: bool) -> None:
-    """Within 2.5x the error of the dense computation on the same rounded inputs, plus 2e-3."""
+    """Within 2.5x the error of the dense computation on the same rounded inputs, plus 2e-3; kept as bits or not."""
     want = oracle(case)
     got = run(case, jnp.bfloat16, "xla", bits)
     assert error(got, want) <= 2.5 * error(run(case, jnp.bfloat16, "reference", bits), want) + 2e-3
 
 
-@given(cases(SHAPES[:1]))
+@given(cases(SHAPES[3:]))
 @settings(max_examples=5)
 def test_float64_is_honoured(case: Case) -> None:
     with jax.enable_x64(True):
         assert error(run(case, jnp.float64, "xla"), oracle(case)) < 1e-13
 
 
-@given(cases(SHAPES[:2]), st.integers(1, 4), st.integers(0, 2**32 - 1))
+@given(cases(SHAPES[:1]), st.integers(1, 4), st.integers(0, 2**32 - 1))
 @settings(max_examples=15)
 def test_ranks_with_some_of_the_pages_merge_to_the_whole(case: Case, ranks: int, seed: int) -> None:
     """Pages dealt over ranks in any way; each has gaps in its page index, and lists its own pages only."""
@@ -191,9 +189,8 @@ def test_ranks_with_some_of_the_pages_merge_to_the_whole(case: Case, ranks: int,
         own = np.take_along_axis(owner == rank, order, 1)
         table = np.where(own, np.take_along_axis(metadata["page_table"], order, 1), -(10**6))
         index = np.where(own, np.take_along_axis(metadata["page_index"], order, 1), 2**31 - 1)
-        states.append(
-            run(case._replace(metadata=metadata | {"page_table": table, "page_index": index}), "float32", "xla")
-        )
+        part = case._replace(metadata=metadata | {"page_table": table, "page_index": index})
+        states.append(run(part, jnp.float32, "xla"))
     outs, lses = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*states, strict=True))
     assert error(tuple(np.asarray(x, np.float64) for x in merge_states(outs, lses)), want) < 1e-5
 
