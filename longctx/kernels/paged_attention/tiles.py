@@ -1,8 +1,7 @@
 """How paged attention cuts its work: tiles of query rows of one sequence, and the pages that each needs.
 
-Everything here follows from metadata: no layer changes it. It is written without loops and without scatters (of which
-XLA's GPU backend moves none out of a loop), so that it leaves a scan over layers, and is computed once for layers that
-are unrolled.
+Everything here follows from metadata: no layer changes it. It is written without loops and scatters, so that XLA can
+move it out of a scan over layers (on CPU all of it, on GPU about half), and computes it once for unrolled layers.
 """
 
 from collections.abc import Callable
