@@ -38,8 +38,12 @@ check: .venv/installed-test
 
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.host_overhead
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.prefix_cache
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

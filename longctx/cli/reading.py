@@ -25,12 +25,14 @@ def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
     """
     done, total = engine.progress(request_id)
     with tqdm(total=total, initial=done, desc="reading", unit="tok") as bar:
-        while bar.n < total:
+        is_read = False
+        while not is_read:
             events = engine.step()
             is_read = any(event.request_id == request_id for event in events)
             # Plans run ahead of results: all of it is read only when its first token is there.
             read = total if is_read else min(engine.progress(request_id)[0], total - 1)
-            bar.update(read - bar.n)
+            bar.update(read - done)
+            done = read
             if is_read:
                 bar.close()
             yield events

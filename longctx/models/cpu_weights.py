@@ -13,7 +13,7 @@ from jax import lax
 
 from longctx.models.params import Params
 
-# Up to so many rows the weights go first in a product (measured: docs/engine.md).
+# Up to so many rows the weights go first in a product (docs/design.md).
 _FEW_ROWS = 64
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from longctx.serving.checks import check_bool, check_integer
+
 MAX_RUN_AHEAD = 8
 
 
@@ -28,7 +30,7 @@ class EngineConfig:
       hash_key: secret of the page hashes, 16 to 64 bytes. None: random.
 
     Raises:
-      ValueError: a value out of range; the message names it.
+      TypeError, ValueError: a value out of range; the message names it.
     """
 
     page_size: int = 64
@@ -48,8 +50,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "chunk_size", "run_ahead"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value is not None or name in ("page_size", "max_running", "token_budget", "run_ahead"):
+                object.__setattr__(self, name, check_integer(name, value, 1))
+        check_integer("seed", self.seed, 0)
+        check_integer("max_logprobs", self.max_logprobs, 0)
+        check_bool("prefix_cache", self.prefix_cache)
+        if self.hash_key is not None and (not isinstance(self.hash_key, bytes) or not 16 <= len(self.hash_key) <= 64):
+            raise ValueError("hash_key must be None or 16 to 64 bytes")
         if self.run_ahead > MAX_RUN_AHEAD:
             raise ValueError(f"run_ahead must be at most {MAX_RUN_AHEAD}, got {self.run_ahead}")
         if self.max_running > self.token_budget:
@@ -60,11 +67,11 @@ class EngineConfig:
             raise ValueError(f"chunk_size must be at most token_budget={self.token_budget}, got {self.chunk_size}")
         if self.admission not in ("reserve", "optimistic"):
             raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
-        if not isinstance(self.max_logprobs, int) or self.max_logprobs < 0:
-            raise ValueError(f"max_logprobs must be an integer of at least 0, got {self.max_logprobs!r}")
         if self.buckets is not None:
-            buckets = tuple(sorted(self.buckets))
-            if not buckets or buckets[0] < 1 or buckets[-1] != self.token_budget:
+            if not isinstance(self.buckets, tuple | list):
+                raise TypeError(f"buckets must be a tuple of integers, got {self.buckets!r}")
+            buckets = tuple(sorted(check_integer("buckets", rows, 1) for rows in self.buckets))
+            if not buckets or buckets[-1] != self.token_budget:
                 raise ValueError(f"buckets must end at token_budget={self.token_budget}, got {self.buckets}")
             object.__setattr__(self, "buckets", buckets)
 

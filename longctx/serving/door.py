@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.models import LlamaConfig, Tokenizer
+from longctx.serving.checks import check_text
 from longctx.serving.config import EngineConfig
 from longctx.serving.output import Metrics, TokenLogprob
 from longctx.serving.prefix import PageHash
@@ -16,10 +17,18 @@ from longctx.serving.sequence import Sequence, Tail
 from longctx.serving.text import TextStream
 
 
+class Prompt(NamedTuple):
+    """A request's tokens `[T]` int32 and the keys of its full pages."""
+
+    tokens: np.ndarray
+    keys: list[bytes]
+
+
 class SessionEnd(NamedTuple):
-    """Where a session's last turn stopped: the key before its partial page, that page's number and its tokens."""
+    """Where a session's last turn stopped: the key before its partial page, and that page's key, number and tokens."""
 
     parent: bytes
+    key: bytes
     number: int
     tokens: np.ndarray
 
@@ -37,40 +46,45 @@ class Door:
     ) -> None:
         self._model, self._config, self._max_length = model, config, max_length
         self._tokenizer, self._hash = tokenizer, page_hash
-        self._sessions: OrderedDict[str, SessionEnd] = OrderedDict()
+        self._sessions: OrderedDict[tuple[str, str], SessionEnd] = OrderedDict()
         self._rng = np.random.default_rng(config.seed)
         self._count = 0
 
-    def enter(self, request: Request, request_id: str, now: float) -> list[Sequence]:
-        """The sequences of a request, the first with the others as its followers.
+    def read(self, request: Request) -> Prompt:
+        """Check a request, tokenise and hash its prompt. Changes nothing, so it needs no lock.
 
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """
-        params = request.sampling
-        prompt = self._tokens(request.prompt)
-        self._check(request, len(prompt))
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        tokens = self._tokens(request.prompt)
+        self._check(request, len(tokens))
+        keys: list[bytes] = []
+        if self._config.prefix_cache:
+            self._hash.extend(keys, tokens, self._hash.root(request.tenant))
+        return Prompt(tokens, keys)
+
+    def enter(self, request: Request, prompt: Prompt, request_id: str, now: float) -> list[Sequence]:
+        """The sequences of a request, the first with the others as its followers."""
+        params, tokens = request.sampling, prompt.tokens
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = {*params.stop_token_ids}
         if not params.ignore_eos:
             stop_ids |= {*self._model.eos_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())}
-        keys: list[bytes] = []
-        root = self._hash.root(request.tenant)
-        if self._config.prefix_cache:
-            self._hash.extend(keys, prompt, root)
         prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
 
         sequences = []
         for index in range(params.n):
-            known = np.zeros(len(prompt) + params.max_tokens, np.int32)
-            known[: len(prompt)] = prompt
+            known = np.zeros(len(tokens) + params.max_tokens, np.int32)
+            known[: len(tokens)] = tokens
             text = TextStream(self._tokenizer, params.stop)
-            metrics = Metrics(now, len(prompt))
+            metrics = Metrics(now, len(tokens))
             sample = Sample(
                 request,
                 request_id,
                 index,
-                len(prompt),
+                len(tokens),
                 known,
                 seed,
                 frozenset(stop_ids),
@@ -82,14 +96,14 @@ class Door:
                 Sequence(
                     name=f"{request_id}/{index}",
                     order=self._count,
-                    prompt_length=len(prompt),
+                    prompt_length=len(tokens),
                     max_tokens=params.max_tokens,
                     arrival=now,
                     priority=request.priority,
                     ttft_deadline=request.ttft_deadline,
                     tpot_target=request.tpot_target,
-                    keys=list(keys),
-                    tail=self._find_tail(request, prompt, keys, root),
+                    keys=list(prompt.keys),
+                    tail=self._find_tail(request, prompt),
                     may_share=params.prompt_logprobs is None,
                     data=sample,
                 )
@@ -106,37 +120,44 @@ class Door:
             return None
         size = self._config.page_size
         valid = min(sequence.computed, sample.num_known)
-        index = valid // size
-        if index > len(sequence.keys) or valid == index * size:
+        number = valid // size
+        if number > len(sequence.keys) or valid == number * size:
             return None
-        parent = sequence.keys[index - 1] if index else self._hash.root(sample.request.tenant)
-        self._sessions[session] = SessionEnd(parent, index, sample.tokens[index * size : valid].copy())
-        self._sessions.move_to_end(session)
-        return Tail(self._hash.tail(parent, session), index, valid - index * size)
+        tenant = sample.request.tenant
+        parent = sequence.keys[number - 1] if number else self._hash.root(tenant)
+        tokens = sample.tokens[number * size : valid].copy()
+        key = self._hash.tail(parent, session, tokens)
+        self._sessions[tenant, session] = SessionEnd(parent, key, number, tokens)
+        self._sessions.move_to_end((tenant, session))
+        return Tail(key, number, len(tokens))
 
     def forget_sessions(self, most: int) -> None:
         """Keep the latest: there can be no more partial pages than pages."""
         while len(self._sessions) > most:
             self._sessions.popitem(last=False)
 
-    def _find_tail(self, request: Request, prompt: np.ndarray, keys: List[bytes], root: bytes) -> Tail | None:
-        end = self._sessions.get(request.session_id) if request.session_id is not None else None
-        if end is None or request.session_id is None or end.number > len(keys):
+    def _find_tail(self, request: Request, prompt: Prompt) -> Tail | None:
+        """The page where its session stopped, as far as the prompt goes on like it."""
+        end = self._sessions.get((request.tenant, request.session_id)) if request.session_id is not None else None
+        if end is None or end.number > len(prompt.keys):
             return None
-        if end.parent != (keys[end.number - 1] if end.number else root):
+        if end.parent != (prompt.keys[end.number - 1] if end.number else self._hash.root(request.tenant)):
             return None
-        own = prompt[end.number * self._config.page_size :][: len(end.tokens)]
+        own = prompt.tokens[end.number * self._config.page_size :][: len(end.tokens)]
         differs = np.flatnonzero(own != end.tokens[: len(own)])
         common = int(differs[0]) if len(differs) else len(own)
-        return Tail(self._hash.tail(end.parent, request.session_id), end.number, common) if common else None
+        return Tail(end.key, end.number, common) if common else None
 
     def _tokens(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("prompt is text, but the engine has no tokenizer: give token ids")
-            prompt = self._tokenizer.encode(prompt)
-        ids = np.asarray(prompt)
+            prompt = self._tokenizer.encode(check_text("prompt", prompt))
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as error:
+            raise ValueError("prompt must be one sequence of token ids") from error
         if ids.ndim != 1 or ids.size == 0:
             raise ValueError(f"prompt must be one sequence of at least one token, got shape {ids.shape}")
         if not np.issubdtype(ids.dtype, np.integer):

@@ -4,13 +4,14 @@ Planning and computing overlap: up to `run_ahead` steps are under way while the 
 the oldest are taken before one more is begun.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from longctx.serving.batch import Batch
 from longctx.serving.cache import default_num_pages
 from longctx.serving.config import EngineConfig
 from longctx.serving.door import Door
+from longctx.serving.door import Prompt as PromptTokens
 from longctx.serving.executor import DeviceExecutor, Executor, Results
 from longctx.serving.output import Event, FinishReason, Output
 from longctx.serving.pages import PagePool
@@ -32,20 +34,9 @@ from longctx.serving.request import Request, SamplingParams
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
 from longctx.serving.sequence import Sequence, State
+from longctx.serving.stream import Job, TokenStream
 
 Prompt = str | List[int] | Request
-
-
-@dataclass
-class _Job:
-    """A request that has not ended: its sequences, and where its events go."""
-
-    sequences: list[Sequence]
-    events: deque[Event]
-    num_open: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.sequences)
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,11 @@ class Engine:
       clock: seconds; what metrics and policies go by.
 
     Raises:
-      ValueError: sizes that contradict the model or the memory.
-      NotImplementedError: a mesh of several devices.
+      ValueError: sizes that contradict the model or the memory, parameters on another device than the mesh's.
+      NotImplementedError: a mesh or parameters of several devices.
+
+    An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: from
+    then on every call raises RuntimeError.
     """
 
     def __init__(
@@ -91,20 +85,19 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = config or EngineConfig()
-        if mesh is not None and mesh.size > 1:
-            raise NotImplementedError(f"mesh: the engine runs on one device, got {dict(mesh.shape)}")
+        device = _one_device(params, mesh)
         positions = model.config.max_positions
         max_length = config.max_length or positions
         if max_length > positions:
             raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.num_pages = config.num_pages or _fitting_pages(model, params, config, max_length)
+        self.num_pages = config.num_pages or _fitting_pages(model, params, config, max_length, device)
         if executor is None:
-            if params is None:
+            if params is None or device is None:
                 raise ValueError("params must be given, unless an executor is")
-            executor = DeviceExecutor(model, params, config, self.num_pages, max_length)
+            executor = DeviceExecutor(model, params, config, self.num_pages, max_length, device)
         self._executor, self._clock = executor, clock
-        self._hash = PageHash(config.hash_key or os.urandom(32), config.page_size)
+        self._hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
         self._door = Door(model.config, config, max_length, tokenizer, self._hash)
         self.scheduler = Scheduler(
             FirstComeFirstServed(config.prefill_share),
@@ -114,7 +107,8 @@ class Engine:
             config.token_budget,
             config.admission,
         )
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
+        self._left: deque[list[Job]] = deque()  # by streams that are gone; to be cancelled
         self._events: deque[Event] = deque()  # of requests that no stream waits for
         self._under_way: deque[tuple[Batch, Any]] = deque()
         self._lock = threading.RLock()
@@ -140,26 +134,30 @@ class Engine:
         Raises:
           TypeError, ValueError: a prompt can't be served. None of them is begun then.
         """
-        outputs: dict[tuple[str, int], Output] = {}
         requests = self._requests(prompts, sampling)
-        ids, events = self._submit_all(requests)
-        for event in self._follow(ids, events):
-            if progress is not None:
-                progress(event)
-            if event.output is not None:
-                outputs[event.request_id, event.sample] = event.output
-        return [outputs[i, n] for i, request in zip(ids, requests, strict=True) for n in range(request.sampling.n)]
+        stream = self._begin(requests)
+        outputs: dict[tuple[str, int], Output] = {}
+        try:
+            for event in stream:
+                if progress is not None:
+                    progress(event)
+                if event.output is not None:
+                    outputs[event.request_id, event.sample] = event.output
+        finally:
+            stream.close()
+        return [outputs[job.request_id, n] for job in stream.jobs for n in range(len(job.sequences))]
 
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
-    ) -> Iterator[Event]:
-        """The same, but every token as it comes. Leaving the iteration cancels what has not ended."""
-        return self._follow(*self._submit_all(self._requests(prompts, sampling)))
+    ) -> TokenStream:
+        """The same, but every token as it comes. Closing or dropping the stream cancels what has not ended."""
+        return self._begin(self._requests(prompts, sampling))
 
     def warm_up(self) -> None:
         """Compile every program that serving needs; nothing is compiled after it."""
         with self._lock:
-            assert not self._under_way, "warm_up comes before the first request"
+            while self._under_way:
+                self._step()
             self._executor.warm_up()
 
     # Piece by piece.
@@ -170,19 +168,31 @@ class Engine:
         Raises:
           TypeError, ValueError: it can't be served.
         """
+        prompt = self._door.read(request)
         with self._lock:
-            return self._submit(request, self._events)
+            self._check_new([(request, prompt)])
+            return self._enter(request, prompt, self._events).request_id
 
     def cancel(self, request_id: str) -> bool:
         """End a request wherever it is; its last events say `"cancelled"`. False if it is unknown or has ended."""
         with self._lock:
             job = self._jobs.get(request_id)
-            if job is None:
-                return False
+            if job is not None:
+                self.cancel_job(job)
+            return job is not None
+
+    def cancel_job(self, job: Job) -> None:
+        """End what has not ended of it."""
+        with self._lock:
+            if self._error is not None:
+                return
             # Listed first: with the first of them end those that wait for it.
             for sequence in [s for s in job.sequences if s.state is not State.FINISHED]:
                 self._finish(sequence, sequence.data.text_stream.finish(), None, "cancelled")
-            return True
+
+    def leave(self, jobs: list[Job]) -> None:
+        """`cancel_job` some, later: this is safe in a finaliser, which may run in the midst of anything."""
+        self._left.append(jobs)
 
     def step(self) -> list[Event]:
         """Plan and begin what can be, and wait for the oldest step under way; events of submitted requests."""
@@ -205,7 +215,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether some request has not ended, or some event has not been returned by `step`."""
-        return bool(self._jobs or self._events)
+        with self._lock:
+            self._cancel_left()
+            return bool(self._jobs or self._events)
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -245,59 +257,57 @@ class Engine:
                 requests.append(Request(prompt, params or SamplingParams()))
         return requests
 
-    def _submit_all(self, requests: List[Request]) -> tuple[list[str], deque[Event]]:
-        """Begin all or none; their ids, and where their events will be."""
+    def _begin(self, requests: List[Request]) -> TokenStream:
+        """Begin all or none."""
+        read = []
+        for i, request in enumerate(requests):
+            with _naming(f"prompts[{i}]"):
+                read.append((request, self._door.read(request)))
         events: deque[Event] = deque()
-        ids: list[str] = []
         with self._lock:
-            try:
-                for i, request in enumerate(requests):
-                    try:
-                        ids.append(self._submit(request, events))
-                    except (TypeError, ValueError) as error:
-                        raise type(error)(f"prompts[{i}]: {error}") from error
-            except BaseException:
-                for request_id in ids:
-                    self.cancel(request_id)
-                raise
-        return ids, events
+            self._check_new(read)
+            jobs = [self._enter(request, prompt, events) for request, prompt in read]
+        return TokenStream(self, jobs, events)
 
-    def _submit(self, request: Request, events: deque[Event]) -> str:
+    def _check_new(self, read: List[tuple[Request, PromptTokens]]) -> None:
+        """That all of them can be entered."""
         self._check_alive()
-        if not isinstance(request, Request):
-            raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        request_id = request.request_id if request.request_id is not None else f"request-{self._num_requests}"
-        if request_id in self._jobs:
-            raise ValueError(f"request_id must be unique, and {request_id!r} has not ended yet")
-        sequences = self._door.enter(request, request_id, self._clock())
-        self.scheduler.add(sequences[0])
-        self._num_requests += 1
-        self._jobs[request_id] = _Job(sequences, events)
-        return request_id
+        ids = set(self._jobs)
+        for i, (request, prompt) in enumerate(read):
+            with _naming(f"prompts[{i}]" if len(read) > 1 else None):
+                params = request.sampling
+                self.scheduler.check(len(prompt.tokens), params.max_tokens, params.n)
+                if request.request_id in ids:
+                    raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
+                if request.request_id is not None:
+                    ids.add(request.request_id)
 
-    def _follow(self, ids: List[str], events: deque[Event]) -> Iterator[Event]:
-        num_open = {i: self._jobs[i].num_open for i in ids}
-        try:
-            while num_open:
-                while events:
-                    event = events.popleft()
-                    if event.output is not None:
-                        num_open[event.request_id] -= 1
-                        if not num_open[event.request_id]:
-                            del num_open[event.request_id]
-                    yield event
-                if num_open:
-                    with self._lock:
-                        if not events:
-                            self._step()
-        finally:
-            for request_id in num_open:
-                self.cancel(request_id)
+    def _enter(self, request: Request, prompt: PromptTokens, events: deque[Event]) -> Job:
+        request_id = request.request_id
+        while request_id is None or (request.request_id is None and request_id in self._jobs):
+            request_id = f"request-{self._num_requests}"
+            self._num_requests += 1
+        job = Job(request_id, self._door.enter(request, prompt, request_id, self._clock()), events)
+        self.scheduler.add(job.sequences[0])
+        self._jobs[request_id] = job
+        return job
+
+    def _cancel_left(self) -> None:
+        while self._left:
+            for job in self._left.popleft():
+                self.cancel_job(job)
 
     # Steps.
 
+    def advance(self, events: deque[Event]) -> None:
+        """A step, unless there are events by now."""
+        with self._lock:
+            if not events:
+                self._step()
+
     def _step(self) -> None:
         self._check_alive()
+        self._cancel_left()
         try:
             while len(self._under_way) < self.config.run_ahead:
                 now = self._clock()
@@ -306,6 +316,8 @@ class Engine:
                     break
                 self._note_admitted(batch, now)
                 self._under_way.append((batch, self._executor.submit(batch)))
+            if not self._under_way and self.scheduler.waiting:
+                raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
             if self._under_way:
                 batch, pending = self._under_way.popleft()
                 self._receive(batch, self._executor.wait(pending))
@@ -330,7 +342,9 @@ class Engine:
         now = self._clock()
         for sequence, start, logprobs in results.prompt_logprobs:
             known = sequence.data.prompt_logprobs
-            known += logprobs[len(known) + 1 - start :]  # computed anew, if it was put back
+            assert start <= len(known) + 1
+            if sequence.state is not State.FINISHED:
+                known += logprobs[len(known) + 1 - start :]  # computed anew, if it was put back
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
             if sequence.state is State.FINISHED:
                 continue  # it ended while this step was under way
@@ -363,9 +377,32 @@ class Engine:
             del self._jobs[sample.request_id]
 
 
-def _fitting_pages(model: Llama, params: Params | None, config: EngineConfig, max_length: int) -> int:
+@contextlib.contextmanager
+def _naming(argument: str | None) -> Iterator[None]:
+    """Put the argument's name before the message of an error."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if argument is None:
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{argument}: {error}") from error
+
+
+def _one_device(params: Params | None, mesh: Mesh | None) -> jax.Device | None:
+    """Where the parameters are, or where the mesh is."""
+    devices = set() if params is None else params["embed"].devices()
+    if len(devices) > 1 or (mesh is not None and mesh.size > 1):
+        raise NotImplementedError("mesh and params must be of one device: the engine runs on one")
+    if mesh is not None and devices and devices != set(mesh.devices.flat):
+        raise ValueError(f"params are on {devices}, and mesh is {mesh.devices.tolist()}")
+    return next(iter(devices), None)
+
+
+def _fitting_pages(
+    model: Llama, params: Params | None, config: EngineConfig, max_length: int, device: jax.Device | None
+) -> int:
     most = config.max_running * -(-max_length // config.page_size)
-    if params is None:
+    if params is None or device is None:
         return most
-    embed: jax.Array = params["embed"]
-    return default_num_pages(model.config, config.page_size, embed.dtype, next(iter(embed.devices())), most)
+    return default_num_pages(model.config, config.page_size, params["embed"].dtype, device, most)

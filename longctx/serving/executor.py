@@ -1,10 +1,12 @@
 """Runs batches: the interface, and the executor that computes them on a device."""
 
+import functools
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from longctx.models import Llama
 from longctx.models.cpu_weights import arrange_for_cpu
@@ -55,16 +57,18 @@ class Pending(NamedTuple):
 class DeviceExecutor:
     """On one device. JAX runs a step behind the call that begins it, so that planning and computing overlap."""
 
-    def __init__(self, model: Llama, params: Params, config: EngineConfig, num_pages: int, max_length: int) -> None:
+    def __init__(
+        self, model: Llama, params: Params, config: EngineConfig, num_pages: int, max_length: int, device: jax.Device
+    ) -> None:
         self._model, self._config, self._num_pages = model, config, num_pages
-        embed = params["embed"]
-        self._params = arrange_for_cpu(params)
+        there = SingleDeviceSharding(device)
+        self._params = arrange_for_cpu(jax.device_put(params, there))
         entries = -(-max_length // config.page_size)
         slots = config.max_running
-        # Where the parameters are: an array not committed to a device would compile the first step twice.
-        put = lambda x: jax.device_put(x, embed.sharding)  # noqa: E731
+        # An array not committed to a device would compile the first step twice.
+        put = functools.partial(jax.device_put, device=there)
         self.state = programs.DeviceState(
-            PagedCache.empty(model.config, num_pages, config.page_size, embed.dtype, embed.sharding),
+            PagedCache.empty(model.config, num_pages, config.page_size, params["embed"].dtype, there),
             put(np.zeros((slots, entries), np.int32)),
             put(np.zeros(slots, np.int32)),
             put(np.zeros((slots, model.config.vocab_size), np.uint8)),

@@ -28,7 +28,7 @@ class PagePool:
         self.num_evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._key_of: dict[int, Key] = {}
+        self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -88,7 +88,7 @@ class PagePool:
             assert self._references[page] > 0, f"page {page} is not held"
             self._references[page] -= 1
             if self._references[page] == 0:
-                if page in self._key_of:
+                if self._key_of[page] is not None:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
@@ -96,13 +96,15 @@ class PagePool:
     def register(self, page: int, key: Key) -> None:
         """Let a held page be found by a key, unless another page already is."""
         assert self._references[page] > 0
-        if key not in self._page_of and page not in self._key_of:
+        if key not in self._page_of and self._key_of[page] is None:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def forget(self, page: int) -> None:
         """Let a page be found no more."""
-        del self._page_of[self._key_of.pop(page)]
+        key, self._key_of[page] = self._key_of[page], None
+        assert key is not None
+        del self._page_of[key]
 
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""

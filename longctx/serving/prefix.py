@@ -18,8 +18,6 @@ class PageHash:
     """
 
     def __init__(self, secret: bytes, page_size: int) -> None:
-        if not 16 <= len(secret) <= 64:
-            raise ValueError(f"hash_key must have 16 to 64 bytes, got {len(secret)}")
         self._secret = secret
         self.page_size = page_size
 
@@ -33,9 +31,9 @@ class PageHash:
         for page in range(len(keys), len(tokens) // size):
             keys.append(self._hash(keys[-1] if keys else root, tokens[page * size : (page + 1) * size].tobytes()))
 
-    def tail(self, parent: bytes, session_id: str) -> bytes:
-        """The key of a session's last, partial page."""
-        return self._hash(parent, b"session " + session_id.encode())
+    def tail(self, parent: bytes, session_id: str, tokens: np.ndarray) -> bytes:
+        """The key of a session's last, partial page, of tokens `[T]` int32. It stands for its contents too."""
+        return self._hash(self._hash(parent, b"session " + session_id.encode()), tokens.tobytes())
 
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.

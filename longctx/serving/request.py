@@ -1,9 +1,9 @@
 """What a user asks for: `SamplingParams` and `Request`, checked when they are made."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+
+from longctx.serving.checks import check_bool, check_integer, check_real, check_text
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,31 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("n", self.n, 1)
-        for name in ("top_k", "seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 1 if name == "top_k" else 0)
+        for name in ("max_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None or name in ("max_tokens", "n"):
+                low = 1 if name in ("max_tokens", "n", "top_k") else 0
+                object.__setattr__(self, name, check_integer(name, value, low))
         if self.seed is not None and self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
-        _check_real("temperature", self.temperature, 0)
-        _check_real("top_p", self.top_p, 0, 1)
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_real("repetition_penalty", self.repetition_penalty, 0)
-        _check_real("presence_penalty", self.presence_penalty, -2, 2)
+        check_real("temperature", self.temperature, 0)
+        check_real("top_p", self.top_p, 0, 1)
+        check_real("min_p", self.min_p, 0, 1)
+        check_real("repetition_penalty", self.repetition_penalty, 0)
+        check_real("presence_penalty", self.presence_penalty, -2, 2)
+        check_bool("ignore_eos", self.ignore_eos)
         if self.top_p == 0 or self.repetition_penalty == 0:
             raise ValueError("top_p and repetition_penalty must be above 0")
+        if self.temperature > 0 and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature must be 0, or 1e-6 to 1e6, got {self.temperature}")
+        if not isinstance(self.stop, str | tuple | list) or not isinstance(self.stop_token_ids, tuple | list):
+            raise TypeError("stop must be a string or some in a tuple, stop_token_ids a tuple of integers")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be strings, none of them empty, got {self.stop!r}")
+        ids = tuple(check_integer("stop_token_ids", token, 0) for token in self.stop_token_ids)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            _check_integer("stop_token_ids", token, 0)
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.temperature == 0:
             if self.top_k is not None or self.top_p < 1 or self.min_p > 0:
                 raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the likeliest token")
@@ -114,26 +118,10 @@ class Request:
             raise TypeError(f"sampling must be SamplingParams, got {type(self.sampling).__name__}")
         for name in ("request_id", "session_id", "tenant"):
             value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "tenant"):
-                raise TypeError(f"{name} must be a string, got {value!r}")
+            if value is not None or name == "tenant":
+                check_text(name, value)
         for name in ("ttft_deadline", "tpot_target"):
             value = getattr(self, name)
-            if value is not None:
-                _check_real(name, value, 0)
-                if value == 0:
-                    raise ValueError(f"{name} must be above 0")
-        _check_integer("priority", self.priority, 0)
-
-
-def _check_integer(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
-
-
-def _check_real(name: str, value: object, low: float, high: float = math.inf) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= float(value) <= high or not math.isfinite(value):
-        raise ValueError(f"{name} must be finite and {low} to {high}, got {value}")
+            if value is not None and check_real(name, value, 0) == 0:
+                raise ValueError(f"{name} must be above 0")
+        check_integer("priority", self.priority, 0)

@@ -78,7 +78,7 @@ class Sample:
             reason,
             self.metrics,
             None if self.params.logprobs is None else self.logprobs,
-            self.prompt_logprobs,
+            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
         )
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:

@@ -84,16 +84,17 @@ def _draw_rows(logits: Array, seen: Array, controls: Controls, positions: Array)
     logits = _penalise(logits, seen, controls)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     warm = controls.temperature > 0
-    logits = logits / jnp.where(warm, controls.temperature, 1)[:, None]
-    logits -= jnp.max(logits, -1, keepdims=True)
+    # The maximum first: a very low temperature would make infinities of large logits.
+    logits = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(warm, controls.temperature, 1)[:, None]
     weights = jnp.where(_kept(logits, controls), jnp.exp(logits), 0)
     # By inversion, in the order of the vocabulary: one number a row, and near ties change nothing.
     cumulated = jnp.cumsum(weights, -1)
     threshold = _uniform(controls, positions) * cumulated[:, -1]
-    below = jnp.sum(cumulated <= threshold[:, None], -1)
-    # Rounding may put the threshold at the very end: then it is the last token with any weight.
+    # Sums of parts round differently: only tokens with a weight count, and if none is beyond the threshold, the last.
+    beyond = (cumulated > threshold[:, None]) & (weights > 0)
     last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
-    return jnp.where(warm, jnp.minimum(below, last).astype(jnp.int32), greedy)
+    drawn = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
+    return jnp.where(warm, drawn.astype(jnp.int32), greedy)
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:

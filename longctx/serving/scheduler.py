@@ -41,25 +41,25 @@ class Scheduler:
 
     # What comes in.
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence, with its followers, into the queue.
-
-        Raises:
-          ValueError: it could never be admitted: the pool or the number of slots is too small for it alone.
-        """
-        samples = 1 + len(sequence.followers)
+    def check(self, prompt_length: int, max_tokens: int, samples: int) -> None:
+        """ValueError if such a request could never be admitted: pool or slots are too few for it alone."""
         if samples > self.max_running:
             raise ValueError(
                 f"n={samples} continuations are more than the max_running={self.max_running} of the engine"
             )
-        own = self._pages_of(sequence.prompt_length + sequence.max_tokens - 1)
-        shared = self._shared_by_followers(sequence)
-        needed = own + (samples - 1) * (own - shared) if self.admission == "reserve" else own
+        own = self._pages_of(prompt_length + max_tokens - 1)
+        at_first = own if self.admission == "reserve" else self._pages_of(prompt_length)
+        shared = self._shared_by_followers(prompt_length)
+        needed = max(own, at_first + (samples - 1) * (at_first - shared))
         if needed > self.pool.num_pages:
             raise ValueError(
                 f"prompt and max_tokens need {needed} pages of {self.page_size} tokens, "
                 f"more than the {self.pool.num_pages} that the engine has"
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence, with its followers, into the queue; ValueError as from `check`."""
+        self.check(sequence.prompt_length, sequence.max_tokens, 1 + len(sequence.followers))
         bisect.insort(self.waiting, sequence, key=_arrival)
 
     def receive(self, sequence: Sequence) -> None:
@@ -90,8 +90,8 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""
         batch = Batch(self.num_steps)
-        self._set_up_forks(batch)
         decodes = self._plan_decodes(batch)
+        self._set_up_forks(batch)
         self._admit(batch, now)
         room = self.token_budget - len(decodes)
         for sequence, count in self.policy.share(self.policy.rank(self.prefilling, now), decodes, room, now):
@@ -143,7 +143,7 @@ class Scheduler:
         self.prefilling.remove(sequence)
         sequence.to(State.DECODING)
         bisect.insort(self.decoding, sequence, key=_arrival)
-        full = self._shared_by_followers(sequence)
+        full = self._shared_by_followers(sequence.prompt_length)
         for follower in sequence.followers:
             # Full pages are shared. The one with the prompt's last token is copied, since every sample goes on in it
             # differently, and that token is computed again: its logits are drawn from once more.
@@ -162,7 +162,7 @@ class Scheduler:
 
     def _set_up_forks(self, batch: Batch) -> None:
         for follower, copy in self._forks:
-            if follower.slot is not None:  # not cancelled meanwhile
+            if follower.slot is not None:  # not cancelled or put back meanwhile
                 batch.admitted.append(follower)
                 batch.copies.append(copy)
                 batch.tables.append(TableRun(follower.slot, 0, list(follower.pages)))
@@ -184,7 +184,7 @@ class Scheduler:
         # All that it may ever compute, or only what it has to before it can sample.
         reach = sequence.prompt_length + sequence.max_tokens - 1
         total = self._pages_of(reach if self.admission == "reserve" else min(sequence.length, reach))
-        of_follower = total - self._shared_by_followers(sequence)
+        of_follower = total - self._shared_by_followers(sequence.prompt_length)
         # Where nothing is promised, running sequences shall not be put back at once for a new one.
         running = len(self.prefilling) + len(self.decoding) if self.admission == "optimistic" else 0
         needed = total + of_follower * len(sequence.followers) + running
@@ -233,7 +233,12 @@ class Scheduler:
     def _find_tail(self, sequence: Sequence, num_full: int) -> int | None:
         """The partial page of its session, if all pages before it were found. Nobody holds it: who does, hides it."""
         tail = sequence.tail
-        if tail is None or num_full != tail.number or num_full * self.page_size + tail.tokens >= sequence.length:
+        if (
+            tail is None
+            or not sequence.may_share
+            or num_full != tail.number
+            or num_full * self.page_size + tail.tokens >= sequence.length
+        ):
             return None
         return self.pool.find(tail.key)
 
@@ -277,9 +282,9 @@ class Scheduler:
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _shared_by_followers(self, sequence: Sequence) -> int:
-        """Full pages of the prompt that come before the page of its last token."""
-        return (sequence.prompt_length - 1) // self.page_size
+    def _shared_by_followers(self, prompt_length: int) -> int:
+        """Full pages of a prompt that come before the page of its last token."""
+        return (prompt_length - 1) // self.page_size
 
 
 def _arrival(sequence: Sequence) -> int:

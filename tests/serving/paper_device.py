@@ -40,6 +40,9 @@ class PaperDevice(VirtualExecutor):
         self.num_rows = 0
 
     def run(self, batch: Batch) -> list[int]:
+        assert all(sequence.slot is not None for sequence in batch.admitted)
+        entries = [(slot, first + i) for slot, first, pages in batch.tables for i in range(len(pages))]
+        assert len(entries) == len(set(entries)), "an entry of a page table is set twice, in no order"
         for source, target in batch.copies:
             self.pages[target] = self.pages[source]
         for slot, first, pages in batch.tables:

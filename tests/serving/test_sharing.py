@@ -144,5 +144,35 @@ def test_keys_stand_for_the_whole_prefix() -> None:
     assert not set(keys(tokens)) & set(keys(changed))
     assert not set(keys(tokens)) & set(keys(tokens, "tenant"))
     assert not set(keys(tokens)) & set(keys(tokens, page_hash=PageHash(bytes([1] * 16), 4)))
-    with pytest.raises(ValueError, match="hash_key must have 16 to 64 bytes, got 3"):
-        PageHash(b"abc", 4)
+
+
+def test_a_partial_page_is_known_by_its_contents() -> None:
+    """Turns of one session that share nothing, that end in one page, and one that waits while another rewrites it."""
+    engine = make_engine(page_size=16, num_pages=40)
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        (output,) = engine.generate([Request(prompt, TEN, session_id="s")])
+    again = [4, 5, 6, *output.token_ids, 9]
+    (output,) = engine.generate([Request(again, TEN, session_id="s")])
+    assert output.metrics.cached_tokens == 12
+    assert output.token_ids == continuation(again, TEN)
+
+    engine = make_engine(page_size=16, num_pages=40, max_running=1)
+    (first,) = engine.generate([Request(PROMPT[:3], TEN, session_id="s")])
+    both = [PROMPT[:3] + first.token_ids[:2] + [(first.token_ids[2] + i) % VOCAB, 4] for i in (1, 0)]
+    outputs = engine.generate([Request(prompt, TEN, session_id="s") for prompt in both])
+    assert [x.token_ids for x in outputs] == [continuation(prompt, TEN) for prompt in both]
+
+
+def test_prompt_logprobs_do_not_begin_in_a_partial_page() -> None:
+    engine = make_engine(page_size=16, num_pages=40)
+    (first,) = engine.generate([Request(PROMPT[:3], TEN, session_id="s")])
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    (second,) = engine.generate([Request(PROMPT[:3] + first.token_ids, params, session_id="s")])
+    assert second.metrics.cached_tokens == 0
+
+
+def test_samples_that_never_fit_are_refused() -> None:
+    engine = make_engine(num_pages=4, page_size=4, admission="optimistic")
+    with pytest.raises(ValueError, match="need 6 pages of 4 tokens, more than the 4"):
+        engine.submit(Request([1] * 4, SamplingParams(max_tokens=1, temperature=1.0, n=6)))
+    engine.generate([1] * 4, SamplingParams(max_tokens=1, temperature=1.0, n=4))

@@ -11,7 +11,6 @@ from paper_device import VOCAB, PaperDevice, continuation
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Event, Request, SamplingParams
-from longctx.serving.sequence import State
 
 EOS = 7
 MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 1, 1, 1, 8, max_positions=256, eos_ids=(EOS,)))
@@ -146,8 +145,8 @@ class Workload:
 @given(
     seed=st.integers(0, 2**20),
     num_pages=st.integers(40, 80),
-    page_size=st.sampled_from([1, 2, 4, 8]),
-    run_ahead=st.integers(1, 4),
+    page_size=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    run_ahead=st.integers(1, 8),
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
     chunk_size=st.sampled_from([None, 1, 5, 16]),
@@ -184,4 +183,3 @@ def test_tens_of_thousands_of_events(admission: str) -> None:
     assert stats.cached_tokens > 0
     assert stats.pages_evicted > 0
     assert (stats.preemptions > 30) == (admission == "optimistic")
-    assert all(s.state is State.FINISHED for s in engine.scheduler.waiting)
