@@ -83,7 +83,7 @@ class LongctxEngine:
             max_length=MAX_LENGTH,
             prefix_cache=False,
         )
-        self.executor = RecordingExecutor(model, params, config, NUM_PAGES, MAX_LENGTH)
+        self.executor = RecordingExecutor(model, params, config, NUM_PAGES, MAX_LENGTH, jax.devices()[0])
         self.executor.steps = []
         self.engine = Engine(model, params, config, executor=self.executor)
         start = time.perf_counter()

@@ -55,7 +55,7 @@ class Host:
         config = EngineConfig(page_size=PAGE, max_running=RUNNING, token_budget=BUDGET)
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
-        self.executor = DeviceExecutor(MODEL, params, config, 1, max(lengths) + steps + 1 + chunks)
+        self.executor = DeviceExecutor(MODEL, params, config, 1, max(lengths) + steps + 1 + chunks, jax.devices()[0])
         self.hash = PageHash(bytes(32), PAGE)
         self.scheduler = Scheduler(FirstComeFirstServed(sum(lengths)), PagePool(pages), PAGE, RUNNING, sum(lengths))
         num_keys = 0
