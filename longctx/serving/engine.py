@@ -238,6 +238,10 @@ class Engine:
     def _requests(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None
     ) -> list[Request]:
+        if not isinstance(prompts, Iterable | Request):
+            raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {prompts!r}")
+        if not isinstance(sampling, SamplingParams | list | tuple | None):
+            raise TypeError(f"sampling must be SamplingParams or a list of them, got {sampling!r}")
         listed: list[Any] = [prompts] if isinstance(prompts, str | Request) else list(prompts)
         if listed and all(isinstance(x, int | np.integer) for x in listed):
             listed = [listed]  # one prompt of token ids

@@ -104,6 +104,10 @@ def test_requests_refuse() -> None:
         engine.submit(Request([1], request_id="same"))
     with pytest.raises(ValueError, match="one for all prompts or 2 of them, got 1"):
         engine.generate([[1], [2]], [FIVE])
+    with pytest.raises(TypeError, match="prompts must be text, token ids, a Request"):
+        engine.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sampling must be SamplingParams or a list"):
+        engine.generate([[1]], 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sampling must be None for a Request"):
         engine.generate([Request([1])], FIVE)
 
