@@ -12,7 +12,6 @@ from longctx.serving.cache import PagedCache
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
 PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8
 LAYER = NUM_PAGES * PAGE_SIZE * CONFIG.num_kv_heads * CONFIG.head_dim
-IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
 
 
 def abstract_state(dtype: object, num_pages: int = NUM_PAGES) -> programs.DeviceState:

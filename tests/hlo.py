@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 OPCODES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+# What may have a result the size of a cache that is updated in place.
+IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)(?<=[)}\]]) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 

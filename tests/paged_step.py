@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from hlo import opcodes_of_size
+from hlo import IN_PLACE, opcodes_of_size
 from jax import Array, lax
 
 from longctx.kernels import paged_attention, write_pages
@@ -16,7 +16,6 @@ ROWS, HEADS, KV_HEADS, SIZE, LAYERS = 64, 4, 2, 16, 3
 PAGE_SIZE, NUM_PAGES, SEQUENCES, ENTRIES = 16, 8192, 8, 65536
 LAYER = NUM_PAGES * PAGE_SIZE * KV_HEADS * SIZE  # elements of one layer's K
 TILES = ROWS + ROWS // 2 + ROWS // 17  # what the lists of tiles of 1, 16 and 64 rows hold together
-IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
 ATTENDS = ("page_table", "page_index", "kv_lengths", "q_positions", "q_sequence")
 
 

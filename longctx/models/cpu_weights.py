@@ -26,11 +26,11 @@ class OutputMajor:
     out_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, weight: np.ndarray, in_axes: int = 1) -> OutputMajor:
-        """Of a weight whose first `in_axes` axes are contracted: a copy."""
+    def of(cls, weight: np.ndarray, device: jax.Device, in_axes: int = 1) -> OutputMajor:
+        """Of a weight whose first `in_axes` axes are contracted: a copy, on a device."""
         out_shape = weight.shape[in_axes:]
         matrix = weight.reshape(-1, int(np.prod(out_shape))).T
-        return cls(jnp.asarray(np.ascontiguousarray(matrix)), out_shape)
+        return cls(jax.device_put(np.ascontiguousarray(matrix), device), out_shape)
 
     def product(self, x: jax.Array, in_axes: int) -> jax.Array:
         """x `[..., inputs]` -> float32 `[..., *out_shape]`."""
@@ -58,7 +58,8 @@ def arrange_for_cpu(params: Params) -> Params:
     on_cpu = isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] == ["cpu"]
     if not on_cpu or any(stack.dtype != leaf.dtype for stack in params["layers"].values()):
         return params
-    view = functools.partial(jax.device_put, device=next(iter(leaf.devices())), may_alias=True)
+    device = next(iter(leaf.devices()))
+    view = functools.partial(jax.device_put, device=device, may_alias=True)
     stacks = {name: np.asarray(stack) for name, stack in params["layers"].items()}
     if leaf.dtype.itemsize == 2:
         return params | {"layers": {name: view(stack.view(np.uint16)) for name, stack in stacks.items()}}
@@ -68,11 +69,12 @@ def arrange_for_cpu(params: Params) -> Params:
     def arrange(name: str, weight: np.ndarray) -> Any:
         if not name.startswith("w"):
             return view(weight)
-        return jax.device_put(OutputMajor.of(weight, 2 if name == "wo" else 1), next(iter(leaf.devices())))
+        return OutputMajor.of(weight, device, 2 if name == "wo" else 1)
 
     layers = tuple(
         {name: arrange(name, stack[i]) for name, stack in stacks.items()} for i in range(len(stacks["attn_norm"]))
     )
     # A tied head is the embedding, which is output-major as it stands.
-    head = OutputMajor.of(np.asarray(params["lm_head"])) if "lm_head" in params else OutputMajor(leaf, leaf.shape[:1])
-    return params | {"layers": layers, "lm_head": jax.device_put(head, next(iter(leaf.devices())))}
+    tied = "lm_head" not in params
+    head = OutputMajor(leaf, leaf.shape[:1]) if tied else OutputMajor.of(np.asarray(params["lm_head"]), device)
+    return params | {"layers": layers, "lm_head": head}

@@ -43,8 +43,9 @@ class Door:
         max_length: int,
         tokenizer: Tokenizer | None,
         page_hash: PageHash,
+        num_pages: int,
     ) -> None:
-        self._model, self._config, self._max_length = model, config, max_length
+        self._model, self._config, self._max_length, self._num_pages = model, config, max_length, num_pages
         self._tokenizer, self._hash = tokenizer, page_hash
         self._sessions: OrderedDict[tuple[str, str], SessionEnd] = OrderedDict()
         self._rng = np.random.default_rng(config.seed)
@@ -129,12 +130,9 @@ class Door:
         key = self._hash.tail(parent, session, tokens)
         self._sessions[tenant, session] = SessionEnd(parent, key, number, tokens)
         self._sessions.move_to_end((tenant, session))
-        return Tail(key, number, len(tokens))
-
-    def forget_sessions(self, most: int) -> None:
-        """Keep the latest: there can be no more partial pages than pages."""
-        while len(self._sessions) > most:
+        if len(self._sessions) > self._num_pages:  # the oldest has no page any more
             self._sessions.popitem(last=False)
+        return Tail(key, number, len(tokens))
 
     def _find_tail(self, request: Request, prompt: Prompt) -> Tail | None:
         """The page where its session stopped, as far as the prompt goes on like it."""

@@ -98,7 +98,7 @@ class Engine:
             executor = DeviceExecutor(model, params, config, self.num_pages, max_length, device)
         self._executor, self._clock = executor, clock
         self._hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
-        self._door = Door(model.config, config, max_length, tokenizer, self._hash)
+        self._door = Door(model.config, config, max_length, tokenizer, self._hash, self.num_pages)
         self.scheduler = Scheduler(
             FirstComeFirstServed(config.prefill_share),
             PagePool(self.num_pages),
@@ -188,7 +188,7 @@ class Engine:
                 return
             # Listed first: with the first of them end those that wait for it.
             for sequence in [s for s in job.sequences if s.state is not State.FINISHED]:
-                self._finish(sequence, sequence.data.text_stream.finish(), None, "cancelled")
+                self._finish(sequence, sequence.data.cut(), None, "cancelled")
 
     def leave(self, jobs: list[Job]) -> None:
         """`cancel_job` some, later: this is safe in a finaliser, which may run in the midst of anything."""
@@ -365,12 +365,9 @@ class Engine:
 
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason) -> None:
         sample: Sample = sequence.data
-        if token is None:  # cancelled: what was held back is text after all
-            sample.text += text
         tail = self._door.leave(sequence)
         if sequence.state is not State.FINISHED:
             self.scheduler.finish(sequence, tail)
-        self._door.forget_sessions(self.num_pages)
         metrics = sample.metrics
         metrics.finished = self._clock()
         metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed

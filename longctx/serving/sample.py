@@ -64,6 +64,12 @@ class Sample:
         self.text += piece
         return piece, reason
 
+    def cut(self) -> str:
+        """End here: the text that was held back, which is text after all."""
+        piece = self.text_stream.finish()
+        self.text += piece
+        return piece
+
     def extend_keys(self, sequence: Sequence, page_hash: PageHash) -> None:
         """The key of the page that the last token has filled, if it has."""
         if self.num_known % page_hash.page_size == 0:

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from abstract_step import CONFIG, IN_PLACE, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state
+from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state
 from h100 import h100_mesh
-from hlo import opcodes_of_size
+from hlo import IN_PLACE, opcodes_of_size
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

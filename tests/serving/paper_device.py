@@ -8,11 +8,13 @@ import zlib
 
 import numpy as np
 
-from longctx.serving import SamplingParams
+from longctx.models import Llama, LlamaConfig
+from longctx.serving import Engine, EngineConfig, SamplingParams
 from longctx.serving.batch import Batch
 from longctx.simulation import VirtualExecutor
 
-VOCAB = 50
+VOCAB, EOS = 50, 7
+MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 1, 1, 1, 8, max_positions=256, eos_ids=(EOS,)))
 
 
 def next_token(tokens: np.ndarray, seed: int, sample: int) -> int:
@@ -62,3 +64,10 @@ class PaperDevice(VirtualExecutor):
                 self.last[slot] = next_token(seen, sample.params.seed or 0, sample.index)
                 sampled.append(int(self.last[slot]))
         return sampled
+
+
+def make_engine(num_pages: int = 24, page_size: int = 4, **options: object) -> Engine:
+    options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
+    config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
+    device = PaperDevice(num_pages, page_size, config.max_running, -(-256 // page_size))
+    return Engine(MODEL, None, config, executor=device, clock=device.clock)

@@ -11,7 +11,7 @@ from dense_oracle import MODEL, PARAMS, VOCAB, agrees, continuation, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.hf_reference import Case, greedy
-from test_workloads import Workload
+from workload import Workload
 
 from longctx.models import ByteTokenizer, load_checkpoint
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams

@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from paper_device import VOCAB, continuation
-from test_workloads import MODEL, make_engine
+from paper_device import MODEL, VOCAB, continuation, make_engine
 
 from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_device import VOCAB, PaperDevice, continuation
-from test_workloads import make_engine
+from paper_device import VOCAB, PaperDevice, continuation, make_engine
 
 from longctx.serving import Request, SamplingParams
 from longctx.serving.pages import PagePool

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abstract_step import CONFIG, IN_PLACE, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_params, abstract_state
-from hlo import opcodes_of_size
+from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_params, abstract_state
+from hlo import IN_PLACE, opcodes_of_size
 
 from longctx.models import Llama
 from longctx.serving import step as programs

@@ -1,6 +1,7 @@
 """The door of everything that attends: arguments checked, and brought to one form."""
 
 import math
+from collections.abc import Iterable
 from numbers import Real
 from typing import TypeVar
 
@@ -46,9 +47,13 @@ def check_operands(
 
 
 def check_kernel(head_size: int, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
-    if implementation is not None and implementation not in list(IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+    check_implementation(implementation, IMPLEMENTATIONS)
     return Kernel(implementation or "xla", bool(causal), check_scale(scale, head_size))
+
+
+def check_implementation(implementation: str | None, known: Iterable[str]) -> None:
+    if implementation is not None and implementation not in list(known):
+        raise ValueError(f"implementation must be None or one of {sorted(known)}, got {implementation!r}")
 
 
 def check_scale(scale: float | None, head_size: int) -> float:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from longctx.kernels.attention.operands import check_out_dtype, check_scale, vary_alike
+from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import xla_paged_attention
@@ -70,8 +70,7 @@ def paged_attention(
     operands = check_paged_operands(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
     )
-    if implementation is not None and implementation not in list(IMPLEMENTATIONS):
-        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+    check_implementation(implementation, IMPLEMENTATIONS)
     scale = check_scale(scale, q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     operands = vary_alike(operands)

@@ -1,0 +1,126 @@
+"""Random requests, cancels and steps against an engine, whose every event is checked."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from paper_device import EOS, VOCAB, continuation
+
+from longctx.serving import Engine, Event, Request, SamplingParams
+
+Oracle = Callable[[list[int], SamplingParams, int, int], list[int]]
+"""Of a prompt, its parameters, the number of the sample and the end token: what is to be generated."""
+
+
+class Workload:
+    """Random requests, cancels and steps against one engine; every event is looked at as it comes."""
+
+    def __init__(self, engine: Engine, seed: int, oracle: Oracle = continuation) -> None:
+        self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
+        self.open: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ends: Counter[tuple[str, int]] = Counter()
+        self.conversations: dict[str, list[int]] = {}
+        self.documents = [self.rng.integers(0, VOCAB, 60).tolist() for _ in range(3)]
+        self.cancelled: set[str] = set()
+        self.num_requests = 0
+
+    def submit(self) -> None:
+        rng = self.rng
+        samples = int(rng.choice([1, 1, 1, 2, 3]))
+        prompt = (
+            self.documents[rng.integers(3)][: rng.integers(1, 40)] + rng.integers(0, VOCAB, rng.integers(0, 9)).tolist()
+        )
+        prompt = [int(t) for t in prompt] or [1]
+        session = None
+        if samples == 1 and self.engine.config.prefix_cache and rng.random() < 0.3:
+            session = f"session-{rng.integers(2)}"
+            before = self.conversations.get(session, [])
+            prompt = before + prompt if len(before) < 60 else prompt
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 20)),
+            temperature=1.0 if samples > 1 else 0.0,
+            seed=int(rng.integers(1000)),
+            n=samples,
+            ignore_eos=bool(rng.random() < 0.3),
+        )
+        request = Request(
+            prompt, params, session_id=session, tenant=str(rng.integers(2)), request_id=f"r{self.num_requests}"
+        )
+        self.num_requests += 1
+        self.engine.submit(request)
+        self.open[f"r{self.num_requests - 1}"] = request
+
+    def cancel(self) -> None:
+        if self.open:
+            request_id = str(self.rng.choice(sorted(self.open)))
+            self.cancelled.add(request_id)
+            assert self.engine.cancel(request_id)
+            self.look(self.engine.step())
+
+    def step(self) -> None:
+        self.look(self.engine.step())
+        self.check()
+
+    def look(self, events: list[Event]) -> None:
+        for event in events:
+            at = event.request_id, event.sample
+            request = self.open.get(event.request_id)
+            assert request is not None or event.request_id in self.cancelled
+            assert not self.ends[at], "an event after the end"
+            self.tokens.setdefault(at, []).extend(event.token_ids)
+            if event.output is not None:
+                self.ends[at] += 1
+                self.end(at, event)
+
+    def end(self, at: tuple[str, int], event: Event) -> None:
+        request, output = self.open[at[0]], event.output
+        assert output is not None
+        assert output.token_ids == self.tokens[at]
+        expected = self.oracle(list(request.prompt), request.sampling, at[1], EOS)
+        if output.finish_reason == "cancelled":
+            assert at[0] in self.cancelled
+            assert output.token_ids == expected[: len(output.token_ids)]
+        else:
+            assert output.token_ids == expected
+        if request.session_id is not None:
+            self.conversations[request.session_id] = list(request.prompt) + output.token_ids
+        if sum(self.ends[at[0], i] for i in range(request.sampling.n)) == request.sampling.n:
+            del self.open[at[0]]
+
+    def check(self) -> None:
+        """Reference counts are those of the running sequences' pages, promises are theirs, slots are not shared."""
+        scheduler = self.engine.scheduler
+        running = [*scheduler.prefilling, *scheduler.decoding]
+        held = Counter(page for sequence in running for page in sequence.pages)
+        pool = scheduler.pool
+        assert {page: n for page, n in enumerate(pool._references) if n} == held
+        holders = [h for s in running for h in (s, *s.followers)]
+        assert pool.num_reserved == sum(h.reserved for h in holders)
+        slots = [h.slot for h in holders] + scheduler._slots
+        assert sorted(slots) == list(range(self.engine.config.max_running))
+        assert len(pool._free) + len(pool._idle) + len(held) == pool.num_pages
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+        assert not self.open
+        assert set(self.ends.values()) <= {1}
+        pool = self.engine.scheduler.pool
+        assert pool.num_held == pool.num_reserved == 0
+        assert pool.num_available == pool.num_pages
+        assert not any(pool._references)
+        pool.clear()
+        assert pool.num_cached == 0
+        assert sorted(pool._free) == list(range(pool.num_pages))
+
+    def run(self, events: int) -> None:
+        for _ in range(events):
+            choice = self.rng.random()
+            if choice < 0.2 and len(self.open) < 20:
+                self.submit()
+            elif choice < 0.23:
+                self.cancel()
+            else:
+                self.step()
+        self.finish()
