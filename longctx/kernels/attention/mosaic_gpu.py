@@ -1,0 +1,108 @@
+"""Attention on Hopper: operands cut into tiles for the kernel, and its pieces put together again."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from longctx.kernels.attention.mask import Tokens, block_range, summarise
+from longctx.kernels.hopper.device import Device
+from longctx.kernels.hopper.forward import Cut, Softmax, attend
+from longctx.kernels.hopper.keys import Contiguous
+from longctx.kernels.hopper.merge import merge_pieces
+from longctx.kernels.hopper.work import Tiles, equal_shares, one_worker_a_tile
+from longctx.kernels.merge import merge_state
+
+# Below so many tokens the query heads of a KV head share a tile: with more, tiles are full anyway, and the queries
+# need not be transposed for it.
+_FOLD_BELOW = 512
+# So many tiles a multiprocessor are even enough by themselves.
+_EVEN = 4
+
+
+def mosaic_gpu_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    state: tuple[Array, Array] | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+) -> tuple[Array, Array]:
+    """As `xla_attention`; q, k and v in 16 bits, of a head size that `selection.refusal` lets pass."""
+    batch, length, heads, head_size = q.shape
+    kv_heads = k.shape[-2]
+    group = heads // kv_heads
+    folded = group > 1 and length < _FOLD_BELOW
+    # Peaks are taken before scaling, which must not turn them round.
+    q, scale = (q, scale) if scale > 0 else (q * jnp.sign(scale).astype(q.dtype), abs(scale) or 1.0)
+    if folded:
+        q = jnp.swapaxes(q.reshape(batch, length, kv_heads, group, head_size), 2, 3)
+        q = q.reshape(batch, length * group, kv_heads, head_size)
+        queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries))
+    num_rows, row_heads = q.shape[1:3]
+    cut = Cut.of(head_size, num_rows)
+    tiles, rows, tokens = _cut_tiles(q, k, queries, keys, causal, cut)
+    num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
+    split = num_tiles * row_heads < _EVEN * num_sms
+    work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_a_tile(tiles)
+    how = Softmax(cut, scale, split)
+    wide = jnp.float32 if split or state is not None else out_dtype
+    out, lse = attend(q, Contiguous(k, v, tokens), rows, work, how, wide)
+    if split:
+        out, lse = merge_pieces(out, lse, work)
+    out = out.reshape(batch, -1, row_heads, head_size)[:, :num_rows]
+    lse = jnp.moveaxis(lse.reshape(row_heads, batch, -1)[:, :, :num_rows], 0, 2)
+    if folded:
+        out = jnp.swapaxes(out.reshape(batch, length, group, kv_heads, head_size), 2, 3)
+        lse = jnp.swapaxes(lse.reshape(batch, length, group, kv_heads), 2, 3)
+    out, lse = out.reshape(batch, length, heads, head_size), lse.reshape(batch, length, heads)
+    return (out, lse) if state is None else merge_state(*state, out, lse)
+
+
+def _cut_tiles(
+    q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool, cut: Cut
+) -> tuple[Tiles, tuple[Array, Array], Array]:
+    """-> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`."""
+    batch, num_rows = q.shape[:2]
+    per_entry = -(-num_rows // cut.rows)
+    # A tile's rows beyond the end are like its last one, so that its blocks need a mask no sooner.
+    padding = ((0, 0), (0, per_entry * cut.rows - num_rows))
+    queries = Tokens(*(jnp.pad(x, padding, mode="edge") for x in queries))
+    padding = ((0, 0), (0, -keys.positions.shape[1] % cut.block))
+    keys = Tokens(jnp.pad(keys.positions, padding), jnp.pad(keys.segments, padding, constant_values=-1))
+
+    q_blocks, kv_blocks = summarise(queries, cut.rows), summarise(keys, cut.block)
+    entries = max(len(queries.positions), len(keys.positions))
+    num_blocks = kv_blocks.uniform.shape[1]
+    q_blocks, kv_blocks = (
+        jax.tree.map(lambda x: jnp.broadcast_to(x, (entries, x.shape[1])), blocks) for blocks in (q_blocks, kv_blocks)
+    )
+    per_tile = jax.vmap(lambda a, b: block_range(a, b, causal, num_blocks), (0, None))
+    ranges = jax.vmap(per_tile)(q_blocks, kv_blocks)
+
+    def of_tiles(x: Array) -> Array:
+        """`[entries, tiles an entry, ...]` of all entries of the batch, in one row."""
+        return jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(batch * per_entry, *x.shape[2:])
+
+    number = jnp.arange(batch * per_entry, dtype=jnp.int32)
+    entry = number // per_entry
+    none = jnp.zeros_like(entry)
+    tiles = Tiles(
+        q_batch=entry,
+        q_row=number % per_entry * cut.rows,
+        kv=entry if k.shape[-4] > 1 else none,
+        kv_tokens=entry if len(keys.positions) > 1 else none,
+        start=of_tiles(ranges.start),
+        full_start=of_tiles(ranges.full_start),
+        full_stop=of_tiles(ranges.full_stop),
+        stop=of_tiles(ranges.stop),
+    )
+    last = queries.positions if causal else jnp.full_like(queries.positions, jnp.iinfo(jnp.int32).max)
+    # Of rows and keys that are padding, the segments differ.
+    segments = jnp.where(queries.segments < 0, -1, queries.segments)
+    rows = tuple(of_tiles(x.reshape(len(x), per_entry, cut.rows)) for x in (last, segments))
+    tokens = jnp.stack([keys.positions, jnp.where(keys.segments < 0, -2, keys.segments)])
+    return tiles, rows, tokens

@@ -1,0 +1,123 @@
+"""Everything of Pallas that differs between versions, is private, or has another form in the interpreter.
+
+Private names, and why: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and barriers on a
+CPU, and finds races between them. Nothing else reaches behind the public API.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# What a warpgroup multiplies at a time.
+WARPGROUP_ROWS = 64
+# Accumulators of wgmma: rows over warps, and what is reduced to one value a row, or a column.
+TILE = plgpu.Layout.WGMMA
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+
+_interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar("interpreter", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(detect_races: bool = False) -> Iterator[None]:
+    """Within, kernels run in Pallas' interpreter on the CPU: slow, and not to be called under `jax.jit`."""
+    params = getattr(plgpu, "InterpretGPUParams", None)
+    if params is None:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+    token = _interpreter.set(params(detect_races=detect_races))
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+def interpreting() -> bool:
+    return _interpreter.get() is not None
+
+
+def kernel(
+    body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **how: Any
+) -> Callable[..., Any]:
+    """`plgpu.kernel`; results vary over the mesh axes that `like` varies over."""
+    varying = jax.typeof(like).manual_axis_type
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in out_types],
+        thread_name="wg",
+        # jax 0.11 changes the default.
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=_interpreter.get(),
+        **how,
+    )
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the form that wgmma reads: 8 rows by 128 bytes, swizzled."""
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+
+
+def room(x: Array, axis: int, missing: int) -> Array:
+    """TMA reads zeros beyond an array's end; the interpreter refuses to, so for it there is room for `missing` more."""
+    if not interpreting() or not missing:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
+
+
+def set_registers(number: int, action: str) -> None:
+    if not interpreting():
+        plgpu.set_max_registers(number, action=action)  # type: ignore[arg-type]
+
+
+def cast(x: Array, layout: Any) -> Array:
+    return x if interpreting() else plgpu.layout_cast(x, layout)
+
+
+def read(ref: Any, layout: Any) -> Array:
+    """Registers of a layout straight from global memory."""
+    return ref[...] if interpreting() else plgpu.load(ref, (), layout=layout, optimized=False)
+
+
+def spread(x: Array, shape: tuple[int, int], axis: int) -> Array:
+    """One value a row (axis 0) or a column (axis 1) to all of a tile."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def product(a: Any, b: Any, transpose_b: bool, meanwhile: Callable[[], None]) -> Array:
+    """a @ b or a @ b.T in float32, of shared memory; `meanwhile` runs once the product has been issued."""
+    columns = b.shape[0] if transpose_b else b.shape[1]
+    if interpreting():
+        out = lax.dot_general(
+            a[...], b[...], (((1,), (1 if transpose_b else 0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        plgpu.commit_smem()  # the race detector wants it between a plain read and the copy that overwrites
+        meanwhile()
+        return out
+
+    def run(acc: Any) -> Array:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
+        meanwhile()
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], columns), jnp.float32))
+
+
+def accumulate(acc: Array, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
+    """acc + a @ b: a in registers (or shared memory), b in shared memory."""
+    if interpreting():
+        acc = acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        meanwhile()
+        return acc
+
+    def run(ref: Any) -> None:
+        plgpu.wgmma(ref, a, b)
+        meanwhile()
+
+    return pl.run_state(run)(plgpu.ACC.init(acc))

@@ -1,0 +1,30 @@
+"""The device that is compiled for: the default one, or, ahead of time, that of the mesh which is set."""
+
+from typing import NamedTuple, Self
+
+import jax
+
+_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+class Device(NamedTuple):
+    kind: str
+    platform: str
+    is_hopper: bool
+    num_multiprocessors: int
+
+    @classmethod
+    def target(cls) -> Self:
+        abstract = jax.sharding.get_abstract_mesh().abstract_device
+        if abstract is not None:
+            return cls._of(abstract.device_kind, abstract.platform, None, abstract.num_cores)
+        device = jax.devices()[0]
+        capability = getattr(device, "compute_capability", None)
+        return cls._of(device.device_kind, device.platform, capability, getattr(device, "core_count", None))
+
+    @classmethod
+    def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> Self:
+        on_gpu = platform in ("gpu", "cuda")
+        by_name = any(name in kind.split() for name in _HOPPER)
+        is_hopper = on_gpu and (by_name if capability is None else str(capability) == "9.0")
+        return cls(kind, platform, is_hopper, num_cores if on_gpu and num_cores else 132)

@@ -1,0 +1,234 @@
+"""The attention kernel for Hopper, over contiguous keys or over pages.
+
+A thread block has one warpgroup that only fetches keys and values (TMA, into a ring of stages in shared memory), and
+one or two that multiply (wgmma), 64 rows each. Of two, one computes its softmax while the other multiplies. A row of a
+tile is a query of one head, or, folded, of any of the heads that share a KV head: the kernel can't tell.
+
+What a tile sees is known before (`work.py`): blocks that all of its rows see whole take no mask, and come first.
+
+Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2: warp specialisation, two warpgroups in ping-pong.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
+from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
+
+from longctx.kernels.attention.online_softmax import LOWEST
+from longctx.kernels.hopper import adapter
+from longctx.kernels.hopper.adapter import ROW, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.keys import Contiguous, Paged
+from longctx.kernels.hopper.work import Tile, Work
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Sizes of a kernel: warpgroups that multiply, keys of a block, blocks in flight."""
+
+    consumers: int
+    block: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * WARPGROUP_ROWS
+
+    @classmethod
+    def of(cls, head_size: int, num_rows: int) -> "Cut":
+        """For so many rows of one head: the largest that fits into shared memory (227 KiB) and registers."""
+        consumers = 1 if num_rows <= WARPGROUP_ROWS else 2
+        block, stages = {64: (128, 4), 128: (128, 2), 256: (64, 2)}[head_size]
+        if consumers == 1 and head_size == 128:
+            stages = 3
+        return cls(consumers, block, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What the static part of a call says: `scale` is positive."""
+
+    cut: Cut
+    scale: float
+    split: bool  # several workers may share a tile: its pieces are to be merged
+
+
+def attend(
+    q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, how: Softmax, out_dtype: Any
+) -> tuple[Array, Array]:
+    """Attention of tiles of rows, in pieces.
+
+    Args:
+      q: `[B, R, heads, H]`. KV head i serves `heads / K` heads, from `i * heads / K` on.
+      keys: arrays, in the dtype of q.
+      rows: what `keys.seen` compares with, int32 `[tiles, rows]` each.
+
+    Returns:
+      out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]`, float32, natural log. Rows that are not a
+      tile's own hold anything finite; pieces that no tile has hold anything.
+    """
+    cut, (heads, head_size), kv_heads = how.cut, q.shape[2:], keys.k.shape[-2]
+    num_workers = work.workers.shape[0]
+    num_pieces = work.tiles.shape[0] + (num_workers if how.split else 0)
+    q, keys = adapter.room(q, 1, cut.rows), keys.with_room(cut.block)
+    ring = functools.partial(adapter.tiled, (cut.stages, cut.block, head_size), q.dtype)
+    here = functools.partial(plgpu.Barrier, num_arrivals=keys.copies(cut.block), num_barriers=cut.stages)
+    free = functools.partial(plgpu.Barrier, num_arrivals=cut.consumers, num_barriers=cut.stages)
+    kernel = adapter.kernel(
+        functools.partial(_kernel, how, type(keys), len(rows), heads // kv_heads),
+        [((num_pieces, cut.rows, heads, head_size), out_dtype), ((heads, num_pieces, cut.rows), jnp.float32)],
+        like=q,
+        kernel_name="attention",
+        grid=(kv_heads, num_workers, heads // kv_heads),
+        grid_names=("kv_head", "worker", "group"),
+        num_threads=cut.consumers + 1,
+        scratch_types={
+            "q_smem": adapter.tiled((cut.consumers, WARPGROUP_ROWS, head_size), q.dtype),
+            "k_smem": ring(),
+            "v_smem": ring(),
+            "q_here": plgpu.Barrier(num_barriers=cut.consumers),
+            "k_here": here(),
+            "v_here": here(),
+            "k_free": free(),
+            "v_free": free(),
+            "turn": plgpu.Barrier(num_arrivals=cut.consumers),
+            "clean": plgpu.Barrier(num_arrivals=cut.consumers),
+        },
+    )
+    return kernel(q, *keys, *rows, work.tiles, work.workers)
+
+
+def _kernel(how: Softmax, kind: Any, num_rows: int, group: int, q_ref: Any, *refs: Any, **scratch: Any) -> None:
+    num_keys = len(kind._fields)
+    keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
+    tiles, workers, *results = refs[num_keys + num_rows :]
+    kv_head, worker, wg = (lax.axis_index(name) for name in ("kv_head", "worker", "wg"))
+    # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+    first_tile, stop_tile, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
+
+    def sweep(each_tile: Any) -> Array:
+        """`each_tile(tile, number, blocks done before)`; returns how many blocks were done."""
+
+        def body(number: Array, done: Array) -> Array:
+            tile = Tile.of(tiles, number, worker, first_unit, stop_unit)
+            each_tile(tile, number, done)
+            return done + tile.num_blocks
+
+        return lax.fori_loop(first_tile, stop_tile, body, jnp.int32(0))
+
+    @pl.when(wg < how.cut.consumers)
+    def _() -> None:
+        adapter.set_registers(232, "increase")
+        head = kv_head * group + lax.axis_index("group")
+        sweep(functools.partial(_consume, how, q_ref, keys, rows, results, scratch, wg, head))
+
+    @pl.when(wg == how.cut.consumers)
+    def _() -> None:
+        adapter.set_registers(40, "decrease")
+        done = sweep(functools.partial(_fetch, how.cut, keys, scratch, kv_head))
+
+        # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
+        def drain(at: Array, _: None) -> None:
+            for name in ("k_free", "v_free"):
+                wait(scratch[name].at[lax.rem(at, jnp.int32(how.cut.stages))])
+
+        lax.fori_loop(jnp.maximum(done - how.cut.stages, 0), done, drain, None)
+
+
+def _fetch(cut: Cut, keys: Any, scratch: Any, kv_head: Array, tile: Tile, number: Array, done: Array) -> None:
+    def fetch(n: Array, _: None) -> None:
+        at, block = lax.rem(done + n, jnp.int32(cut.stages)), tile.block(n)
+        for half, name in enumerate("kv"):
+            pl.when(done + n >= cut.stages)(functools.partial(wait, scratch[f"{name}_free"].at[at]))
+            keys.fetch(half, tile, block, kv_head, scratch[f"{name}_smem"].at[at], scratch[f"{name}_here"].at[at])
+
+    lax.fori_loop(0, tile.num_blocks, fetch, None)
+
+
+def _consume(
+    how: Softmax,
+    q_ref: Any,
+    keys: Any,
+    row_refs: Any,
+    results: Any,
+    scratch: Any,
+    wg: Array,
+    head: Array,
+    tile: Tile,
+    number: Array,
+    done: Array,
+) -> None:
+    """64 rows of a tile over all of its blocks."""
+    cut, head_size = how.cut, q_ref.shape[-1]
+    q, out_shape = scratch["q_smem"].at[wg], (WARPGROUP_ROWS, head_size)
+    own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def take_turns() -> None:
+        """Of two warpgroups, one multiplies: arrive when done with that, wait until the other is."""
+        if cut.consumers == 2:
+            arrive(scratch["turn"])
+            wait(scratch["turn"])
+
+    rows_of_q = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    plgpu.copy_gmem_to_smem(q_ref.at[tile.q_batch, rows_of_q, head], q, scratch["q_here"].at[wg])
+    rows = tuple(read(ref.at[number, own], ROW) for ref in row_refs)
+    wait(scratch["q_here"].at[wg])
+    pl.when(wg == 1)(take_turns)
+
+    def step(n: Array, carry: Any, masked: bool) -> Any:
+        acc, peak, total = carry
+        at, block = lax.rem(done + n, jnp.int32(cut.stages)), tile.block(n)
+        wait(scratch["k_here"].at[at])
+        scores = adapter.product(q, scratch["k_smem"].at[at], True, take_turns)
+        arrive(scratch["k_free"].at[at])
+        if masked:
+            scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)
+        # Peaks are kept times log2(e) * scale, so that a weight takes one fused multiplication and one exp2.
+        factor = how.scale * _LOG2E
+        new_peak = jnp.maximum(peak, scores.max(1) * factor)
+        weights = jnp.exp2(scores * factor - spread(new_peak, scores.shape, 0))
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + weights.sum(1)
+        acc = acc * spread(decay, out_shape, 0)
+        weights = weights.astype(q.dtype)
+        if cut.consumers == 2:
+            acc, total, new_peak, weights = lax.optimization_barrier((acc, total, new_peak, weights))
+            arrive(scratch["turn"])
+        wait(scratch["v_here"].at[at])
+        if masked:
+            keys.clean(tile, block, scratch["v_smem"].at[at], scratch["clean"])
+        if cut.consumers == 2:
+            wait(scratch["turn"])
+        acc = adapter.accumulate(acc, weights, scratch["v_smem"].at[at])
+        arrive(scratch["v_free"].at[at])
+        return acc, new_peak, total
+
+    carry = (
+        cast(jnp.zeros(out_shape, jnp.float32), TILE),
+        cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
+        cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
+    )
+    carry = lax.fori_loop(0, tile.num_full, functools.partial(step, masked=False), carry)
+    acc, peak, total = lax.fori_loop(tile.num_full, tile.num_blocks, functools.partial(step, masked=True), carry)
+    pl.when(wg == 0)(take_turns)
+
+    # Masked scores are -inf and peaks begin finite: of a row that saw nothing the total is exactly 0.
+    empty = total == 0
+    total = jnp.where(empty, jnp.float32(1), total)
+    lse = jnp.where(empty, jnp.float32(-jnp.inf), peak * (1 / _LOG2E) + jnp.log(total))
+    out = (acc * spread(1 / total, out_shape, 0)).astype(results[0].dtype)
+
+    def store() -> None:
+        results[0].at[tile.piece, own, head][...] = out
+        results[1].at[head, tile.piece, own][...] = lse
+
+    # Where there are several workers a tile, one that sees nothing has no piece.
+    pl.when(tile.num_blocks > 0)(store) if how.split else store()

@@ -1,0 +1,95 @@
+"""Where keys and values are, as the kernel sees them: how a block is fetched, and who sees what of it."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
+from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
+
+from longctx.kernels.hopper import adapter
+from longctx.kernels.hopper.adapter import COLUMN, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.work import Tile
+
+
+class Contiguous(NamedTuple):
+    """Keys `[B, S, K, H]` and values, or both as one array `[2, B, S, K, H]`, twice; tokens `[2, B, S]`, padded."""
+
+    k: Any
+    v: Any
+    tokens: Any
+
+    def with_room(self, block: int) -> "Contiguous":
+        k, v = (adapter.room(x, -3, -x.shape[-3] % block) for x in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
+    def copies(self, block: int) -> int:
+        return 1
+
+    def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+        x = (self.k, self.v)[half]
+        at = (tile.kv, pl.ds(block * to.shape[0], to.shape[0]), head)
+        plgpu.copy_gmem_to_smem(x.at[(half, *at) if len(x.shape) == 5 else at], to, barrier)
+
+    def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
+        at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
+        positions, segments = (spread(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
+        return (positions <= spread(rows[0], shape, 0)) & (segments == spread(rows[1], shape, 0))
+
+    def clean(self, tile: Tile, block: Array, values: Any, barrier: Any) -> None:
+        """Nothing to do: TMA fills what is beyond the end with zeros."""
+
+
+class Paged(NamedTuple):
+    """Pages `[pages, page_size, K, H]` of keys and of values, the table `[B, M]`, and `[1]` the first page."""
+
+    k: Any
+    v: Any
+    table: Any
+    first_page: Any
+
+    def with_room(self, block: int) -> "Paged":
+        return self
+
+    def copies(self, block: int) -> int:
+        return max(1, block // self.k.shape[1])
+
+    def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+        x, size = (self.k, self.v)[half], to.shape[0]
+        page_size = x.shape[1]
+        step = min(page_size, size)
+        # What is beyond the slots in use is masked, so any page does; and no index leaves the pool.
+        last_entry = lax.div(tile.kv_tokens - 1, jnp.int32(page_size))
+        for first in range(0, size, step):
+            slot = block * size + first
+            entry = jnp.minimum(lax.div(slot, jnp.int32(page_size)), last_entry)
+            page = jnp.clip(self.table[tile.kv, entry] + self.first_page[0], 0, x.shape[0] - 1)
+            at = (page, pl.ds(lax.rem(slot, jnp.int32(page_size)), step), head)
+            plgpu.copy_gmem_to_smem(x.at[at], to.at[pl.ds(first, step)], barrier)
+
+    def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
+        slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]
+        return slots <= spread(rows[0], shape, 0)
+
+    def clean(self, tile: Tile, block: Array, values: Any, barrier: Any) -> None:
+        """Values that were never written may be NaN, which a weight of 0 doesn't undo: make them 0.
+
+        All consumers come here together; the first one cleans.
+        """
+        size = values.shape[0]
+
+        @pl.when((block + 1) * size > tile.kv_tokens)
+        def _() -> None:
+            @pl.when(lax.axis_index("wg") == 0)
+            def _() -> None:
+                for first in range(0, size, WARPGROUP_ROWS):
+                    part = values.at[pl.ds(first, WARPGROUP_ROWS)]
+                    x = cast(part[...], TILE)
+                    slots = cast(lax.broadcasted_iota(jnp.int32, x.shape, 0), TILE) + (block * size + first)
+                    part[...] = jnp.where(slots < tile.kv_tokens, x, jnp.zeros_like(x))
+                plgpu.commit_smem()
+
+            arrive(barrier)
+            wait(barrier)

@@ -1,0 +1,62 @@
+"""Merges the pieces of tiles: `merge_states` where how many states there are, and which, is known on the device only."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from longctx.kernels.attention.online_softmax import LOWEST
+from longctx.kernels.hopper import adapter
+from longctx.kernels.hopper.adapter import ROW, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.work import Work
+
+
+def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
+    """out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` -> the same with tiles in place of pieces.
+
+    Of a tile without pieces the result is empty: 0 and -inf. Pieces merge in their order, whoever computed them first.
+    """
+    _, rows, heads, head_size = out.shape
+    num_tiles = work.first_piece.shape[0]
+    kernel = adapter.kernel(
+        functools.partial(_kernel, head_size),
+        [((num_tiles, rows, heads, head_size), jnp.float32), ((heads, num_tiles, rows), jnp.float32)],
+        like=out,
+        kernel_name="merge_pieces",
+        grid=(num_tiles, heads, rows // WARPGROUP_ROWS),
+        grid_names=("tile", "head", "part"),
+        num_threads=1,
+    )
+    return kernel(out, lse, work.first_piece, work.num_pieces)
+
+
+def _kernel(
+    head_size: int, outs: Any, lses: Any, first_piece: Any, num_pieces: Any, out_ref: Any, lse_ref: Any
+) -> None:
+    tile, head = lax.axis_index("tile"), lax.axis_index("head")
+    own = pl.ds(lax.axis_index("part") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    shape = (WARPGROUP_ROWS, head_size)
+
+    def absorb(piece: Array, carry: Any) -> Any:
+        acc, peak, total = carry
+        lse = read(lses.at[head, piece, own], ROW)
+        # From a finite peak on: an empty state, of lse -inf, then has the weight 0.
+        new_peak = jnp.maximum(peak, lse)
+        weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
+        out = read(outs.at[piece, own, head], TILE)
+        acc = acc * spread(decay, shape, 0) + out * spread(weight, shape, 0)
+        return acc, new_peak, total * decay + weight
+
+    carry = (
+        cast(jnp.zeros(shape, jnp.float32), TILE),
+        cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
+        cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
+    )
+    first = first_piece[tile] + 0
+    acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
+    empty = total == 0
+    total = jnp.where(empty, jnp.float32(1), total)
+    out_ref.at[tile, own, head][...] = acc * spread(1 / total, shape, 0)
+    lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))

@@ -1,0 +1,111 @@
+"""Who computes what: tiles of query rows, each over a range of key blocks, shared out among the multiprocessors.
+
+Blocks of all tiles, one tile behind the other, are cut into equal shares, one a worker (a thread block that stays).
+So a chunk of a few tokens against a million cached ones fills the chip as well as a batch of decodes of unequal lengths
+does. A worker's part of one tile is a piece, and the pieces of a tile merge. Where there are many more tiles than
+multiprocessors, each is a worker of its own, and there is nothing to merge.
+
+Source: the split over keys as in Flash-Decoding (Dao et al. 2023); equal shares as in Stream-K (Osama et al. 2023).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Tiles(NamedTuple):
+    """Int32 `[tiles]` each: rows of queries, and the blocks of keys that they see."""
+
+    q_batch: Array
+    q_row: Array  # the first of its rows
+    kv: Array  # entry of the keys' batch, or sequence of the page table
+    kv_tokens: Array  # entry of the keys' tokens (contiguous), or slots written (paged)
+    start: Array  # blocks [start, stop), of which [full_start, full_stop) need no mask
+    full_start: Array
+    full_stop: Array
+    stop: Array
+
+
+class Work(NamedTuple):
+    """Tables that a kernel reads."""
+
+    tiles: Array  # [tiles, 10]: the fields of Tiles, the first unit, and what to add to a worker's number for its piece
+    workers: Array  # [workers, 4]: tiles [first, stop) and units [start, stop); a unit is one block of one tile
+    first_piece: Array  # [tiles]
+    num_pieces: Array  # [tiles]
+
+
+def one_worker_a_tile(tiles: Tiles) -> Work:
+    """The last tiles first: in most layouts they see most, and what is long shall not begin last."""
+    num_units, first_unit = _units(tiles)
+    number = jnp.arange(len(num_units), dtype=jnp.int32)
+    table = jnp.stack([*tiles, first_unit, 2 * number - (len(num_units) - 1)], 1)
+    workers = jnp.stack([number, number + 1, first_unit, first_unit + num_units], 1)[::-1]
+    return Work(table, workers, number, jnp.ones_like(number))
+
+
+def equal_shares(tiles: Tiles, num_workers: int) -> Work:
+    """At most `tiles + num_workers` pieces. A tile that sees nothing has none."""
+    num_units, first_unit = _units(tiles)
+    stop_unit = first_unit + num_units
+    total = stop_unit[-1]
+    share = jnp.maximum(-(-total // num_workers), 1)
+    worker = jnp.arange(num_workers, dtype=jnp.int32)
+    start = jnp.minimum(worker * share, total)
+    stop = jnp.minimum(start + share, total)
+    first_tile = jnp.searchsorted(stop_unit, start, side="right", method="compare_all").astype(jnp.int32)
+    stop_tile = jnp.searchsorted(first_unit, stop, side="left", method="compare_all").astype(jnp.int32)
+    stop_tile = jnp.where(start < stop, stop_tile, first_tile)
+    first_worker = first_unit // share
+    num_pieces = jnp.where(num_units > 0, (stop_unit - 1) // share - first_worker + 1, 0)
+    first_piece = jnp.cumsum(num_pieces, dtype=jnp.int32) - num_pieces
+    table = jnp.stack([*tiles, first_unit, first_piece - first_worker], 1)
+    return Work(table, jnp.stack([first_tile, stop_tile, start, stop], 1), first_piece, num_pieces)
+
+
+def _units(tiles: Tiles) -> tuple[Array, Array]:
+    num_units = tiles.stop - tiles.start
+    return num_units, jnp.cumsum(num_units, dtype=jnp.int32) - num_units
+
+
+class Tile(NamedTuple):
+    """A worker's part of a tile, scalars: its row of `Work.tiles` with blocks cut to the worker's units."""
+
+    q_batch: Array
+    q_row: Array
+    kv: Array
+    kv_tokens: Array
+    start: Array
+    full_start: Array
+    full_stop: Array
+    stop: Array
+    piece: Array
+
+    @classmethod
+    def of(cls, tiles: Any, number: Array, worker: Array, first_unit: Array, stop_unit: Array) -> "Tile":
+        # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+        *fields, unit, piece = (tiles[number, i] + 0 for i in range(10))
+        q_batch, q_row, kv, kv_tokens, start, full_start, full_stop, stop = fields
+        first = start + jnp.maximum(first_unit - unit, 0)
+        stop = jnp.minimum(start + (stop_unit - unit), stop)
+        full_start = jnp.clip(full_start, first, stop)
+        full_stop = jnp.clip(full_stop, full_start, stop)
+        return cls(q_batch, q_row, kv, kv_tokens, first, full_start, full_stop, stop, piece + worker)
+
+    @property
+    def num_full(self) -> Array:
+        return self.full_stop - self.full_start
+
+    @property
+    def num_blocks(self) -> Array:
+        return self.stop - self.start
+
+    def edge(self, n: Array) -> Array:
+        """The n-th block that takes a mask."""
+        block = self.start + n
+        return jnp.where(block < self.full_start, block, block + self.num_full)
+
+    def block(self, n: Array) -> Array:
+        """The n-th block: full ones come first."""
+        return jnp.where(n < self.num_full, self.full_start + n, self.edge(n - self.num_full))
