@@ -85,7 +85,7 @@ def context_parallel_attention(
     """
     masks: Masks = (_array(q_positions), _array(kv_positions), _array(q_segment_ids), _array(kv_segment_ids))
     jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal=causal))  # the checks alone
-    kernel = check_kernel(q.shape[-1], causal, scale, implementation)
+    kernel = check_kernel(q, causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")

@@ -60,7 +60,7 @@ def enter(
                 "(longctx.parallel.shard_positions does)"
             )
     operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
-    kernel = check_kernel(q.shape[-1], causal, scale, implementation)
+    kernel = check_kernel(q, causal, scale, implementation)
     for name, x in (("k", k), ("v", v)):
         if num_ranks > 1 and is_replicated(x, axis_name):
             raise ValueError(

@@ -1,5 +1,6 @@
 """The public `attention`: checks at the door, defaults, and the choice of an implementation."""
 
+import dataclasses
 import functools
 
 from jax import Array
@@ -36,25 +37,28 @@ def attention(
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       causal: whether positions matter.
       scale: factor on the scores, default `H ** -0.5`.
-      implementation: `"xla"` (blockwise, memory linear in T + S) or `"reference"` (dense, the oracle); None picks
-        the best that supports the case, today `"xla"`.
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256), `"xla"` (blockwise,
+        memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
+        (`longctx.kernels.explain` says which, and why).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
 
     Returns:
       out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
       float32 or wider. Both results are differentiable in q, k and v, once and in reverse mode; for `jax.jvp` and
-      second derivatives there is `"reference"`. A row of scores all below -1e30 counts as empty in `"xla"`.
+      second derivatives there is `"reference"`. A row of scores all below -1e30 counts as empty, but not in
+      `"reference"`.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
+      NotImplementedError: the implementation named doesn't support the case; the message says why, and what would.
 
     Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
     the context parallelism paper, section 3.5.
     """
     operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
-    kernel = check_kernel(q.shape[-1], causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
+    kernel = dataclasses.replace(check_kernel(q, causal, scale, implementation), out_dtype=out_dtype)
     compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attend, kernel)
     out, lse = compute(vary_alike(operands))
     return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])

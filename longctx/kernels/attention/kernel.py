@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.mosaic_gpu import mosaic_gpu_attention
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 
 # forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse)
 # backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mosaic_gpu": (mosaic_gpu_attention, xla_backward),
     "xla": (xla_attention, xla_backward),
     "reference": (reference_attention, reference_backward),
 }
@@ -37,11 +39,15 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Attention on one device with its static arguments. Results are float32, or float64 for float64 operands."""
+    """Attention on one device with its static arguments. Results are float32, or float64 for float64 operands.
+
+    With an `out_dtype`, out may come in that: where it is what is wanted in the end, and nothing is gained by wider.
+    """
 
     implementation: str
     causal: bool
     scale: float
+    out_dtype: jnp.dtype | None = None
 
     def forward(self, operands: Operands, state: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
         """-> (out `[B, T, N, H]`, lse `[B, T, N]`), over these keys and those of `state`, which it goes on from."""
@@ -51,7 +57,10 @@ class Kernel:
                 return state
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
-        return IMPLEMENTATIONS[self.implementation][0](*operands, self.causal, self.scale, state)
+        static = (self.causal, self.scale)
+        if self.implementation == "mosaic_gpu" and self.out_dtype is not None:
+            return mosaic_gpu_attention(*operands, *static, state, self.out_dtype)
+        return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v).

@@ -53,6 +53,9 @@ def mosaic_gpu_attention(
     out, lse = attend(q, Contiguous(k, v, tokens), rows, work, how, wide)
     if split:
         out, lse = merge_pieces(out, lse, work)
+        seen = work.num_pieces > 0
+        out = jnp.where(seen[:, None, None, None], out, 0)
+        lse = jnp.where(seen[:, None], lse, -jnp.inf)
     out = out.reshape(batch, -1, row_heads, head_size)[:, :num_rows]
     lse = jnp.moveaxis(lse.reshape(row_heads, batch, -1)[:, :, :num_rows], 0, 2)
     if folded:
@@ -64,7 +67,7 @@ def mosaic_gpu_attention(
 
 def _cut_tiles(
     q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool, cut: Cut
-) -> tuple[Tiles, tuple[Array, Array], Array]:
+) -> tuple[Tiles, tuple[Array, ...], Array]:
     """-> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`."""
     batch, num_rows = q.shape[:2]
     per_entry = -(-num_rows // cut.rows)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from longctx.kernels import selection
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 
@@ -46,9 +47,10 @@ def check_operands(
     return Operands(flat_q, flat_k, flat_v, queries, keys)
 
 
-def check_kernel(head_size: int, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
+def check_kernel(q: Array, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
     check_implementation(implementation, IMPLEMENTATIONS)
-    return Kernel(implementation or "xla", bool(causal), check_scale(scale, head_size))
+    implementation = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1]))
+    return Kernel(implementation, bool(causal), check_scale(scale, q.shape[-1]))
 
 
 def check_implementation(implementation: str | None, known: Iterable[str]) -> None:

@@ -1,13 +1,13 @@
 """Everything of Pallas that differs between versions, is private, or has another form in the interpreter.
 
 Private names, and why: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and barriers on a
-CPU, and finds races between them. Nothing else reaches behind the public API.
+CPU, and `get_races` says whether any of them raced. Nothing else reaches behind the public API.
 """
 
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +21,69 @@ WARPGROUP_ROWS = 64
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 
-_interpreter: contextvars.ContextVar[Any] = contextvars.ContextVar("interpreter", default=None)
+
+class Interpreter(NamedTuple):
+    params: Any
+    num_multiprocessors: int
+
+
+_interpreter: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
 
 
 @contextlib.contextmanager
-def interpreted(detect_races: bool = False) -> Iterator[None]:
-    """Within, kernels run in Pallas' interpreter on the CPU: slow, and not to be called under `jax.jit`."""
-    params = getattr(plgpu, "InterpretGPUParams", None)
-    if params is None:
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
-    token = _interpreter.set(params(detect_races=detect_races))
+def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iterator[None]:
+    """Within, the device is a Hopper GPU of a few multiprocessors, interpreted on the CPU. RuntimeError on a race.
+
+    Slow: about a second a thread block and warpgroup. Under `jax.jit` the interpreter's threads wait for each other.
+    """
+    if hasattr(plgpu, "InterpretGPUParams"):
+        params = plgpu.InterpretGPUParams
+    else:
+        from jax._src.pallas.mosaic_gpu.interpret import params as private
+
+        params = private.InterpretGPUParams
+    token = _interpreter.set(Interpreter(params(detect_races=detect_races), num_multiprocessors))
     try:
         yield
     finally:
         _interpreter.reset(token)
 
 
+def interpreter() -> Interpreter | None:
+    return _interpreter.get()
+
+
 def interpreting() -> bool:
-    return _interpreter.get() is not None
+    return interpreter() is not None
 
 
 def kernel(
     body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **how: Any
 ) -> Callable[..., Any]:
     """`plgpu.kernel`; results vary over the mesh axes that `like` varies over."""
-    varying = jax.typeof(like).manual_axis_type
-    return plgpu.kernel(
+    varying, interpreter = jax.typeof(like).manual_axis_type, _interpreter.get()
+    run = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in out_types],
         thread_name="wg",
         # jax 0.11 changes the default.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=_interpreter.get(),
+        interpret=interpreter and interpreter.params,
         **how,
     )
+    return _without_races(run) if interpreter and interpreter.params.detect_races else run
+
+
+def _without_races(run: Callable[..., Any]) -> Callable[..., Any]:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
+
+    def checked(*operands: Array) -> Any:
+        results = jax.block_until_ready(run(*operands))
+        if private.get_races().races_found:
+            raise RuntimeError("the interpreter found a race; it has printed where")
+        return results
+
+    return checked
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -84,7 +113,7 @@ def read(ref: Any, layout: Any) -> Array:
     return ref[...] if interpreting() else plgpu.load(ref, (), layout=layout, optimized=False)
 
 
-def spread(x: Array, shape: tuple[int, int], axis: int) -> Array:
+def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     """One value a row (axis 0) or a column (axis 1) to all of a tile."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
@@ -121,3 +150,45 @@ def accumulate(acc: Array, a: Any, b: Any, meanwhile: Callable[[], None] = lambd
         meanwhile()
 
     return pl.run_state(run)(plgpu.ACC.init(acc))
+
+
+def products(
+    first: tuple[Any, Any],
+    second: tuple[Any, Any],
+    start: Callable[[], Array],
+    between: Callable[[Array], Array],
+    beside: bool,
+) -> tuple[Array, Array]:
+    """-> between(a @ b.T) of the first pair and start() + a @ b.T of the second, in float32, of shared memory.
+
+    `between` is computed beside the second product, or, with fewer registers in use, before it.
+    """
+
+    def multiply(ref: Any, pair: tuple[Any, Any]) -> None:
+        plgpu.wgmma(ref, pair[0], pair[1].transpose((1, 0)))
+
+    def both(refs: Any) -> None:
+        multiply(refs[0], first)
+        multiply(refs[1], second)
+        refs[2][...] = between(plgpu.wgmma_accumulator_load(refs[0], wait_n=1))
+
+    if beside and not interpreting():
+        zeros = cast(jnp.zeros((first[0].shape[0], first[1].shape[0]), jnp.float32), TILE)
+        _, total, value = pl.run_state(both)((plgpu.ACC.init(zeros), plgpu.ACC.init(start()), zeros))
+        return value, total
+    value = between(product(*first, True, lambda: None))
+    if interpreting():
+        return value, start() + product(*second, True, lambda: None)
+    return value, pl.run_state(lambda ref: multiply(ref, second))(plgpu.ACC.init(start()))
+
+
+def accumulate_all(accs: list[Array], factors: list[tuple[Any, Any]]) -> list[Array]:
+    """acc + a @ b for each acc with its (a, b), all under way at once; a in registers, b in shared memory."""
+    if interpreting():
+        return [accumulate(acc, a, b) for acc, (a, b) in zip(accs, factors, strict=True)]
+
+    def run(refs: Any) -> None:
+        for ref, (a, b) in zip(refs, factors, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))

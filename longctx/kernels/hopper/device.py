@@ -1,8 +1,11 @@
 """The device that is compiled for: the default one, or, ahead of time, that of the mesh which is set."""
 
+import re
 from typing import NamedTuple, Self
 
 import jax
+
+from longctx.kernels.hopper import adapter
 
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
@@ -12,15 +15,20 @@ class Device(NamedTuple):
     platform: str
     is_hopper: bool
     num_multiprocessors: int
+    cuda_version: int = 0  # as 12090 for 12.9.0; 0 where nobody says
 
     @classmethod
     def target(cls) -> Self:
+        if (interpreter := adapter.interpreter()) is not None:
+            return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None:
             return cls._of(abstract.device_kind, abstract.platform, None, abstract.num_cores)
         device = jax.devices()[0]
         capability = getattr(device, "compute_capability", None)
-        return cls._of(device.device_kind, device.platform, capability, getattr(device, "core_count", None))
+        found = cls._of(device.device_kind, device.platform, capability, getattr(device, "core_count", None))
+        version = re.search(r"cuda (\d+)", str(device.client.platform_version))
+        return found._replace(cuda_version=int(version[1]) if version else 0)
 
     @classmethod
     def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> Self:

@@ -30,6 +30,11 @@ from longctx.kernels.hopper.work import Tile, Work
 _LOG2E = math.log2(math.e)
 
 
+# Keys of a block and blocks in flight, by head size: what shared memory (227 KiB) and registers hold.
+_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
+HEAD_SIZES = tuple(_BLOCKS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Sizes of a kernel: warpgroups that multiply, keys of a block, blocks in flight."""
@@ -44,12 +49,10 @@ class Cut:
 
     @classmethod
     def of(cls, head_size: int, num_rows: int) -> "Cut":
-        """For so many rows of one head: the largest that fits into shared memory (227 KiB) and registers."""
+        """For so many rows of one head."""
         consumers = 1 if num_rows <= WARPGROUP_ROWS else 2
-        block, stages = {64: (128, 4), 128: (128, 2), 256: (64, 2)}[head_size]
-        if consumers == 1 and head_size == 128:
-            stages = 3
-        return cls(consumers, block, stages)
+        block, stages = _BLOCKS[head_size]
+        return cls(consumers, block, stages + (consumers == 1 and head_size == 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +129,13 @@ def _kernel(how: Softmax, kind: Any, num_rows: int, group: int, q_ref: Any, *ref
 
     @pl.when(wg < how.cut.consumers)
     def _() -> None:
-        adapter.set_registers(232, "increase")
+        adapter.set_registers(240, "increase")
         head = kv_head * group + lax.axis_index("group")
         sweep(functools.partial(_consume, how, q_ref, keys, rows, results, scratch, wg, head))
 
     @pl.when(wg == how.cut.consumers)
     def _() -> None:
-        adapter.set_registers(40, "decrease")
+        adapter.set_registers(24, "decrease")
         done = sweep(functools.partial(_fetch, how.cut, keys, scratch, kv_head))
 
         # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.

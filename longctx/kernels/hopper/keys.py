@@ -1,5 +1,6 @@
 """Where keys and values are, as the kernel sees them: how a block is fetched, and who sees what of it."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import COLUMN, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.adapter import COLUMN, TILE, cast, read, spread
 from longctx.kernels.hopper.work import Tile
 
 
@@ -84,8 +85,9 @@ class Paged(NamedTuple):
         def _() -> None:
             @pl.when(lax.axis_index("wg") == 0)
             def _() -> None:
-                for first in range(0, size, WARPGROUP_ROWS):
-                    part = values.at[pl.ds(first, WARPGROUP_ROWS)]
+                # In parts, for which there are registers beside the accumulator.
+                for first, column in itertools.product(range(0, size, 64), range(0, values.shape[1], 64)):
+                    part = values.at[pl.ds(first, 64), pl.ds(column, 64)]
                     x = cast(part[...], TILE)
                     slots = cast(lax.broadcasted_iota(jnp.int32, x.shape, 0), TILE) + (block * size + first)
                     part[...] = jnp.where(slots < tile.kv_tokens, x, jnp.zeros_like(x))

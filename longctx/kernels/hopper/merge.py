@@ -1,4 +1,4 @@
-"""Merges the pieces of tiles: `merge_states` where how many states there are, and which, is known on the device only."""
+"""Merges the pieces of tiles: `merge_states` for states whose number and order only the device knows."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from longctx.kernels.hopper.work import Work
 def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
     """out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` -> the same with tiles in place of pieces.
 
-    Of a tile without pieces the result is empty: 0 and -inf. Pieces merge in their order, whoever computed them first.
+    Pieces merge in their order, whoever computed them first. Of a tile without pieces nothing is written.
     """
     _, rows, heads, head_size = out.shape
     num_tiles = work.first_piece.shape[0]
@@ -49,14 +49,16 @@ def _kernel(
         acc = acc * spread(decay, shape, 0) + out * spread(weight, shape, 0)
         return acc, new_peak, total * decay + weight
 
-    carry = (
-        cast(jnp.zeros(shape, jnp.float32), TILE),
-        cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-        cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
-    )
-    first = first_piece[tile] + 0
-    acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
-    empty = total == 0
-    total = jnp.where(empty, jnp.float32(1), total)
-    out_ref.at[tile, own, head][...] = acc * spread(1 / total, shape, 0)
-    lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))
+    @pl.when(num_pieces[tile] > 0)
+    def _() -> None:
+        carry = (
+            cast(jnp.zeros(shape, jnp.float32), TILE),
+            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
+            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
+        )
+        first = first_piece[tile] + 0
+        acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
+        empty = total == 0
+        total = jnp.where(empty, jnp.float32(1), total)
+        out_ref.at[tile, own, head][...] = acc * spread(1 / total, shape, 0)
+        lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))

@@ -6,12 +6,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
+from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import xla_paged_attention
 
 IMPLEMENTATIONS: dict[str, Callable[[PagedOperands, float], tuple[Array, Array]]] = {
+    "mosaic_gpu": mosaic_gpu_paged_attention,
     "xla": xla_paged_attention,
     "reference": reference_paged_attention,
 }
@@ -53,17 +56,19 @@ def paged_attention(
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: sliced out of the pool, it would be copied.
       scale: factor on the scores, default `H ** -0.5`.
-      implementation: `"xla"` or `"reference"` (dense, the oracle); None picks the best that supports the case, today
-        `"xla"`.
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 8 to 128
+        that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
+        supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
 
     Returns:
       out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
       `out = 0`, `lse = -inf`. States of disjoint pages merge (`merge_states`). A row of scores all below -1e30 counts
-      as empty in `"xla"`.
+      as empty, but not in `"reference"`.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
+      NotImplementedError: the implementation named doesn't support the case; the message says why, and what would.
 
     Source: pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
     """
@@ -71,6 +76,7 @@ def paged_attention(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
     )
     check_implementation(implementation, IMPLEMENTATIONS)
+    chosen = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
     scale = check_scale(scale, q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     operands = vary_alike(operands)
@@ -78,5 +84,5 @@ def paged_attention(
         out = jnp.zeros_like(operands.q, jnp.promote_types(q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        out, lse = IMPLEMENTATIONS[implementation or "xla"](operands, scale)
+        out, lse = IMPLEMENTATIONS[chosen](operands, scale)
     return out.astype(out_dtype), lse

@@ -51,7 +51,7 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     level = np.repeat(np.arange(len(sizes), dtype=np.int32), capacities)
     wanted = np.concatenate([np.arange(capacity, dtype=np.int32) for capacity in capacities])
     # Where the n-th of its size begins; beyond the last one, anywhere.
-    first = jnp.minimum(_count_leading(lambda i: number[level, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
+    first = jnp.minimum(count_leading(lambda i: number[level, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
     sequence = jnp.where(real[first], q_sequence[first], 0)
     stop = tile_stop[first]
 
@@ -88,11 +88,11 @@ def _count_entries(operands: PagedOperands, lowest: Array, highest: Array, seque
         return num_full, num_seen
     # Entries in use ascend and come first; all others are at the sequence's length or after.
     index = operands.page_index
-    num_full, num_seen = _count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape)
+    num_full, num_seen = count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape)
     return num_full, num_seen
 
 
-def _count_leading(holds: Callable[[Array], Array], size: int, shape: tuple[int, ...]) -> Array:
+def count_leading(holds: Callable[[Array], Array], size: int, shape: tuple[int, ...]) -> Array:
     """How many of the indices 0..size-1 `holds` is true for, for each of `shape`: true for the first ones only."""
     count = jnp.zeros(shape, jnp.int32)
     step = 1 << max(0, size.bit_length() - 1)

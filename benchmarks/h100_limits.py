@@ -1,0 +1,61 @@
+"""What an H100 SXM can do at best: the floor of each named shape, in FLOPs and in bytes. Needs no GPU."""
+
+from typing import NamedTuple
+
+from longctx.kernels.shapes import AttentionShape
+
+# NVIDIA's data sheet of the H100 SXM: dense bf16 products, and memory.
+FLOPS_PER_SECOND = 989e12
+BYTES_PER_SECOND = 3.35e12
+
+
+class Floor(NamedTuple):
+    """Least milliseconds: all the products at full rate, and every operand and result moved once."""
+
+    flops_ms: float
+    bytes_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.flops_ms, self.bytes_ms)
+
+    @property
+    def binds(self) -> str:
+        return "FLOPs" if self.flops_ms > self.bytes_ms else "bytes"
+
+
+def floor(flops: float, num_bytes: float) -> Floor:
+    return Floor(flops / FLOPS_PER_SECOND * 1e3, num_bytes / BYTES_PER_SECOND * 1e3)
+
+
+def floor_rows(shapes: list[AttentionShape]) -> list[dict[str, object]]:
+    rows = []
+    for shape in shapes:
+        least = floor(shape.flops, shape.bytes)
+        rows.append(
+            {
+                "shape": shape.name,
+                "q": list(shape.q_shape),
+                "kv": list(shape.kv_shape),
+                "gflop": shape.flops / 1e9,
+                "mb": shape.bytes / 1e6,
+                "flop_per_byte": shape.flops / shape.bytes,
+                "flops_ms": least.flops_ms,
+                "bytes_ms": least.bytes_ms,
+                "binds": least.binds,
+            }
+        )
+    return rows
+
+
+def floor_table(shapes: list[AttentionShape]) -> str:
+    """In markdown."""
+    lines = [
+        "| shape | q [B, T, N, H] | k, v [B, S, K, H] | GFLOP | MB | FLOP/byte | FLOPs, ms | bytes, ms | binds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in floor_rows(shapes):
+        q, kv = (", ".join(map(str, row[x])) for x in ("q", "kv"))  # type: ignore[call-overload]
+        numbers = " | ".join(f"{row[x]:.4g}" for x in ("gflop", "mb", "flop_per_byte", "flops_ms", "bytes_ms"))
+        lines.append(f"| {row['shape']} | {q} | {kv} | {numbers} | {row['binds']} |")
+    return "\n".join(lines)

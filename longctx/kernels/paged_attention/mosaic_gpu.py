@@ -1,0 +1,110 @@
+"""Paged attention on Hopper: rows sorted by sequence and cut into tiles; pages are found and read by the kernel."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from longctx.kernels.bits import from_bits
+from longctx.kernels.hopper.device import Device
+from longctx.kernels.hopper.forward import Cut, Softmax, attend
+from longctx.kernels.hopper.keys import Paged
+from longctx.kernels.hopper.merge import merge_pieces
+from longctx.kernels.hopper.work import Tiles, Work, equal_shares
+from longctx.kernels.paged_attention.operands import PagedOperands
+from longctx.kernels.paged_attention.tiles import count_leading
+
+
+class Plan(NamedTuple):
+    """What follows from metadata alone, and is the same in all layers."""
+
+    order: Array  # [T], rows by their sequence
+    seen: Array  # [T], how many slots of its sequence a row sees
+    last: Array  # [tiles, rows], the last slot seen by the rows of each tile
+    work: Work
+    tile: Array  # [T, G], where the result of each row and head of a group lies
+    slot: Array  # [T, G]
+
+
+def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
+    """As `xla_paged_attention`; q in 16 bits, of a head size and page size that `selection.refusal` lets pass."""
+    q, k_pages, v_pages = operands[:3]
+    (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
+    group = heads // kv_heads
+    cut = Cut.of(head_size, length * group)
+    plan = make_plan(operands, cut)
+    # Peaks are taken before scaling, which must not turn them round.
+    q, scale = (q, scale) if scale > 0 else (q * jnp.sign(scale).astype(q.dtype), abs(scale) or 1.0)
+    rows = jnp.swapaxes(q[plan.order].reshape(length, kv_heads, group, head_size), 1, 2)
+    rows = rows.reshape(1, length * group, kv_heads, head_size)
+    pages = Paged(
+        from_bits(k_pages, q.dtype), from_bits(v_pages, q.dtype), operands.page_table, operands.first_page[None]
+    )
+    pieces = attend(rows, pages, (plan.last,), plan.work, Softmax(cut, scale, True), jnp.float32)
+    out, lse = merge_pieces(*pieces, plan.work)
+    out = out[plan.tile, plan.slot]  # [T, G, K, H]
+    lse = jnp.moveaxis(lse[:, plan.tile, plan.slot], 0, 2)
+    sees = (plan.seen > 0)[:, None, None]
+    out = jnp.where(sees[..., None], out, 0)
+    lse = jnp.where(sees, lse, -jnp.inf)
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape), jnp.swapaxes(lse, 1, 2).reshape(q.shape[:2])
+
+
+def make_plan(operands: PagedOperands, cut: Cut) -> Plan:
+    """Tiles of rows of one sequence, at most one of them not full; and the workers' shares."""
+    (length, heads, _), kv_heads = operands.q.shape, operands.k_pages.shape[2]
+    group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
+    real = (operands.q_sequence >= 0) & (operands.q_sequence < num_sequences)
+    sequence = jnp.where(real, operands.q_sequence, num_sequences)
+    order = jnp.argsort(sequence, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(length, dtype=jnp.int32))
+
+    # Of each sequence: its rows, heads of a group folded in, and its tiles.
+    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last one is of rows that are padding
+    num_rows = group * jnp.sum(sequence[None] == number[:, None], 1, dtype=jnp.int32)
+    first_row = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
+    num_tiles = jnp.where(number < num_sequences, -(-num_rows // cut.rows), 0)
+    stop_tile = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    first_tile = stop_tile - num_tiles
+
+    tile = jnp.arange(length * group // cut.rows + min(length, num_sequences), dtype=jnp.int32)
+    of = jnp.searchsorted(stop_tile, tile, side="right", method="compare_all").astype(jnp.int32)
+    of = jnp.minimum(of, num_sequences)
+    used = tile < stop_tile[-1]
+    first = first_row[of] + (tile - first_tile[of]) * cut.rows
+    # Rows beyond a tile's own are like its last one, so that its blocks need a mask no sooner.
+    row = jnp.minimum(first[:, None] + jnp.arange(cut.rows, dtype=jnp.int32), (first_row + num_rows)[of][:, None] - 1)
+    seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
+    tile_seen = jnp.where(used[:, None], seen[order[jnp.clip(row // group, 0, length - 1)]], 0)
+    everything = jnp.full_like(operands.kv_lengths, jnp.iinfo(jnp.int32).max - 1)
+    written = _count_slots(operands, everything, number[:-1])
+
+    none = jnp.zeros_like(tile)
+    tiles = Tiles(
+        q_batch=none,
+        q_row=jnp.where(used, first, 0),
+        kv=jnp.minimum(of, num_sequences - 1),
+        kv_tokens=written[jnp.minimum(of, num_sequences - 1)],
+        start=none,
+        full_start=none,
+        full_stop=jnp.min(tile_seen, 1) // cut.block,
+        stop=-(-jnp.max(tile_seen, 1) // cut.block),
+    )
+    work = equal_shares(tiles, max(1, Device.target().num_multiprocessors // kv_heads))
+    within = place[:, None] * group + jnp.arange(group, dtype=jnp.int32) - first_row[sequence][:, None]
+    at = first_tile[sequence][:, None] + within // cut.rows
+    return Plan(order, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % cut.rows)
+
+
+def _count_slots(operands: PagedOperands, positions: Array, sequence: Array) -> Array:
+    """How many slots of its sequence's pages, one behind the other, hold keys up to a position; `[n]` each."""
+    page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
+    sequence = jnp.clip(sequence, 0, operands.kv_lengths.shape[0] - 1)
+    num_keys = jnp.maximum(jnp.minimum(positions, operands.kv_lengths[sequence] - 1) + 1, 0)
+    if operands.page_index is None:
+        return jnp.minimum(num_keys, num_entries * page_size)
+    # Entries in use ascend and come first: whole pages, then perhaps the one that holds the last key.
+    index = operands.page_index
+    whole = count_leading(lambda entry: index[sequence, entry] < num_keys // page_size, num_entries, sequence.shape)
+    is_here = (whole < num_entries) & (index[sequence, jnp.minimum(whole, num_entries - 1)] == num_keys // page_size)
+    return whole * page_size + jnp.where(is_here, num_keys % page_size, 0)

@@ -1,0 +1,92 @@
+"""Which implementation is taken when, and why another is not."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from longctx.kernels.hopper.device import Device
+from longctx.kernels.hopper.forward import HEAD_SIZES, Cut
+
+# In the order in which they are preferred.
+NAMES = ("mosaic_gpu", "xla", "reference")
+# Of these ptxas versions, JAX's own causal kernel says that they miscompile it; ours has the same loops.
+_BROKEN_CUDA = range(12080, 12091)
+
+
+class Case(NamedTuple):
+    """What the choice depends on."""
+
+    dtype: jnp.dtype
+    head_size: int
+    page_size: int | None = None  # None: keys are contiguous
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The implementation taken when none is named, and for each of the others why it is not."""
+
+    taken: str
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        rows = [f"{name:<12}{'taken' if name == self.taken else self.refused[name]}" for name in NAMES]
+        return "\n".join(rows)
+
+
+def explain(q: Array, k: Array, paged: bool = False) -> Selection:
+    """Which implementation `attention` (or `paged_attention`) takes by itself, and why not another.
+
+    Args:
+      q: queries, `[*B, T, N, H]`: an array or a `jax.ShapeDtypeStruct`.
+      k: keys `[*B, S, K, H]`, or pages `[pages, page_size, K, H]`.
+      paged: whether k are pages.
+
+    Returns:
+      A `Selection`; printed, it is a table with a reason for each. It is for the device of the mesh of `jax.set_mesh`,
+      or else the default one.
+
+    Raises:
+      ValueError: q or k has too few dimensions, or their head sizes differ.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if len(x.shape) < 3 + (paged and name == "k"):
+            raise ValueError(f"{name} must have a shape as in attention or paged_attention, got {x.shape}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
+    return select(Case(jnp.dtype(q.dtype), q.shape[-1], k.shape[-3] if paged else None))
+
+
+def select(case: Case) -> Selection:
+    refused = {"reference": "dense: for tests, takes the memory of all scores"}
+    reason = refusal(case)
+    if reason is None:
+        return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"})
+    return Selection("xla", refused | {"mosaic_gpu": reason})
+
+
+def choose(implementation: str | None, case: Case) -> str:
+    """The implementation named, or the best; NotImplementedError where the one named can't."""
+    if implementation is None:
+        return select(case).taken
+    if implementation == "mosaic_gpu" and (reason := refusal(case)) is not None:
+        raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
+    return implementation
+
+
+def refusal(case: Case) -> str | None:
+    """Why `mosaic_gpu` can't, or None."""
+    device = Device.target()
+    if not device.is_hopper:
+        return f"needs an NVIDIA GPU of the Hopper generation (sm_90), got {device.platform} {device.kind!r}"
+    if device.cuda_version in _BROKEN_CUDA:
+        return f"needs CUDA before 12.8.0 or from 12.9.1 on, whose ptxas compiles it rightly, got {device.cuda_version}"
+    if case.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
+    if case.head_size not in HEAD_SIZES:
+        return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
+    page_size, block = case.page_size, Cut.of(case.head_size, 1).block
+    if page_size is not None and (page_size % 8 or (block % page_size and page_size % block)):
+        return f"needs a page size, a multiple of 8, that divides {block} or is a multiple of it, got {page_size}"
+    return None
