@@ -38,7 +38,11 @@ SIX = jnp.arange(6)
         ({"q_positions": [2**40] * 6}, ValueError, "q_positions must fit into int32"),
         ({"scale": jnp.float32(1)}, ValueError, "scale must be a finite number"),
         ({"implementation": ["xla"]}, ValueError, "implementation must be None or one of"),
-        ({"implementation": "fast"}, ValueError, r"implementation must be None or one of \['reference', 'xla'\]"),
+        (
+            {"implementation": "fast"},
+            ValueError,
+            r"implementation must be None or one of \['mosaic_gpu', 'reference', 'xla'\]",
+        ),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
         ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
     ],

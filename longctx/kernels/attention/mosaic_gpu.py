@@ -44,7 +44,7 @@ def mosaic_gpu_attention(
         queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries))
     num_rows, row_heads = q.shape[1:3]
     cut = Cut.of(head_size, num_rows)
-    tiles, rows, tokens = _cut_tiles(q, k, queries, keys, causal, cut)
+    tiles, rows, tokens = cut_tiles(q, k, queries, keys, causal, cut)
     num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
     split = num_tiles * row_heads < _EVEN * num_sms
     work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_a_tile(tiles)
@@ -65,7 +65,7 @@ def mosaic_gpu_attention(
     return (out, lse) if state is None else merge_state(*state, out, lse)
 
 
-def _cut_tiles(
+def cut_tiles(
     q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool, cut: Cut
 ) -> tuple[Tiles, tuple[Array, ...], Array]:
     """-> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`."""

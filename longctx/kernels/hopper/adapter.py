@@ -152,34 +152,27 @@ def accumulate(acc: Array, a: Any, b: Any, meanwhile: Callable[[], None] = lambd
     return pl.run_state(run)(plgpu.ACC.init(acc))
 
 
-def products(
-    first: tuple[Any, Any],
-    second: tuple[Any, Any],
-    start: Callable[[], Array],
-    between: Callable[[Array], Array],
-    beside: bool,
-) -> tuple[Array, Array]:
-    """-> between(a @ b.T) of the first pair and start() + a @ b.T of the second, in float32, of shared memory.
-
-    `between` is computed beside the second product, or, with fewer registers in use, before it.
-    """
-
-    def multiply(ref: Any, pair: tuple[Any, Any]) -> None:
-        plgpu.wgmma(ref, pair[0], pair[1].transpose((1, 0)))
-
-    def both(refs: Any) -> None:
-        multiply(refs[0], first)
-        multiply(refs[1], second)
-        refs[2][...] = between(plgpu.wgmma_accumulator_load(refs[0], wait_n=1))
-
-    if beside and not interpreting():
-        zeros = cast(jnp.zeros((first[0].shape[0], first[1].shape[0]), jnp.float32), TILE)
-        _, total, value = pl.run_state(both)((plgpu.ACC.init(zeros), plgpu.ACC.init(start()), zeros))
-        return value, total
-    value = between(product(*first, True, lambda: None))
+def product_onto(start: Array, a: Any, b: Any) -> Array:
+    """start + a @ b.T in float32, of shared memory."""
     if interpreting():
-        return value, start() + product(*second, True, lambda: None)
-    return value, pl.run_state(lambda ref: multiply(ref, second))(plgpu.ACC.init(start()))
+        return start + product(a, b, True, lambda: None)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.transpose((1, 0))))(plgpu.ACC.init(start))
+
+
+def products_onto(
+    starts: tuple[Array, Array], first: tuple[Any, Any], second: tuple[Any, Any], beside: Callable[[Array], Array]
+) -> tuple[Array, Array]:
+    """`beside` of one `product_onto`, computed while the other is under way, and that."""
+    if interpreting():
+        return beside(product_onto(starts[0], *first)), product_onto(starts[1], *second)
+
+    def run(refs: Any) -> None:
+        for ref, (a, b) in zip(refs, (first, second), strict=False):
+            plgpu.wgmma(ref, a, b.transpose((1, 0)))
+        refs[2][...] = beside(plgpu.wgmma_accumulator_load(refs[0], wait_n=1))
+
+    _, total, value = pl.run_state(run)((*map(plgpu.ACC.init, starts), cast(jnp.zeros_like(starts[0]), TILE)))
+    return value, total
 
 
 def accumulate_all(accs: list[Array], factors: list[tuple[Any, Any]]) -> list[Array]:

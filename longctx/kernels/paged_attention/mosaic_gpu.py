@@ -73,7 +73,8 @@ def make_plan(operands: PagedOperands, cut: Cut) -> Plan:
     used = tile < stop_tile[-1]
     first = first_row[of] + (tile - first_tile[of]) * cut.rows
     # Rows beyond a tile's own are like its last one, so that its blocks need a mask no sooner.
-    row = jnp.minimum(first[:, None] + jnp.arange(cut.rows, dtype=jnp.int32), (first_row + num_rows)[of][:, None] - 1)
+    row = first[:, None] + jnp.arange(cut.rows, dtype=jnp.int32)[None]
+    row = jnp.minimum(row, (first_row + num_rows)[of][:, None] - 1)
     seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
     tile_seen = jnp.where(used[:, None], seen[order[jnp.clip(row // group, 0, length - 1)]], 0)
     everything = jnp.full_like(operands.kv_lengths, jnp.iinfo(jnp.int32).max - 1)
@@ -91,7 +92,7 @@ def make_plan(operands: PagedOperands, cut: Cut) -> Plan:
         stop=-(-jnp.max(tile_seen, 1) // cut.block),
     )
     work = equal_shares(tiles, max(1, Device.target().num_multiprocessors // kv_heads))
-    within = place[:, None] * group + jnp.arange(group, dtype=jnp.int32) - first_row[sequence][:, None]
+    within = (place * group - first_row[sequence])[:, None] + jnp.arange(group, dtype=jnp.int32)[None]
     at = first_tile[sequence][:, None] + within // cut.rows
     return Plan(order, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % cut.rows)
 

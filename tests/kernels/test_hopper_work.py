@@ -1,0 +1,155 @@
+"""Tiles, their blocks and the workers' shares, in numpy: everything once, nothing that is not seen, no piece twice."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import Case as PagedCase
+from paged_cases import Shape
+from paged_cases import cases as paged_cases
+
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.mosaic_gpu import cut_tiles
+from longctx.kernels.hopper.adapter import interpreted
+from longctx.kernels.hopper.forward import Cut
+from longctx.kernels.hopper.work import Tile, Tiles, Work, equal_shares, one_worker_a_tile
+from longctx.kernels.paged_attention.mosaic_gpu import make_plan
+from longctx.kernels.paged_attention.operands import check_paged_operands
+
+
+def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], list[int]]]]:
+    """What the kernel's loops do: by tile, (piece, full blocks, masked blocks), in order. Pieces differ."""
+    tiles, found, pieces = np.asarray(work.tiles), {}, set()
+    for worker, (first, stop, first_unit, stop_unit) in enumerate(np.asarray(work.workers)):
+        for number in range(first, stop):
+            tile = Tile.of(tiles, number, worker, first_unit, stop_unit)
+            order = [int(tile.block(jnp.int32(n))) for n in range(int(tile.num_blocks))]
+            num_full = int(tile.num_full)
+            if order or not split:
+                assert int(tile.piece) not in pieces
+                pieces.add(int(tile.piece))
+                found.setdefault(number, []).append((int(tile.piece), order[:num_full], order[num_full:]))
+    return found
+
+
+@st.composite
+def drawn_tiles(draw: st.DrawFn) -> Tiles:
+    number = draw(st.integers(1, 12))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    edges = np.sort(rng.integers(0, draw(st.sampled_from([3, 15])), (number, 4)), 1)
+    edges[rng.random(number) < 0.3] = 5  # sees nothing
+    zeros = jnp.zeros(number, jnp.int32)
+    return Tiles(zeros, zeros, zeros, zeros, *(jnp.asarray(edges[:, i], jnp.int32) for i in range(4)))
+
+
+@given(drawn_tiles(), st.integers(1, 20))
+@settings(max_examples=30)
+def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> None:
+    work = equal_shares(tiles, num_workers)
+    found = blocks_of(work, True)
+    start, full_start, full_stop, stop = (np.asarray(x) for x in tiles[4:])
+    sizes = np.zeros(num_workers, int)
+    for tile in range(len(start)):
+        parts = found.get(tile, [])
+        full, masked = ([block for part in parts for block in part[i]] for i in (1, 2))
+        assert sorted(full) == list(range(full_start[tile], full_stop[tile]))
+        edges = [*range(start[tile], full_start[tile]), *range(full_stop[tile], stop[tile])]
+        assert sorted(masked) == edges
+        first, num = int(work.first_piece[tile]), int(work.num_pieces[tile])
+        assert [piece for piece, *_ in parts] == list(range(first, first + num))
+    assert int(jnp.sum(work.num_pieces)) <= len(start) + num_workers
+    sizes = np.asarray(work.workers[:, 3] - work.workers[:, 2])
+    assert sizes.max() == -(-int((stop - start).sum()) // num_workers)
+
+
+@given(drawn_tiles())
+@settings(max_examples=15)
+def test_one_worker_a_tile(tiles: Tiles) -> None:
+    found = blocks_of(one_worker_a_tile(tiles), False)
+    assert list(found) == list(range(len(tiles.start)))[::-1]  # the last first
+    for tile, parts in found.items():
+        assert [piece for piece, *_ in parts] == [tile]
+        assert sorted(parts[0][1] + parts[0][2]) == list(range(int(tiles.start[tile]), int(tiles.stop[tile])))
+
+
+def seen_by(case: Case) -> np.ndarray:
+    """Bool `[entries, T, S]`."""
+    q_seg, kv_seg, q_pos, kv_pos = (
+        np.atleast_2d(case.masks[name]) for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+    )
+    seen = (q_seg[:, :, None] == kv_seg[:, None]) & (kv_seg[:, None] >= 0)
+    return seen & (kv_pos[:, None] <= q_pos[:, :, None]) if case.causal else seen
+
+
+@given(cases(st.just(((), 300, 700, 1, 1, 64))))
+@settings(max_examples=25)
+def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
+    names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
+    masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
+    cut = Cut.of(64, 300)
+    q, k = jnp.zeros((1, 300, 1, 64)), jnp.zeros((1, 700, 1, 64))
+    tiles, rows, tokens = cut_tiles(q, k, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, cut)
+    seen = seen_by(case)[0]
+    assert len(tiles.start) == 3
+    for tile in range(3):
+        own = slice(tile * cut.rows, min(300, (tile + 1) * cut.rows))
+        start, full_start, full_stop, stop = (int(x[tile]) for x in tiles[4:])
+        for block in range(-(-700 // cut.block)):
+            keys = slice(block * cut.block, (block + 1) * cut.block)
+            part = seen[own, keys]
+            assert start <= block < stop or not part.any()
+            whole = part.shape[1] == cut.block and part.all()
+            assert whole or not full_start <= block < full_stop
+            # What the kernel's mask compares.
+            positions, segments = (np.asarray(x[0, keys]) for x in tokens)
+            last, segment = (np.asarray(x[tile, : own.stop - own.start]) for x in rows)
+            mask = (positions <= last[:, None]) & (segments == segment[:, None])
+            np.testing.assert_array_equal(mask[:, : part.shape[1]], part)
+            assert not mask[:, part.shape[1] :].any()
+
+
+PAGED = [
+    Shape(rows=90, heads=6, kv_heads=2, size=64, page_size=16, sequences=5, entries=30, index_given=True),
+    Shape(rows=40, heads=1, kv_heads=1, size=64, page_size=64, sequences=9, entries=8, index_given=False),
+]
+
+
+@given(paged_cases(PAGED))
+@settings(max_examples=25)
+def test_tiles_of_paged_rows(case: PagedCase) -> None:
+    """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
+    arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
+    metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
+    operands = check_paged_operands(*arrays, **metadata)
+    group, cut = case.q.shape[1] // case.k_pages.shape[2], Cut.of(64, case.q.shape[0] * 3)
+    with interpreted():
+        plan = make_plan(operands, cut)
+    table = np.asarray(plan.work.tiles)
+    lengths, sequences = case.metadata["kv_lengths"], case.metadata["q_sequence"]
+    places = set()
+    for row, sequence in enumerate(sequences):
+        if sequence < 0:
+            assert int(plan.seen[row]) == 0
+            continue
+        seen = max(0, min(case.metadata["q_positions"][row] + 1, lengths[sequence]))
+        assert int(plan.seen[row]) == seen
+        for g in range(group):
+            tile, slot = int(plan.tile[row, g]), int(plan.slot[row, g])
+            places.add((tile, slot))
+            assert table[tile, 2] == sequence
+            assert table[tile, 3] == lengths[sequence]
+            assert int(plan.last[tile, slot]) == seen - 1
+            # The row of q, sorted and with heads folded in, that the kernel reads there.
+            assert divmod(table[tile, 1] + slot, group) == (list(np.asarray(plan.order)).index(row), g)
+            assert table[tile, 6] * cut.block <= seen <= table[tile, 7] * cut.block
+    assert len(places) == group * (sequences >= 0).sum()
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("num_rows", [1, 64, 65, 1000])
+def test_a_cut_fits_into_shared_memory(head_size: int, num_rows: int) -> None:
+    cut = Cut.of(head_size, num_rows)
+    assert (cut.rows + 2 * cut.stages * cut.block) * head_size * 2 + 1024 <= 227 * 1024
+    assert cut.consumers == (1 if num_rows <= 64 else 2)
