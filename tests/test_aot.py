@@ -8,14 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
+# Not named test_*, so that nothing else collects them.
+FILES = sorted((TESTS / "aot").glob("*.py"))
 
 
-def test_programs_for_h100() -> None:
+def compile_for_h100(path: Path, marks: str) -> None:
     plugin = Path(sys.prefix) / "aot"
     assert plugin.is_dir(), "the CUDA plugin is missing: `make .venv/installed-aot` fetches it"
-    files = map(str, sorted((TESTS / "aot").glob("*.py")))  # not named test_*, so that nothing else collects them
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(plugin)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_programs_for_h100(path: Path) -> None:
+    compile_for_h100(path, "not slow")
+
+
+@pytest.mark.slow
+def test_every_named_shape_for_h100() -> None:
+    compile_for_h100(TESTS / "aot" / "kernels.py", "slow")

@@ -93,8 +93,13 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def room(x: Array, axis: int, missing: int) -> Array:
-    """TMA reads zeros beyond an array's end; the interpreter refuses to, so for it there is room for `missing` more."""
-    if not interpreting() or not missing:
+    """TMA reads zeros beyond an array's end; the interpreter refuses to, so for it there is room for `missing` more.
+
+    Pallas' TMA wants a length in whole tiles of 8, so that any other is copied.
+    """
+    if not interpreting():
+        missing = min(missing, -x.shape[axis] % 8)
+    if not missing:
         return x
     return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
 
