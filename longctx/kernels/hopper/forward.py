@@ -129,13 +129,13 @@ def _kernel(how: Softmax, kind: Any, num_rows: int, group: int, q_ref: Any, *ref
 
     @pl.when(wg < how.cut.consumers)
     def _() -> None:
-        adapter.set_registers(240, "increase")
+        adapter.set_registers(232, "increase")
         head = kv_head * group + lax.axis_index("group")
         sweep(functools.partial(_consume, how, q_ref, keys, rows, results, scratch, wg, head))
 
     @pl.when(wg == how.cut.consumers)
     def _() -> None:
-        adapter.set_registers(24, "decrease")
+        adapter.set_registers(40, "decrease")
         done = sweep(functools.partial(_fetch, how.cut, keys, scratch, kv_head))
 
         # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.

@@ -63,12 +63,16 @@ class Paged(NamedTuple):
         step = min(page_size, size)
         # What is beyond the slots in use is masked, so any page does; and no index leaves the pool.
         last_entry = lax.div(tile.kv_tokens - 1, jnp.int32(page_size))
-        for first in range(0, size, step):
-            slot = block * size + first
+
+        # A loop, since unrolled the copies of many small pages want more registers than this warpgroup has.
+        def fetch_page(n: Array, _: None) -> None:
+            slot = block * size + n * step
             entry = jnp.minimum(lax.div(slot, jnp.int32(page_size)), last_entry)
             page = jnp.clip(self.table[tile.kv, entry] + self.first_page[0], 0, x.shape[0] - 1)
             at = (page, pl.ds(lax.rem(slot, jnp.int32(page_size)), step), head)
-            plgpu.copy_gmem_to_smem(x.at[at], to.at[pl.ds(first, step)], barrier)
+            plgpu.copy_gmem_to_smem(x.at[at], to.at[pl.ds(pl.multiple_of(n * step, 8), step)], barrier)
+
+        lax.fori_loop(0, size // step, fetch_page, None)
 
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
         slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
 from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
-from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
+from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import xla_paged_attention
 
@@ -45,7 +45,8 @@ def paged_attention(
       q: queries `[T, N, H]`, floating point.
       k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
         16-bit q.dtype. Slots that are not in use may hold anything, NaN too.
-      page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`.
+      page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. One in use that is
+        no page of the pool is an error under `jax.experimental.checkify`; else another page is read in its place.
       page_index: `[B, M]` integers: the same entry is page number `page_index[b, m]` of the sequence, its keys at
         positions `page_index[b, m] * page_size` and on. Where a rank holds some of a sequence's pages, it has gaps.
         Entries in use come first, ascending. The others have `page_index * page_size >= kv_lengths[b]`, and what
@@ -84,5 +85,6 @@ def paged_attention(
         out = jnp.zeros_like(operands.q, jnp.promote_types(q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
+        debug_check_table(operands)
         out, lse = IMPLEMENTATIONS[chosen](operands, scale)
     return out.astype(out_dtype), lse

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from longctx.kernels.attention.operands import check_int32
@@ -90,3 +91,18 @@ def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
     if x.shape != shape:
         raise ValueError(f"{name} must have the shape {shape}, got {x.shape}")
     return x
+
+
+def debug_check_table(operands: PagedOperands) -> None:
+    """Under `checkify` an error names entries in use that are no pages of the pool; without it this costs nothing."""
+    k_pages, table = operands.k_pages, operands.page_table
+    number = jnp.arange(table.shape[1], dtype=jnp.int32)[None] if operands.page_index is None else operands.page_index
+    in_use = number < (operands.kv_lengths[:, None] + k_pages.shape[1] - 1) // k_pages.shape[1]
+    page = operands.first_page + table
+    wrong = in_use & ((page < 0) | (page >= k_pages.shape[0]))
+    checkify.debug_check(
+        ~jnp.any(wrong),
+        "page_table must hold pages below {pages} (with first_page added) where entries are in use, got {found}",
+        pages=jnp.int32(k_pages.shape[0]),
+        found=page.ravel()[jnp.argmax(wrong)],
+    )
