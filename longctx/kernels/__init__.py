@@ -2,7 +2,16 @@
 
 from longctx.kernels.attention import attention
 from longctx.kernels.merge import merge_state, merge_states
-from longctx.kernels.paged_attention import paged_attention, write_pages
+from longctx.kernels.paged_attention import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.selection import Selection, explain
 
-__all__ = ["Selection", "attention", "explain", "merge_state", "merge_states", "paged_attention", "write_pages"]
+__all__ = [
+    "Selection",
+    "attention",
+    "explain",
+    "merge_state",
+    "merge_states",
+    "paged_attention",
+    "plan_paged_attention",
+    "write_pages",
+]

@@ -87,6 +87,6 @@ def refusal(case: Case) -> str | None:
     if case.head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
     page_size, block = case.page_size, Cut.of(case.head_size, 1).block
-    if page_size is not None and (page_size % 8 or (block % page_size and page_size % block)):
-        return f"needs a page size, a multiple of 8, that divides {block} or is a multiple of it, got {page_size}"
+    if page_size is not None and (page_size % 16 or (block % page_size and page_size % block)):
+        return f"needs a page size, a multiple of 16, that divides {block} or is a multiple of it, got {page_size}"
     return None

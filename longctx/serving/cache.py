@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels import paged_attention, write_pages
+from longctx.kernels import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.bits import bits_dtype
 from longctx.models import LlamaConfig
 from longctx.models.llama import Attend
@@ -39,23 +39,25 @@ class Rows(NamedTuple):
     slots: Array
 
 
-def attend_to_pages(rows: Rows, table: Array, num_pages: int, page_size: int) -> Attend:
-    """An `attend` for the ragged rows of a step, carrying a `PagedCache`.
+def attend_to_pages(rows: Rows, table: Array, num_pages: int, num_heads: int, pool: Array) -> Attend:
+    """An `attend` for the ragged rows of a step, carrying a `PagedCache`; its `pool` is looked at for its shape only.
 
     Writes their keys and values into the pages that `table` `[slots, entries]` names, then attends to everything up
     to each.
     """
-    real = rows.slots >= 0
+    real, page_size = rows.slots >= 0, pool.shape[1]
     slots, positions = jnp.maximum(rows.slots, 0), rows.positions
     pages = table[slots, positions // page_size]
     offsets = positions % page_size
     lengths = jnp.zeros(table.shape[0], jnp.int32).at[slots].max(jnp.where(real, positions + 1, 0))
+    metadata = (table, None, lengths, positions, rows.slots)
+    plan = plan_paged_attention(num_heads, pool, *metadata)
 
     def attend(cache: PagedCache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, PagedCache]:
         first = layer * num_pages
         own = jnp.where(real, pages + first, -1)
         cache = PagedCache(*write_pages(cache.k, cache.v, k, v, own, offsets))
-        out, _ = paged_attention(q, cache.k, cache.v, table, None, lengths, positions, rows.slots, first_page=first)
+        out, _ = paged_attention(q, cache.k, cache.v, *metadata, first_page=first, plan=plan)
         return out, cache
 
     return attend

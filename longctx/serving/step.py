@@ -100,7 +100,7 @@ def step(
     )
     tokens = jnp.where(plan.tokens < 0, state.last_token[jnp.maximum(plan.slots, 0)], plan.tokens)
     rows = Rows(tokens, plan.positions, plan.slots)
-    attend = attend_to_pages(rows, table, shape.num_pages, shape.page_size)
+    attend = attend_to_pages(rows, table, shape.num_pages, model.config.num_heads, state.cache.k)
     hidden, cache = model.forward(params, tokens, plan.positions, attend, state.cache)
 
     sample_rows, slots = jnp.maximum(plan.sample_rows, 0), jnp.maximum(plan.sample_slots, 0)

@@ -15,7 +15,7 @@ from longctx.kernels.attention.mosaic_gpu import cut_tiles
 from longctx.kernels.hopper.adapter import interpreted
 from longctx.kernels.hopper.forward import Cut
 from longctx.kernels.hopper.work import Tile, Tiles, Work, equal_shares, one_worker_a_tile
-from longctx.kernels.paged_attention.mosaic_gpu import make_plan
+from longctx.kernels.paged_attention.mosaic_gpu import cut_of, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
 
@@ -89,8 +89,7 @@ def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
     cut = Cut.of(64, 300)
-    q, k = jnp.zeros((1, 300, 1, 64)), jnp.zeros((1, 700, 1, 64))
-    tiles, rows, tokens = cut_tiles(q, k, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, cut)
+    tiles, rows, tokens = cut_tiles(1, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, cut)
     seen = seen_by(case)[0]
     assert len(tiles.start) == 3
     for tile in range(3):
@@ -123,9 +122,9 @@ def test_tiles_of_paged_rows(case: PagedCase) -> None:
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     operands = check_paged_operands(*arrays, **metadata)
-    group, cut = case.q.shape[1] // case.k_pages.shape[2], Cut.of(64, case.q.shape[0] * 3)
+    group, cut = case.q.shape[1] // case.k_pages.shape[2], cut_of(operands)
     with interpreted():
-        plan = make_plan(operands, cut)
+        plan = plan_mosaic_gpu(operands)
     table = np.asarray(plan.work.tiles)
     lengths, sequences = case.metadata["kv_lengths"], case.metadata["q_sequence"]
     places = set()

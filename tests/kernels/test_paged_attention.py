@@ -42,7 +42,7 @@ class TestMosaicGpu(PagedAttentionTestBase):
 
     implementation = "mosaic_gpu"
     shapes = half_shapes = HOPPER_SHAPES
-    half_examples, merge_examples = 6, 1
+    half_examples, merge_examples = 4, 1
     supports_float32 = supports_float64 = jit = False
 
     def where(self) -> contextlib.AbstractContextManager[None]:
@@ -55,7 +55,7 @@ class TestMosaicGpuCompiled(PagedAttentionTestBase):
     shapes = half_shapes = (
         *HOPPER_SHAPES,
         Shape(rows=90, heads=8, kv_heads=2, size=256, page_size=64, sequences=5, entries=30, index_given=True),
-        Shape(rows=300, heads=3, kv_heads=3, size=128, page_size=8, sequences=2, entries=90, index_given=False),
+        Shape(rows=300, heads=3, kv_heads=3, size=128, page_size=32, sequences=2, entries=90, index_given=False),
     )
     half_examples, merge_examples = 60, 15
     supports_float32 = supports_float64 = False

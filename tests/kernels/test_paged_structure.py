@@ -44,7 +44,7 @@ def _cut(entries: int, padding: int, index_given: bool) -> list[tuple[int, list[
         0,
     )
     sizes = (1, 16, 256)
-    cut = jax.jit(lambda *x: [t[1:] for t in cut_tiles(PagedOperands(*x), sizes)])(*operands)
+    cut = jax.jit(lambda *x: cut_tiles(PagedOperands(*x), sizes))(*operands)
     return [
         (size, [[int(x[n]) for x in lists] for n in range(num)]) for size, (num, *lists) in zip(sizes, cut, strict=True)
     ]

@@ -37,8 +37,8 @@ def test_on_hopper_the_kernel_is_taken() -> None:
     [
         (of(Q, dtype=jnp.float32), None, "needs a dtype of bfloat16 or float16, got float32"),
         (of(Q, shape=(6, 4, 96)), None, "needs a head size of 64, 128, 256, got 96"),
-        (Q, of(PAGES, shape=(5, 48, 2, 128)), "needs a page size, a multiple of 8, that divides 128 or is a multiple"),
-        (Q, of(PAGES, shape=(5, 4, 2, 128)), "a multiple of 8, that divides 128 or is a multiple of it, got 4"),
+        (Q, of(PAGES, shape=(5, 48, 2, 128)), "needs a page size, a multiple of 16, that divides 128 or is a multiple"),
+        (Q, of(PAGES, shape=(5, 4, 2, 128)), "a multiple of 16, that divides 128 or is a multiple of it, got 4"),
     ],
 )
 def test_what_the_kernel_does_not_support(q: Any, pages: Any, reason: str) -> None:

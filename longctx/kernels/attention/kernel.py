@@ -11,13 +11,14 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import mosaic_gpu_attention
+from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 
 # forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse)
 # backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "mosaic_gpu": (mosaic_gpu_attention, xla_backward),
+    "mosaic_gpu": (mosaic_gpu_attention, mosaic_gpu_backward),
     "xla": (xla_attention, xla_backward),
     "reference": (reference_attention, reference_backward),
 }

@@ -44,7 +44,7 @@ def mosaic_gpu_attention(
         queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries))
     num_rows, row_heads = q.shape[1:3]
     cut = Cut.of(head_size, num_rows)
-    tiles, rows, tokens = cut_tiles(q, k, queries, keys, causal, cut)
+    tiles, rows, tokens = cut_tiles(batch, queries, keys, causal, cut, shared_keys=k.shape[-4] < batch)
     num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
     split = num_tiles * row_heads < _EVEN * num_sms
     work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_a_tile(tiles)
@@ -66,10 +66,19 @@ def mosaic_gpu_attention(
 
 
 def cut_tiles(
-    q: Array, k: Array, queries: Tokens, keys: Tokens, causal: bool, cut: Cut
+    batch: int,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    cut: Cut,
+    shared_rows: bool = False,
+    shared_keys: bool = False,
 ) -> tuple[Tiles, tuple[Array, ...], Array]:
-    """-> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`."""
-    batch, num_rows = q.shape[:2]
+    """The rows of a batch in tiles; rows, or keys, may be shared by all of its entries.
+
+    -> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`.
+    """
+    num_rows = queries.positions.shape[1]
     per_entry = -(-num_rows // cut.rows)
     # A tile's rows beyond the end are like its last one, so that its blocks need a mask no sooner.
     padding = ((0, 0), (0, per_entry * cut.rows - num_rows))
@@ -94,9 +103,9 @@ def cut_tiles(
     entry = number // per_entry
     none = jnp.zeros_like(entry)
     tiles = Tiles(
-        q_batch=entry,
+        q_batch=none if shared_rows else entry,
         q_row=number % per_entry * cut.rows,
-        kv=entry if k.shape[-4] > 1 else none,
+        kv=none if shared_keys else entry,
         kv_tokens=entry if len(keys.positions) > 1 else none,
         start=of_tiles(ranges.start),
         full_start=of_tiles(ranges.full_start),

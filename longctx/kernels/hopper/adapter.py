@@ -71,19 +71,28 @@ def kernel(
         interpret=interpreter and interpreter.params,
         **how,
     )
-    return _without_races(run) if interpreter and interpreter.params.detect_races else run
 
-
-def _without_races(run: Callable[..., Any]) -> Callable[..., Any]:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
-
-    def checked(*operands: Array) -> Any:
-        results = jax.block_until_ready(run(*operands))
-        if private.get_races().races_found:
-            raise RuntimeError("the interpreter found a race; it has printed where")
-        return results
+    def checked(*operands: Array) -> list[Array]:
+        results = run(*operands)
+        if interpreter and interpreter.params.detect_races:
+            _check_races(results)
+        # Some versions lose the axes of the types asked for.
+        return [_vary_over(varying.varying, x) for x in results]
 
     return checked
+
+
+def _vary_over(axes: frozenset[str], x: Array) -> Array:
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _check_races(results: Any) -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
+
+    jax.block_until_ready(results)
+    if private.get_races().races_found:
+        raise RuntimeError("the interpreter found a race; it has printed where")
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:

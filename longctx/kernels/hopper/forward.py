@@ -190,7 +190,9 @@ def _consume(
         acc, peak, total = carry
         at, block = lax.rem(done + n, jnp.int32(cut.stages)), tile.block(n)
         wait(scratch["k_here"].at[at])
-        scores = adapter.product(q, scratch["k_smem"].at[at], True, take_turns)
+        # Always 0, which the compiler can't know: else it keeps what describes q to wgmma in registers over the loop.
+        zero = jnp.minimum(tile.start + n, 0)
+        scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], True, take_turns)
         arrive(scratch["k_free"].at[at])
         if masked:
             scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)

@@ -1,23 +1,12 @@
 """The public `paged_attention`: checks at the door, defaults, and the choice of an implementation."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
-from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
-from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
-from longctx.kernels.paged_attention.reference import reference_paged_attention
-from longctx.kernels.paged_attention.xla import xla_paged_attention
-
-IMPLEMENTATIONS: dict[str, Callable[[PagedOperands, float], tuple[Array, Array]]] = {
-    "mosaic_gpu": mosaic_gpu_paged_attention,
-    "xla": xla_paged_attention,
-    "reference": reference_paged_attention,
-}
+from longctx.kernels.paged_attention.operands import check_paged_operands, debug_check_table
+from longctx.kernels.paged_attention.plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
 
 
 def paged_attention(
@@ -33,6 +22,7 @@ def paged_attention(
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
+    plan: PagedPlan | None = None,
 ) -> tuple[Array, Array]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
@@ -57,10 +47,11 @@ def paged_attention(
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: sliced out of the pool, it would be copied.
       scale: factor on the scores, default `H ** -0.5`.
-      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 8 to 128
-        that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
+      implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 16 to
+        128 that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
         supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
+      plan: what `plan_paged_attention` made of the same metadata, for all layers of a step. Default: made here.
 
     Returns:
       out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
@@ -77,14 +68,20 @@ def paged_attention(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
     )
     check_implementation(implementation, IMPLEMENTATIONS)
-    chosen = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
     scale = check_scale(scale, q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     operands = vary_alike(operands)
-    if 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape):  # nobody to ask, or nothing to see
+    if plan is None:
+        plan = make_plan(operands, implementation)
+    elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
+        raise ValueError(
+            f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
+            f"{plan.shapes} and {plan.implementation}"
+        )
+    if plan.empty:
         out = jnp.zeros_like(operands.q, jnp.promote_types(q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         debug_check_table(operands)
-        out, lse = IMPLEMENTATIONS[chosen](operands, scale)
+        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.made)
     return out.astype(out_dtype), lse

@@ -26,13 +26,12 @@ class Plan(NamedTuple):
     slot: Array  # [T, G]
 
 
-def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
+def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Plan) -> tuple[Array, Array]:
     """As `xla_paged_attention`; q in 16 bits, of a head size and page size that `selection.refusal` lets pass."""
     q, k_pages, v_pages = operands[:3]
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
     group = heads // kv_heads
-    cut = Cut.of(head_size, length * group)
-    plan = make_plan(operands, cut)
+    cut = cut_of(operands)
     # Peaks are taken before scaling, which must not turn them round.
     q, scale = (q, scale) if scale > 0 else (q * jnp.sign(scale).astype(q.dtype), abs(scale) or 1.0)
     rows = jnp.swapaxes(q[plan.order].reshape(length, kv_heads, group, head_size), 1, 2)
@@ -50,8 +49,14 @@ def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float) -> tuple[A
     return jnp.swapaxes(out, 1, 2).reshape(q.shape), jnp.swapaxes(lse, 1, 2).reshape(q.shape[:2])
 
 
-def make_plan(operands: PagedOperands, cut: Cut) -> Plan:
+def cut_of(operands: PagedOperands) -> Cut:
+    length, heads, head_size = operands.q.shape
+    return Cut.of(head_size, length * heads // operands.k_pages.shape[2])
+
+
+def plan_mosaic_gpu(operands: PagedOperands) -> Plan:
     """Tiles of rows of one sequence, at most one of them not full; and the workers' shares."""
+    cut = cut_of(operands)
     (length, heads, _), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
     real = (operands.q_sequence >= 0) & (operands.q_sequence < num_sequences)

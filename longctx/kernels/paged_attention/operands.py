@@ -46,20 +46,28 @@ def check_paged_operands(
         raise ValueError(f"k_pages must have the head size of q, {q.shape[2]}, got {k_pages.shape[3]}")
     if heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k_pages' heads: {q.shape} and {k_pages.shape}")
+    metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
+    return PagedOperands(q, k_pages, v_pages, *metadata, check_int32_of("first_page", first_page, ()))
+
+
+def check_metadata(
+    page_table: Array,
+    page_index: Array | None,
+    kv_lengths: Array,
+    q_positions: Array,
+    q_sequence: Array,
+    num_rows: int,
+) -> tuple[Array, Array | None, Array, Array, Array]:
+    """As int32, in this order."""
     table = check_int32("page_table", page_table)
     if table.ndim != 2:
         raise ValueError(f"page_table must have a shape [B, M], got {table.shape}")
-    index = None if page_index is None else check_int32_of("page_index", page_index, table.shape)
-    return PagedOperands(
-        q,
-        k_pages,
-        v_pages,
+    return (
         table,
-        index,
+        None if page_index is None else check_int32_of("page_index", page_index, table.shape),
         check_int32_of("kv_lengths", kv_lengths, table.shape[:1]),
-        check_int32_of("q_positions", q_positions, q.shape[:1]),
-        check_int32_of("q_sequence", q_sequence, q.shape[:1]),
-        check_int32_of("first_page", first_page, ()),
+        check_int32_of("q_positions", q_positions, (num_rows,)),
+        check_int32_of("q_sequence", q_sequence, (num_rows,)),
     )
 
 

@@ -8,7 +8,7 @@ from longctx.kernels.bits import from_bits
 from longctx.kernels.paged_attention.operands import PagedOperands
 
 
-def reference_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
+def reference_paged_attention(operands: PagedOperands, scale: float, plan: None = None) -> tuple[Array, Array]:
     """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. Scores are of every row with every sequence."""
     q, k_pages, v_pages, table, index, kv_lengths, q_positions, q_sequence, first_page = operands
     page_size, kv_heads, dtype = k_pages.shape[1], k_pages.shape[2], jnp.promote_types(q.dtype, jnp.float32)

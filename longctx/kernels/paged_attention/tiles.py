@@ -15,9 +15,8 @@ from longctx.kernels.paged_attention.operands import PagedOperands
 
 
 class Tiles(NamedTuple):
-    """The tiles of one size: int32 arrays, of which the first `num` elements count."""
+    """The tiles of one size, in rows, of which a tile may own less: int32 arrays, whose first `num` elements count."""
 
-    size: int  # rows, of which a tile may own less
     num: Array  # []
     first: Array  # the tile owns rows first to stop - 1
     stop: Array
@@ -62,10 +61,7 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     ]
     lowest, highest = (jnp.concatenate(x) for x in zip(*extremes, strict=True))
     found = first, stop, sequence, *_count_entries(operands, lowest, highest, sequence)
-    return [
-        Tiles(size, number[level, -1], *(x[part] for x in found))
-        for level, (size, part) in enumerate(zip(sizes, parts, strict=True))
-    ]
+    return [Tiles(number[level, -1], *(x[part] for x in found)) for level, part in enumerate(parts)]
 
 
 def _extremes(positions: Array, size: int, first: Array, stop: Array) -> tuple[Array, Array]:

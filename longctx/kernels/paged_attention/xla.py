@@ -26,15 +26,20 @@ _FEW_ROWS = 256
 _ZERO = np.int32(0)
 
 
-def xla_paged_attention(operands: PagedOperands, scale: float) -> tuple[Array, Array]:
+def plan_xla(operands: PagedOperands) -> list[Tiles]:
+    num_rows, heads, _ = operands.q.shape
+    return cut_tiles(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
+
+
+def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]) -> tuple[Array, Array]:
     """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. T, and entries of the page table, over 0."""
     q, kv_heads = operands.q, operands.k_pages.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
     out = jnp.zeros_like(grouped, dtype)
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
-    for tiles in cut_tiles(operands, tile_sizes(q.shape[0], grouped.shape[2])):
-        state = _attend_tiles(operands, grouped, tiles, scale, state)
+    for size, tiles in zip(tile_sizes(q.shape[0], grouped.shape[2]), plan, strict=True):
+        state = _attend_tiles(operands, grouped, size, tiles, scale, state)
     return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
 
 
@@ -48,27 +53,27 @@ def pages_per_block(page_size: int, rows: int) -> int:
 
 
 def _attend_tiles(
-    operands: PagedOperands, q: Array, tiles: Tiles, scale: float, state: tuple[Array, Array]
+    operands: PagedOperands, q: Array, size: int, tiles: Tiles, scale: float, state: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """The rows of all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     dtype = state[0].dtype
     # With few rows the products of single KV heads are too small to be fast: one product serves them all.
-    heads = kv_heads if tiles.size * kv_heads * group <= _FEW_ROWS else 1
-    per_block = min(pages_per_block(page_size, tiles.size * heads * group), num_entries)
+    heads = kv_heads if size * kv_heads * group <= _FEW_ROWS else 1
+    per_block = min(pages_per_block(page_size, size * heads * group), num_entries)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, head = jnp.divmod(jnp.int32(index), jnp.int32(kv_heads // heads))
-        first, stop, sequence, num_full, num_seen = (x[index] for x in tiles[2:])
-        start = jnp.minimum(first, num_rows - tiles.size)
-        rows = start + jnp.arange(tiles.size, dtype=jnp.int32)
+        first, stop, sequence, num_full, num_seen = (x[index] for x in tiles[1:])
+        start = jnp.minimum(first, num_rows - size)
+        rows = start + jnp.arange(size, dtype=jnp.int32)
         own = (rows >= first) & (rows < stop)
         last_seen = jnp.minimum(
-            lax.dynamic_slice(operands.q_positions, (start,), (tiles.size,)), operands.kv_lengths[sequence] - 1
+            lax.dynamic_slice(operands.q_positions, (start,), (size,)), operands.kv_lengths[sequence] - 1
         )
         at = (start, head, _ZERO, _ZERO)
-        shape = (tiles.size, heads, group, head_size)
+        shape = (size, heads, group, head_size)
         q_rows = _spread_heads(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
 
         def block(number: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:

@@ -1,0 +1,83 @@
+"""The gradients of attention on Hopper: operands cut into tiles for the kernel, and its results put together again."""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.mosaic_gpu import cut_tiles
+from longctx.kernels.hopper.backward import Pass, gradients
+from longctx.kernels.hopper.forward import Cut
+from longctx.kernels.hopper.keys import Contiguous
+
+# A multiple of all blocks and tiles.
+_WHOLE = 128
+
+
+def mosaic_gpu_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    scale: float,
+    lse: Array,
+    row_terms: Array,
+    d_out: Array,
+) -> tuple[Array, Array, Array]:
+    """As `xla_backward`; q, k and v in 16 bits, of a head size 64, 128 or 256.
+
+    Results are float32 and summed in it. Factors of products are in 16 bits: d_out, the weights and the gradients of
+    scores are rounded to the dtype of q, and in float16 must be within 65504.
+    """
+    batch, head_size = q.shape[0], q.shape[-1]
+    d_out = d_out.astype(q.dtype)
+    # In units of scores not yet scaled, lse must not change its sign, nor be divided by zero.
+    sign, scale = (scale > 0) - (scale < 0), abs(scale) or 1.0
+    q = q if sign == 1 else q * jnp.asarray(sign, q.dtype)
+    stats = _stats(lse / scale, row_terms)
+
+    def run(from_keys: bool, scores: bool, weights: bool) -> list[Array]:
+        how = Pass(from_keys, scores, weights, scale, _cut(head_size, from_keys))
+        rows, others, sides = (q, d_out), (k, v), (queries, keys)
+        if from_keys:
+            # A key is seen by a query that is not before it. With positions negated, it is the key that sees.
+            rows, others = others, rows
+            sides = Tokens(-keys.positions, keys.segments), Tokens(-queries.positions, queries.segments)
+        length = rows[0].shape[-3]
+        shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
+        tiles, seen, tokens = cut_tiles(batch, *sides, causal, how.cut, shared_rows, shared_keys)
+        results = gradients(how, rows, Contiguous(*others, tokens), seen, stats, tiles)
+        return [x.reshape(batch, -1, *x.shape[2:])[:, :length] for x in results]
+
+    (d_q,) = run(from_keys=False, scores=True, weights=False)
+    d_q = d_q if sign == 1 else d_q * sign
+    if head_size <= 128:
+        d_k, d_v = run(from_keys=True, scores=True, weights=True)
+    else:  # both sums at once would need more registers than there are
+        (d_k,) = run(from_keys=True, scores=True, weights=False)
+        (d_v,) = run(from_keys=True, scores=False, weights=True)
+    if k.shape[-4] < batch:
+        d_k, d_v = (jnp.sum(x, 0, keepdims=True) for x in (d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _cut(head_size: int, from_keys: bool) -> Cut:
+    """What registers and shared memory hold."""
+    if head_size == 256:
+        return Cut(consumers=1, block=64, stages=2)
+    block, stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
+    return Cut(2, block, stages)
+
+
+def _stats(lse: Array, row_terms: Array) -> Array:
+    """-> `[2, B, N, T in whole blocks]`: -lse and row terms.
+
+    Weights of empty rows, and of rows beyond the end, are to be exp(-inf) = 0.
+    """
+    padding = ((0, 0), (0, 0), (0, -lse.shape[1] % _WHOLE))
+    starts = jnp.where(lse == -jnp.inf, -jnp.inf, -lse)
+    starts, row_terms = (jnp.swapaxes(x, 1, 2).astype(jnp.float32) for x in (starts, row_terms))
+    return jnp.stack([jnp.pad(starts, padding, constant_values=-math.inf), jnp.pad(row_terms, padding)])

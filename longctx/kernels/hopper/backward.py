@@ -1,0 +1,230 @@
+"""The gradients of attention on Hopper: one kernel, run from the queries' side and from the keys'.
+
+From a tile of queries, over the keys that they see, it computes d_q; from a tile of keys, over the queries that see
+them, d_k and d_v. So each result is summed in one warpgroup's registers, with no atomics and in one order. The two are
+the same but for names: rows of the tile stay in shared memory, "others" pass by in blocks, fetched by a warpgroup of
+its own (TMA) into a ring of stages.
+
+    from queries: scores = q @ k.T, d_weights = d_out @ v.T, d_q += d_scores @ k
+    from keys:    scores = k @ q.T, d_weights = v @ d_out.T, d_k += d_scores @ q, d_v += weights @ d_out
+    both:         weights = exp(scale * (scores - lse / scale)), d_scores = weights * (d_weights + row_term)
+
+What a query has for all keys, -lse / scale and its row term, is what the sums of the first two products start from.
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2; two passes in place of its atomics.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
+from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
+
+from longctx.kernels.hopper import adapter
+from longctx.kernels.hopper.adapter import COLUMN, ROW, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.forward import Cut
+from longctx.kernels.hopper.keys import Contiguous
+from longctx.kernels.hopper.work import Tile, Tiles
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """The static part of a call."""
+
+    from_keys: bool  # the rows of a tile are keys, and the others queries
+    scores: bool  # computes scale * sum of d_scores @ others: d_q or d_k
+    weights: bool  # computes sum of weights @ others: d_v
+    scale: float
+    cut: Cut
+
+    @property
+    def num_resident(self) -> int:
+        """Of the tile's two operands, how many are needed: v serves d_scores only."""
+        return 1 + self.scores
+
+
+def gradients(
+    how: Pass, rows: tuple[Array, Array], others: Contiguous, seen: tuple[Array, ...], stats: Array, tiles: Tiles
+) -> list[Array]:
+    """One result for each of `how.scores` and `how.weights`.
+
+    Args:
+      rows: q and d_out `[B, T, N, H]`, or k and v `[B, S, K, H]`, or both as one array `[2, B, S, K, H]`, twice.
+      others: the other two, and their tokens.
+      seen: what `others.seen` compares with, int32 `[tiles, rows]` each.
+      stats: `[2, B, N, whole blocks]`: -lse / scale, -inf where lse is, and row terms.
+
+    Returns:
+      Arrays `[tiles, rows, heads of rows, H]`, float32. Rows that are not a tile's own hold anything.
+    """
+    heads, head_size = rows[0].shape[-2:]
+    other_heads = others.k.shape[-2]
+    dtype, num_tiles = rows[0].dtype, tiles.start.shape[0]
+    resident = [adapter.room(x, -3, -x.shape[-3] % how.cut.rows) for x in rows[: how.num_resident]]
+    others = others.with_room(how.cut.block)
+    ring = functools.partial(adapter.tiled, (how.cut.stages, how.cut.block, head_size), dtype)
+    scratch = {
+        "row_smem": adapter.tiled((how.num_resident * how.cut.consumers, WARPGROUP_ROWS, head_size), dtype),
+        "x_smem": ring(),
+        "y_smem": ring(),
+        "rows_here": plgpu.Barrier(num_arrivals=how.num_resident, num_barriers=how.cut.consumers),
+        "here": plgpu.Barrier(num_arrivals=2 + how.from_keys, num_barriers=how.cut.stages),
+        "free": plgpu.Barrier(num_arrivals=how.cut.consumers, num_barriers=how.cut.stages),
+    }
+    if how.from_keys:
+        scratch["stats_smem"] = plgpu.SMEM((how.cut.stages, 2, how.cut.block), jnp.float32)
+    kernel = adapter.kernel(
+        functools.partial(_kernel, how, heads, other_heads),
+        [((num_tiles, how.cut.rows, heads, head_size), jnp.float32)] * (how.scores + how.weights),
+        like=rows[0],
+        kernel_name="attention_of_keys" if how.from_keys else "attention_of_queries",
+        grid=(heads, num_tiles),
+        grid_names=("head", "tile"),
+        num_threads=how.cut.consumers + 1,
+        scratch_types=scratch,
+    )
+    return kernel(*resident, *others, *seen, stats, jnp.stack(tiles, 1))
+
+
+class Steps(NamedTuple):
+    """What passes by a tile: each block once for each head of the others that belongs to the tile's head."""
+
+    tile: Tile
+    first_head: Array
+    group: int
+    stages: int
+
+    @property
+    def num(self) -> Array:
+        return self.tile.num_blocks * self.group
+
+    @property
+    def num_full(self) -> Array:
+        """Those without a mask come first."""
+        return self.tile.num_full * self.group
+
+    def block(self, n: Array) -> Array:
+        return self.tile.block(lax.div(n, jnp.int32(self.group)))
+
+    def head(self, n: Array) -> Array:
+        return self.first_head + lax.rem(n, jnp.int32(self.group))
+
+    def stage(self, n: Array) -> Array:
+        return lax.rem(n, jnp.int32(self.stages))
+
+
+def _kernel(how: Pass, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
+    split = how.num_resident
+    rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
+    stats, tiles, *results = refs[split + 5 :]
+    head, number, wg = (lax.axis_index(name) for name in ("head", "tile", "wg"))
+    # What sees or is seen most, and is long, shall begin first: in most layouts, the last queries and the first keys.
+    number = number if how.from_keys else tiles.shape[0] - 1 - number
+    # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
+    first_head = lax.div(head * other_heads, jnp.int32(heads))
+    steps = Steps(tile, first_head, max(other_heads // heads, 1), how.cut.stages)
+    # One warpgroup that multiplies may have all the registers that there are.
+    share_registers = adapter.set_registers if how.cut.consumers == 2 else lambda *_: None
+
+    @pl.when(wg < how.cut.consumers)
+    def _() -> None:
+        share_registers(240, "increase")
+        _consume(how, rows, others, seen, stats, results, scratch, wg, head, steps)
+
+    @pl.when(wg == how.cut.consumers)
+    def _() -> None:
+        share_registers(24, "decrease")
+        _fetch(how, others, stats, scratch, steps)
+
+
+def _fetch(how: Pass, others: Contiguous, stats: Any, scratch: Any, steps: Steps) -> None:
+    def fetch(n: Array, _: None) -> None:
+        at, block, head = steps.stage(n), steps.block(n), steps.head(n)
+        pl.when(n >= steps.stages)(functools.partial(wait, scratch["free"].at[at]))
+        here = scratch["here"].at[at]
+        for half, name in enumerate("xy"):
+            others.fetch(half, steps.tile, block, head, scratch[f"{name}_smem"].at[at], here)
+        if how.from_keys:
+            x = stats.at[:, steps.tile.kv, head, pl.ds(block * how.cut.block, how.cut.block)]
+            plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], here)
+
+    def drain(n: Array, _: None) -> None:
+        # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
+        wait(scratch["free"].at[steps.stage(n)])
+
+    lax.fori_loop(0, steps.num, fetch, None)
+    lax.fori_loop(jnp.maximum(steps.num - steps.stages, 0), steps.num, drain, None)
+
+
+def _consume(
+    how: Pass,
+    row_refs: Any,
+    others: Contiguous,
+    seen_refs: Any,
+    stats: Any,
+    results: Any,
+    scratch: Any,
+    wg: Array,
+    head: Array,
+    steps: Steps,
+) -> None:
+    """64 rows of a tile over all of their steps."""
+    tile, shape = steps.tile, (WARPGROUP_ROWS, how.cut.block)
+    own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    own_rows = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    slots = [i * how.cut.consumers + wg for i in range(how.num_resident)]
+    for half, (x, slot) in enumerate(zip(row_refs, slots, strict=True)):
+        at = ((half,) if len(x.shape) == 5 else ()) + (tile.q_batch, own_rows, head)
+        plgpu.copy_gmem_to_smem(x.at[at], scratch["row_smem"].at[slot], scratch["rows_here"].at[wg])
+    row_stats = [] if how.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
+    last, segments = (read(ref.at[tile.piece, own], ROW) for ref in seen_refs)
+    wait(scratch["rows_here"].at[wg])
+
+    def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
+        at, block = steps.stage(n), steps.block(n)
+        x, y = scratch["x_smem"].at[at], scratch["y_smem"].at[at]
+        # 0, but the compiler can't know: it would keep the addresses of all parts in registers, and spill.
+        zero = jnp.minimum(tile.start + n, 0)
+        a, b = (scratch["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
+
+        def start(i: int) -> Array:
+            if how.from_keys:
+                return spread(read(scratch["stats_smem"].at[at, i], COLUMN), shape, 1)
+            return spread(row_stats[i], shape, 0)
+
+        def to_weights(scores: Array) -> Array:
+            weights = jnp.exp2(scores * (how.scale * _LOG2E))
+            if masked:
+                weights = jnp.where(others.seen(tile, (last, segments), block, shape), weights, jnp.float32(0))
+            return weights
+
+        wait(scratch["here"].at[at])
+        if how.scores and not masked:
+            weights, d_weights = adapter.products_onto((start(0), start(1)), (a, x), (b, y), to_weights)
+        else:  # a mask takes registers: one product after the other
+            weights = to_weights(adapter.product_onto(start(0), a, x))
+            d_weights = adapter.product_onto(start(1), b, y) if how.scores else weights
+        factors = [((weights * d_weights).astype(x.dtype), x)] if how.scores else []
+        if how.weights:
+            factors.append((weights.astype(y.dtype), y))
+        accs = adapter.accumulate_all(accs, factors)
+        arrive(scratch["free"].at[at])
+        return accs
+
+    zeros = cast(jnp.zeros((WARPGROUP_ROWS, row_refs[0].shape[-1]), jnp.float32), TILE)
+    accs = [zeros] * len(results)
+    accs = lax.fori_loop(0, steps.num_full, functools.partial(step, masked=False), accs)
+    accs = lax.fori_loop(steps.num_full, steps.num, functools.partial(step, masked=True), accs)
+    if how.scores:
+        accs[0] = accs[0] * how.scale
+    for result, acc in zip(results, accs, strict=True):
+        result.at[tile.piece, own, head][...] = acc

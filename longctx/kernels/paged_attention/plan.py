@@ -1,0 +1,82 @@
+"""What of paged attention follows from metadata alone: made once a step, and used in all layers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from longctx.kernels import selection
+from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, plan_mosaic_gpu
+from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
+from longctx.kernels.paged_attention.reference import reference_paged_attention
+from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
+
+# plan(operands) -> plan, of shapes and metadata; attend(operands, scale, plan) -> (out, lse)
+IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., tuple[Array, Array]]]] = {
+    "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
+    "xla": (plan_xla, xla_paged_attention),
+    "reference": (lambda operands: None, reference_paged_attention),
+}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("made",), meta_fields=("implementation", "shapes", "empty")
+)
+@dataclasses.dataclass(frozen=True)
+class PagedPlan:
+    """How some rows attend to some pages: opaque, for `paged_attention(..., plan=)` with the same metadata."""
+
+    implementation: str
+    shapes: tuple[tuple[int, ...], ...]
+    empty: bool  # nobody asks, or there is nothing to see
+    made: Any
+
+
+def plan_paged_attention(
+    num_heads: int,
+    k_pages: Array,
+    page_table: Array,
+    page_index: Array | None,
+    kv_lengths: Array,
+    q_positions: Array,
+    q_sequence: Array,
+    implementation: str | None = None,
+) -> PagedPlan:
+    """What `paged_attention` needs to know of its metadata, which is the same in all layers of a model.
+
+    XLA's GPU backend does not move it out of a loop over layers by itself: some twenty small kernels in each.
+
+    Args:
+      num_heads: of the queries, N.
+      k_pages: the pool, of which only shape and dtype are looked at (uint16 is taken for bfloat16's bits).
+      page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
+      implementation: as for `paged_attention`; the plan is for this one.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `paged_attention`.
+    """
+    check_implementation(implementation, IMPLEMENTATIONS)
+    dtype = jnp.dtype(jnp.bfloat16) if k_pages.dtype == jnp.uint16 else k_pages.dtype
+    pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
+    q: Any = jax.ShapeDtypeStruct((q_positions.shape[0], num_heads, k_pages.shape[-1]), dtype)
+    metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
+    operands = PagedOperands(q, pages, pages, *metadata, first_page=jnp.int32(0))
+    if num_heads < 1 or num_heads % k_pages.shape[2]:
+        raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
+    return make_plan(operands, implementation)
+
+
+def make_plan(operands: PagedOperands, implementation: str | None) -> PagedPlan:
+    q, k_pages = operands.q, operands.k_pages
+    chosen = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
+    empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
+    return PagedPlan(chosen, shapes_of(operands), empty, None if empty else IMPLEMENTATIONS[chosen][0](operands))
+
+
+def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:
+    return operands.q.shape, operands.k_pages.shape, operands.page_table.shape
