@@ -124,7 +124,10 @@ def cast(x: Array, layout: Any) -> Array:
 
 def read(ref: Any, layout: Any) -> Array:
     """Registers of a layout straight from global memory."""
-    return ref[...] if interpreting() else plgpu.load(ref, (), layout=layout, optimized=False)
+    if interpreting():
+        return ref[...]
+    index = ((),) if jax.__version_info__ < (0, 12) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
