@@ -39,6 +39,7 @@ check: .venv/installed-test
 bench: .venv/installed-test
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.paged_attention
+	$(BIN)/python -m benchmarks.kernels --model
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.host_overhead

@@ -44,7 +44,8 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
         params = private.InterpretGPUParams
     token = _interpreter.set(Interpreter(params(detect_races=detect_races), num_multiprocessors))
     try:
-        yield
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
     finally:
         _interpreter.reset(token)
 

@@ -1,7 +1,7 @@
 """The device that is compiled for: the default one, or, ahead of time, that of the mesh which is set."""
 
 import re
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -24,7 +24,8 @@ class Device(NamedTuple):
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None:
             return cls._of(abstract.device_kind, abstract.platform, None, abstract.num_cores)
-        device = jax.devices()[0]
+        default: Any = getattr(jax.config, "jax_default_device", None)
+        device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
         capability = getattr(device, "compute_capability", None)
         found = cls._of(device.device_kind, device.platform, capability, getattr(device, "core_count", None))
         version = re.search(r"cuda (\d+)", str(device.client.platform_version))
