@@ -136,44 +136,35 @@ def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
-def product(a: Any, b: Any, transpose_b: bool, meanwhile: Callable[[], None]) -> Array:
-    """a @ b or a @ b.T in float32, of shared memory; `meanwhile` runs once the product has been issued."""
-    columns = b.shape[0] if transpose_b else b.shape[1]
+def product(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
+    """a @ b.T in float32, of shared memory; `meanwhile` runs once the product has been issued."""
     if interpreting():
-        out = lax.dot_general(
-            a[...], b[...], (((1,), (1 if transpose_b else 0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        out = jnp.matmul(a[...], b[...].T, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # the race detector wants it between a plain read and the copy that overwrites
         meanwhile()
         return out
 
     def run(acc: Any) -> Array:
-        plgpu.wgmma(acc, a, b.transpose((1, 0)) if transpose_b else b)
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))
         meanwhile()
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], columns), jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
-def accumulate(acc: Array, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """acc + a @ b: a in registers (or shared memory), b in shared memory."""
+def accumulate(acc: Array, a: Array, b: Any) -> Array:
+    """acc + a @ b: a in registers, b in shared memory."""
     if interpreting():
-        acc = acc + jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        acc = acc + jnp.matmul(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
-        meanwhile()
         return acc
-
-    def run(ref: Any) -> None:
-        plgpu.wgmma(ref, a, b)
-        meanwhile()
-
-    return pl.run_state(run)(plgpu.ACC.init(acc))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
 def product_onto(start: Array, a: Any, b: Any) -> Array:
     """start + a @ b.T in float32, of shared memory."""
     if interpreting():
-        return start + product(a, b, True, lambda: None)
+        return start + product(a, b)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.transpose((1, 0))))(plgpu.ACC.init(start))
 
 

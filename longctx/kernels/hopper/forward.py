@@ -28,8 +28,6 @@ from longctx.kernels.hopper.keys import Contiguous, Paged
 from longctx.kernels.hopper.work import Tile, Work
 
 _LOG2E = math.log2(math.e)
-
-
 # Keys of a block and blocks in flight, by head size: what shared memory (227 KiB) and registers hold.
 _BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
 HEAD_SIZES = tuple(_BLOCKS)
@@ -192,7 +190,7 @@ def _consume(
         wait(scratch["k_here"].at[at])
         # Always 0, which the compiler can't know: else it keeps what describes q to wgmma in registers over the loop.
         zero = jnp.minimum(tile.start + n, 0)
-        scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], True, take_turns)
+        scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], take_turns)
         arrive(scratch["k_free"].at[at])
         if masked:
             scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)
