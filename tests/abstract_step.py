@@ -14,13 +14,13 @@ PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8
 LAYER = NUM_PAGES * PAGE_SIZE * CONFIG.num_kv_heads * CONFIG.head_dim
 
 
-def abstract_state(dtype: object, num_pages: int = NUM_PAGES) -> programs.DeviceState:
-    entries = CONFIG.max_positions // PAGE_SIZE
+def abstract_state(dtype: object, num_pages: int = NUM_PAGES, config: LlamaConfig = CONFIG) -> programs.DeviceState:
+    entries = config.max_positions // PAGE_SIZE
     return programs.DeviceState(
-        jax.eval_shape(functools.partial(PagedCache.empty, CONFIG, num_pages, PAGE_SIZE, dtype)),
+        jax.eval_shape(functools.partial(PagedCache.empty, config, num_pages, PAGE_SIZE, dtype)),
         jax.ShapeDtypeStruct((SLOTS, entries), jnp.int32),
         jax.ShapeDtypeStruct((SLOTS,), jnp.int32),
-        jax.ShapeDtypeStruct((SLOTS, CONFIG.vocab_size), jnp.uint8),
+        jax.ShapeDtypeStruct((SLOTS, config.vocab_size), jnp.uint8),
     )
 
 
