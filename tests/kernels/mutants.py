@@ -16,7 +16,7 @@ import numpy as np
 from longctx.kernels import attention, paged_attention
 from longctx.kernels.hopper import adapter
 
-MODULES = ("forward", "keys")
+MODULES = ("forward",)
 OPERATIONS = ("wait", "arrive")
 
 

@@ -101,7 +101,6 @@ def attend(
             "k_free": free(),
             "v_free": free(),
             "turn": plgpu.Barrier(num_arrivals=cut.consumers),
-            "clean": plgpu.Barrier(num_arrivals=cut.consumers),
         },
     )
     return kernel(q, *keys, *rows, work.tiles, work.workers)
@@ -206,10 +205,11 @@ def _consume(
             acc, total, new_peak, weights = lax.optimization_barrier((acc, total, new_peak, weights))
             arrive(scratch["turn"])
         wait(scratch["v_here"].at[at])
-        if masked:
-            keys.clean(tile, block, scratch["v_smem"].at[at], scratch["clean"])
         if cut.consumers == 2:
             wait(scratch["turn"])
+        if masked:
+            # The first warpgroup does it for both: the other's turn comes after.
+            pl.when(wg == 0)(functools.partial(keys.clean, tile, block, scratch["v_smem"].at[at]))
         acc = adapter.accumulate(acc, weights, scratch["v_smem"].at[at])
         arrive(scratch["v_free"].at[at])
         return acc, new_peak, total

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
-from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.hopper import adapter
 from longctx.kernels.hopper.adapter import COLUMN, TILE, cast, read, spread
@@ -39,7 +37,7 @@ class Contiguous(NamedTuple):
         positions, segments = (spread(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
         return (positions <= spread(rows[0], shape, 0)) & (segments == spread(rows[1], shape, 0))
 
-    def clean(self, tile: Tile, block: Array, values: Any, barrier: Any) -> None:
+    def clean(self, tile: Tile, block: Array, values: Any) -> None:
         """Nothing to do: TMA fills what is beyond the end with zeros."""
 
 
@@ -78,24 +76,16 @@ class Paged(NamedTuple):
         slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]
         return slots <= spread(rows[0], shape, 0)
 
-    def clean(self, tile: Tile, block: Array, values: Any, barrier: Any) -> None:
-        """Values that were never written may be NaN, which a weight of 0 doesn't undo: make them 0.
-
-        All consumers come here together; the first one cleans.
-        """
+    def clean(self, tile: Tile, block: Array, values: Any) -> None:
+        """Values that were never written may be NaN, which a weight of 0 doesn't undo: make them 0."""
         size = values.shape[0]
 
         @pl.when((block + 1) * size > tile.kv_tokens)
         def _() -> None:
-            @pl.when(lax.axis_index("wg") == 0)
-            def _() -> None:
-                # In parts, for which there are registers beside the accumulator.
-                for first, column in itertools.product(range(0, size, 64), range(0, values.shape[1], 64)):
-                    part = values.at[pl.ds(first, 64), pl.ds(column, 64)]
-                    x = cast(part[...], TILE)
-                    slots = cast(lax.broadcasted_iota(jnp.int32, x.shape, 0), TILE) + (block * size + first)
-                    part[...] = jnp.where(slots < tile.kv_tokens, x, jnp.zeros_like(x))
-                plgpu.commit_smem()
-
-            arrive(barrier)
-            wait(barrier)
+            # In parts, for which there are registers beside the accumulator.
+            for first, column in itertools.product(range(0, size, 64), range(0, values.shape[1], 64)):
+                part = values.at[pl.ds(first, 64), pl.ds(column, 64)]
+                x = cast(part[...], TILE)
+                slots = cast(lax.broadcasted_iota(jnp.int32, x.shape, 0), TILE) + (block * size + first)
+                part[...] = jnp.where(slots < tile.kv_tokens, x, jnp.zeros_like(x))
+            plgpu.commit_smem()
