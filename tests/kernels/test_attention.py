@@ -37,7 +37,7 @@ class TestMosaicGpu(AttentionTestBase):
         st.integers(1, 4),
         st.sampled_from([64, 128, 256]),
     )
-    half_examples, slow_examples = 5, 60
+    half_examples, slow_examples = 4, 60
     supports_float32 = False
     supports_float64 = False
     supports_gradients = False

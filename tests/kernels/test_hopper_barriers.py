@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from mutants import MODULES, mutate
 
+# Each takes half a minute, or hangs until its time is over.
+pytestmark = pytest.mark.slow
+
 SITES = [(name, number) for name in MODULES for number in range(len(mutate(name, -1)[1]))]
-FEW = [SITES[0]]
 
 
 def outcome(name: str, number: int, timeout: float) -> str:
@@ -20,13 +22,10 @@ def outcome(name: str, number: int, timeout: float) -> str:
     return "passes" if result.returncode == 0 else "fails"
 
 
-@pytest.mark.slow
 def test_unchanged_kernels_pass() -> None:
     assert outcome("none", 0, 300) == "passes"
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [pytest.param(*site, marks=() if site in FEW else pytest.mark.slow) for site in SITES]
-)
+@pytest.mark.parametrize(("name", "number"), SITES)
 def test_a_missing_barrier_operation_is_noticed(name: str, number: int) -> None:
     assert outcome(name, number, 90) != "passes"
