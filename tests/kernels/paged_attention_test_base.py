@@ -84,7 +84,7 @@ class PagedAttentionTestBase:
 
     @pytest.mark.parametrize(("rows", "entries", "pages"), [(0, 3, 4), (3, 0, 4), (3, 3, 0)])
     def test_nobody_to_ask_or_nothing_to_see(self, rows: int, entries: int, pages: int) -> None:
-        q, k_pages = jnp.ones((rows, 4, 64), jnp.bfloat16), jnp.ones((pages, 8, 2, 64), jnp.bfloat16)
+        q, k_pages = jnp.ones((rows, 4, 64), jnp.bfloat16), jnp.ones((pages, 16, 2, 64), jnp.bfloat16)
         table, zeros = jnp.zeros((1, entries), int), jnp.zeros(rows, int)
         with self.where():
             out, lse = paged_attention(

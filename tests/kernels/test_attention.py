@@ -2,10 +2,16 @@
 
 import contextlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_test_base import AttentionTestBase
 from hypothesis import strategies as st
 
+from longctx.kernels import attention
+from longctx.kernels.attention.kernel import Kernel, Operands
+from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.hopper import adapter
 
 
@@ -44,6 +50,33 @@ class TestMosaicGpu(AttentionTestBase):
 
     def where(self) -> contextlib.AbstractContextManager[None]:
         return adapter.interpreted()
+
+    def test_a_worker_for_each_tile(self) -> None:
+        """Several KV heads and query heads not folded; out is written in 16 bits, and nothing is merged."""
+        q, k, v = (jnp.asarray(self.rng.standard_normal((130, heads, 64)), jnp.bfloat16) for heads in (2, 2, 2))
+        with adapter.interpreted(num_multiprocessors=1):
+            got = attention(q, k, v)
+        self.compare(got, attention(q, k, v, implementation="reference"))
+
+    def test_shared_keys_in_one_array_after_a_state(self) -> None:
+        """As in the hops of a ring."""
+        q, kv, out = (self.rng.standard_normal(shape) for shape in ((2, 5, 2, 64), (2, 1, 140, 1, 64), (2, 5, 2, 64)))
+        q, kv = (jnp.asarray(x, jnp.bfloat16) for x in (q, kv))
+        lse = jnp.asarray(self.rng.standard_normal((2, 5, 2)), jnp.float32).at[0, :2].set(-jnp.inf)
+        out = jnp.where((lse == -jnp.inf)[..., None], 0, jnp.asarray(out, jnp.float32))
+        queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (jnp.arange(100, 105)[None], jnp.arange(140)[None]))
+        operands = Operands(q, kv, kv, queries, keys)
+        with self.where():
+            got = Kernel("mosaic_gpu", True, 0.125).forward(operands, (out, lse))
+        self.compare(got, Kernel("xla", True, 0.125).forward(operands, (out, lse)))
+
+    @property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(0)
+
+    def compare(self, got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array]) -> None:
+        np.testing.assert_allclose(got[0].astype(jnp.float32), want[0].astype(jnp.float32), atol=2e-2)
+        np.testing.assert_allclose(got[1], want[1], atol=1e-5)
 
 
 @pytest.mark.gpu

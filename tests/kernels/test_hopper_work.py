@@ -13,8 +13,8 @@ from paged_cases import cases as paged_cases
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import cut_tiles
 from longctx.kernels.hopper.adapter import interpreted
-from longctx.kernels.hopper.forward import Cut
-from longctx.kernels.hopper.work import Tile, Tiles, Work, equal_shares, one_worker_a_tile
+from longctx.kernels.hopper.cut import Cut
+from longctx.kernels.hopper.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, one_worker_a_tile
 from longctx.kernels.paged_attention.mosaic_gpu import cut_of, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
@@ -38,19 +38,18 @@ def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], l
 def drawn_tiles(draw: st.DrawFn) -> Tiles:
     number = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    edges = np.sort(rng.integers(0, draw(st.sampled_from([3, 15])), (number, 4)), 1)
+    edges = np.sort(rng.integers(0, draw(st.sampled_from([3, 25])), (number, 4)), 1)
     edges[rng.random(number) < 0.3] = 5  # sees nothing
     zeros = jnp.zeros(number, jnp.int32)
     return Tiles(zeros, zeros, zeros, zeros, *(jnp.asarray(edges[:, i], jnp.int32) for i in range(4)))
 
 
 @given(drawn_tiles(), st.integers(1, 20))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> None:
     work = equal_shares(tiles, num_workers)
     found = blocks_of(work, True)
     start, full_start, full_stop, stop = (np.asarray(x) for x in tiles[4:])
-    sizes = np.zeros(num_workers, int)
     for tile in range(len(start)):
         parts = found.get(tile, [])
         full, masked = ([block for part in parts for block in part[i]] for i in (1, 2))
@@ -61,7 +60,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> 
         assert [piece for piece, *_ in parts] == list(range(first, first + num))
     assert int(jnp.sum(work.num_pieces)) <= len(start) + num_workers
     sizes = np.asarray(work.workers[:, 3] - work.workers[:, 2])
-    assert sizes.max() == -(-int((stop - start).sum()) // num_workers)
+    assert sizes.max() <= max(LEAST_SHARE, -(-int((stop - start).sum()) // num_workers))
 
 
 @given(drawn_tiles())
@@ -116,7 +115,7 @@ PAGED = [
 
 
 @given(paged_cases(PAGED))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
     """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])

@@ -65,11 +65,13 @@ def test_on_another_device_it_is_refused(pages: Any) -> None:
         call(Q, pages)
 
 
-@pytest.mark.parametrize("version", [12080, 12090])
-def test_a_compiler_that_miscompiles_it_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Device("NVIDIA H100 80GB HBM3", "gpu", True, 132, version)
-    monkeypatch.setattr(device.Device, "target", classmethod(lambda cls: broken))
-    assert "needs CUDA before 12.8.0 or from 12.9.1 on" in explain(Q, Q).refused["mosaic_gpu"]
+@pytest.mark.parametrize(("version", "taken"), [(12080, "xla"), (12090, "mosaic_gpu"), (13000, "mosaic_gpu")])
+def test_a_compiler_that_miscompiles_it_is_refused(version: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Device("NVIDIA H100 80GB HBM3", "gpu", True, 132, version)
+    monkeypatch.setattr(device.Device, "target", classmethod(lambda cls: here))
+    assert explain(Q, Q).taken == taken
+    if taken == "xla":
+        assert "needs another CUDA than 12.8" in explain(Q, Q).refused["mosaic_gpu"]
 
 
 def test_explain_refuses() -> None:

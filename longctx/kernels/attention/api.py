@@ -39,7 +39,8 @@ def attention(
       scale: factor on the scores, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256), `"xla"` (blockwise,
         memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
-        (`longctx.kernels.explain` says which, and why).
+        (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
+        does, copies keys whose length is no multiple of 8, and wants scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
 
     Returns:

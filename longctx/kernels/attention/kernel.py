@@ -10,10 +10,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import mosaic_gpu_attention
-from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
+
+
+def mosaic_gpu_attention(*operands: Any) -> tuple[Array, Array]:
+    # Pallas takes half a second to import, which who doesn't use it shall not pay.
+    from longctx.kernels.attention.mosaic_gpu import mosaic_gpu_attention
+
+    return mosaic_gpu_attention(*operands)
+
+
+def mosaic_gpu_backward(*operands: Any) -> tuple[Array, Array, Array]:
+    from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
+
+    return mosaic_gpu_backward(*operands)
+
 
 # forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse)
 # backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)

@@ -6,8 +6,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from longctx.kernels.attention.mask import Tokens, block_range, summarise
+from longctx.kernels.hopper.cut import Cut
 from longctx.kernels.hopper.device import Device
-from longctx.kernels.hopper.forward import Cut, Softmax, attend
+from longctx.kernels.hopper.forward import Softmax, attend, with_positive_scale
 from longctx.kernels.hopper.keys import Contiguous
 from longctx.kernels.hopper.merge import merge_pieces
 from longctx.kernels.hopper.work import Tiles, equal_shares, one_worker_a_tile
@@ -36,8 +37,7 @@ def mosaic_gpu_attention(
     kv_heads = k.shape[-2]
     group = heads // kv_heads
     folded = group > 1 and length < _FOLD_BELOW
-    # Peaks are taken before scaling, which must not turn them round.
-    q, scale = (q, scale) if scale > 0 else (q * jnp.sign(scale).astype(q.dtype), abs(scale) or 1.0)
+    q, scale = with_positive_scale(q, scale)
     if folded:
         q = jnp.swapaxes(q.reshape(batch, length, kv_heads, group, head_size), 2, 3)
         q = q.reshape(batch, length * group, kv_heads, head_size)
@@ -46,7 +46,8 @@ def mosaic_gpu_attention(
     cut = Cut.of(head_size, num_rows)
     tiles, rows, tokens = cut_tiles(batch, queries, keys, causal, cut, shared_keys=k.shape[-4] < batch)
     num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
-    split = num_tiles * row_heads < _EVEN * num_sms
+    # Entries of a batch may differ in length, so tiles are even only among those of one.
+    split = num_rows <= cut.rows or num_tiles * row_heads < _EVEN * num_sms
     work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_a_tile(tiles)
     how = Softmax(cut, scale, split)
     wide = jnp.float32 if split or state is not None else out_dtype

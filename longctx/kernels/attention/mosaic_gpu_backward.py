@@ -8,7 +8,7 @@ from jax import Array
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import cut_tiles
 from longctx.kernels.hopper.backward import Pass, gradients
-from longctx.kernels.hopper.forward import Cut
+from longctx.kernels.hopper.cut import Cut
 from longctx.kernels.hopper.keys import Contiguous
 
 # A multiple of all blocks and tiles.
@@ -35,6 +35,7 @@ def mosaic_gpu_backward(
     batch, head_size = q.shape[0], q.shape[-1]
     d_out = d_out.astype(q.dtype)
     # In units of scores not yet scaled, lse must not change its sign, nor be divided by zero.
+    scale = 0.0 if abs(scale) < 1e-30 else scale
     sign, scale = (scale > 0) - (scale < 0), abs(scale) or 1.0
     q = q if sign == 1 else q * jnp.asarray(sign, q.dtype)
     stats = _stats(lse / scale, row_terms)

@@ -5,9 +5,8 @@ CPU, and `get_races` says whether any of them raced. Nothing else reaches behind
 """
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# What a warpgroup multiplies at a time.
-WARPGROUP_ROWS = 64
+from longctx.kernels.hopper.device import INTERPRETER, Interpreter
+
 # Accumulators of wgmma: rows over warps, and what is reduced to one value a row, or a column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
-
-
-class Interpreter(NamedTuple):
-    params: Any
-    num_multiprocessors: int
-
-
-_interpreter: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
 
 
 @contextlib.contextmanager
@@ -42,27 +33,23 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
         from jax._src.pallas.mosaic_gpu.interpret import params as private
 
         params = private.InterpretGPUParams
-    token = _interpreter.set(Interpreter(params(detect_races=detect_races), num_multiprocessors))
+    token = INTERPRETER.set(Interpreter(params(detect_races=detect_races), num_multiprocessors))
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
     finally:
-        _interpreter.reset(token)
-
-
-def interpreter() -> Interpreter | None:
-    return _interpreter.get()
+        INTERPRETER.reset(token)
 
 
 def interpreting() -> bool:
-    return interpreter() is not None
+    return INTERPRETER.get() is not None
 
 
 def kernel(
     body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **how: Any
 ) -> Callable[..., Any]:
     """`plgpu.kernel`; results vary over the mesh axes that `like` varies over."""
-    varying, interpreter = jax.typeof(like).manual_axis_type, _interpreter.get()
+    varying, interpreter = jax.typeof(like).manual_axis_type, INTERPRETER.get()
     run = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in out_types],

@@ -27,8 +27,8 @@ from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import COLUMN, ROW, TILE, WARPGROUP_ROWS, cast, read, spread
-from longctx.kernels.hopper.forward import Cut
+from longctx.kernels.hopper.adapter import COLUMN, ROW, TILE, cast, read, spread
+from longctx.kernels.hopper.cut import WARPGROUP_ROWS, Cut
 from longctx.kernels.hopper.keys import Contiguous
 from longctx.kernels.hopper.work import Tile, Tiles
 

@@ -1,13 +1,22 @@
 """The device that is compiled for: the default one, or, ahead of time, that of the mesh which is set."""
 
+import contextvars
 import re
 from typing import Any, NamedTuple, Self
 
 import jax
 
-from longctx.kernels.hopper import adapter
-
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+
+class Interpreter(NamedTuple):
+    """What stands for a device while `adapter.interpreted` is in force."""
+
+    params: Any
+    num_multiprocessors: int
+
+
+INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
 
 
 class Device(NamedTuple):
@@ -19,7 +28,7 @@ class Device(NamedTuple):
 
     @classmethod
     def target(cls) -> Self:
-        if (interpreter := adapter.interpreter()) is not None:
+        if (interpreter := INTERPRETER.get()) is not None:
             return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None:

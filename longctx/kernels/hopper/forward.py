@@ -23,34 +23,12 @@ from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import ROW, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.adapter import ROW, TILE, cast, read, spread
+from longctx.kernels.hopper.cut import WARPGROUP_ROWS, Cut
 from longctx.kernels.hopper.keys import Contiguous, Paged
 from longctx.kernels.hopper.work import Tile, Work
 
 _LOG2E = math.log2(math.e)
-# Keys of a block and blocks in flight, by head size: what shared memory (227 KiB) and registers hold.
-_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
-HEAD_SIZES = tuple(_BLOCKS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Sizes of a kernel: warpgroups that multiply, keys of a block, blocks in flight."""
-
-    consumers: int
-    block: int
-    stages: int
-
-    @property
-    def rows(self) -> int:
-        return self.consumers * WARPGROUP_ROWS
-
-    @classmethod
-    def of(cls, head_size: int, num_rows: int) -> "Cut":
-        """For so many rows of one head."""
-        consumers = 1 if num_rows <= WARPGROUP_ROWS else 2
-        block, stages = _BLOCKS[head_size]
-        return cls(consumers, block, stages + (consumers == 1 and head_size == 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +38,13 @@ class Softmax:
     cut: Cut
     scale: float
     split: bool  # several workers may share a tile: its pieces are to be merged
+
+
+def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
+    """Peaks are taken before scaling, which must not turn them round, nor make 0 of what is masked."""
+    if abs(scale) < 1e-30:
+        return jnp.zeros_like(q), 1.0
+    return (q, scale) if scale > 0 else (-q, -scale)
 
 
 def attend(
@@ -88,8 +73,9 @@ def attend(
         [((num_pieces, cut.rows, heads, head_size), out_dtype), ((heads, num_pieces, cut.rows), jnp.float32)],
         like=q,
         kernel_name="attention",
-        grid=(kv_heads, num_workers, heads // kv_heads),
-        grid_names=("kv_head", "worker", "group"),
+        # The last axis is the one that may be long: CUDA bounds the others to 65,535.
+        grid=(kv_heads, heads // kv_heads, num_workers),
+        grid_names=("kv_head", "group", "worker"),
         num_threads=cut.consumers + 1,
         scratch_types={
             "q_smem": adapter.tiled((cut.consumers, WARPGROUP_ROWS, head_size), q.dtype),

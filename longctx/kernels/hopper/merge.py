@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 
 from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import ROW, TILE, WARPGROUP_ROWS, cast, read, spread
+from longctx.kernels.hopper.adapter import ROW, TILE, cast, read, spread
+from longctx.kernels.hopper.cut import WARPGROUP_ROWS
 from longctx.kernels.hopper.work import Work
 
 
@@ -25,8 +26,8 @@ def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
         [((num_tiles, rows, heads, head_size), jnp.float32), ((heads, num_tiles, rows), jnp.float32)],
         like=out,
         kernel_name="merge_pieces",
-        grid=(num_tiles, heads, rows // WARPGROUP_ROWS),
-        grid_names=("tile", "head", "part"),
+        grid=(heads, rows // WARPGROUP_ROWS, num_tiles),
+        grid_names=("head", "part", "tile"),
         num_threads=1,
     )
     return kernel(out, lse, work.first_piece, work.num_pieces)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+LEAST_SHARE = 4
+
 
 class Tiles(NamedTuple):
     """Int32 `[tiles]` each: rows of queries, and the blocks of keys that they see."""
@@ -46,11 +48,14 @@ def one_worker_a_tile(tiles: Tiles) -> Work:
 
 
 def equal_shares(tiles: Tiles, num_workers: int) -> Work:
-    """At most `tiles + num_workers` pieces. A tile that sees nothing has none."""
+    """At most `tiles + num_workers` pieces. A tile that sees nothing has none.
+
+    Nobody comes for less than a few blocks: a piece is written and merged, which costs about as much as one.
+    """
     num_units, first_unit = _units(tiles)
     stop_unit = first_unit + num_units
     total = stop_unit[-1]
-    share = jnp.maximum(-(-total // num_workers), 1)
+    share = jnp.maximum(-(-total // num_workers), LEAST_SHARE)
     worker = jnp.arange(num_workers, dtype=jnp.int32)
     start = jnp.minimum(worker * share, total)
     stop = jnp.minimum(start + share, total)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from longctx.kernels.bits import from_bits
+from longctx.kernels.hopper.cut import Cut
 from longctx.kernels.hopper.device import Device
-from longctx.kernels.hopper.forward import Cut, Softmax, attend
+from longctx.kernels.hopper.forward import Softmax, attend, with_positive_scale
 from longctx.kernels.hopper.keys import Paged
 from longctx.kernels.hopper.merge import merge_pieces
 from longctx.kernels.hopper.work import Tiles, Work, equal_shares
@@ -32,8 +33,7 @@ def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Plan
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
     group = heads // kv_heads
     cut = cut_of(operands)
-    # Peaks are taken before scaling, which must not turn them round.
-    q, scale = (q, scale) if scale > 0 else (q * jnp.sign(scale).astype(q.dtype), abs(scale) or 1.0)
+    q, scale = with_positive_scale(q, scale)
     rows = jnp.swapaxes(q[plan.order].reshape(length, kv_heads, group, head_size), 1, 2)
     rows = rows.reshape(1, length * group, kv_heads, head_size)
     pages = Paged(

@@ -11,10 +11,23 @@ from jax import Array
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
-from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
+
+
+def plan_mosaic_gpu(operands: PagedOperands) -> Any:
+    # Pallas takes half a second to import, which who doesn't use it shall not pay.
+    from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu
+
+    return plan_mosaic_gpu(operands)
+
+
+def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Any) -> tuple[Array, Array]:
+    from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
+
+    return mosaic_gpu_paged_attention(operands, scale, plan)
+
 
 # plan(operands) -> plan, of shapes and metadata; attend(operands, scale, plan) -> (out, lse)
 IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., tuple[Array, Array]]]] = {
