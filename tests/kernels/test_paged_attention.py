@@ -27,6 +27,7 @@ def test_reference_is_attention_to_contiguous_keys(case: Case) -> None:
 
 class TestXla(PagedAttentionTestBase):
     implementation = "xla"
+    examples, half_examples, merge_examples = 30, 8, 10
 
 
 # Pages smaller and larger than a block of keys; sequences that end in mid page.
