@@ -17,9 +17,10 @@ from longctx.kernels.hopper import adapter
 
 class TestXla(AttentionTestBase):
     implementation = "xla"
-    examples, half_examples = 40, 8
+    examples, half_examples = 30, 6
 
 
+@pytest.mark.slow
 class TestReference(AttentionTestBase):
     implementation = "reference"
     examples, half_examples, slow_examples = 3, 1, 5
@@ -50,6 +51,14 @@ class TestMosaicGpu(AttentionTestBase):
 
     def where(self) -> contextlib.AbstractContextManager[None]:
         return adapter.interpreted()
+
+    @pytest.mark.slow
+    def test_scores_far_apart_stay_finite(self) -> None:
+        super().test_scores_far_apart_stay_finite()
+
+    @pytest.mark.slow
+    def test_out_dtype_is_that_of_q(self) -> None:
+        super().test_out_dtype_is_that_of_q()
 
     def test_a_worker_for_each_tile(self) -> None:
         """Several KV heads and query heads not folded; out is written in 16 bits, and nothing is merged."""
