@@ -54,8 +54,8 @@ def permutes(compute: Callable[..., object], ranks: int = 8, backward: bool = Fa
 
 
 def is_hidden(permute: Collective) -> bool:
-    """Attention, which is a loop, runs while it travels."""
-    return permute.is_async and {"while", "custom-call"} & set(permute.hidden_by)
+    """Attention runs while it travels: the Mosaic kernel, or XLA's loop."""
+    return permute.is_async and not {"custom-call", "while"}.isdisjoint(permute.hidden_by)
 
 
 @pytest.mark.parametrize("compute", [ring_pass_kv, ring_pass_q])
@@ -80,18 +80,24 @@ def test_bytes_on_the_wire() -> None:
         ]
 
 
-def test_gradients_travel_hidden_but_for_the_last() -> None:
-    """7 permutes forward; backward 7 of keys and values, of which 5 also hold gradients, and 2 of gradients alone."""
+def test_gradients_travel_hidden() -> None:
+    """7 permutes forward; backward 7 of keys and values, of which 5 also hold gradients, and 2 of gradients alone.
+
+    The last of all, on which the result waits, travels while d_q is computed.
+    """
     found = permutes(ring_pass_kv, backward=True)
     assert len(found) == 16
-    assert [is_hidden(x) for x in found] == [True] * (len(found) - 1) + [False]
+    assert all(map(is_hidden, found)), found
     assert sum(x.sent for x in found) == 7 * (KV_BYTES + KV_BYTES + 2 * KV_BYTES)
 
 
 def test_memory_does_not_grow_with_the_ranks() -> None:
-    """Beyond what one rank needs: two shards of keys and values, and the state that is merged into."""
+    """Beyond what one rank needs: two shards of keys and values, and the state that is merged into.
+
+    From 4 ranks on there may be room between the buffers, but not for a shard more.
+    """
     one, four, eight = (program(ring_pass_kv, n).memory_analysis().temp_size_in_bytes for n in (1, 4, 8))
-    assert eight < 1.02 * four
+    assert eight - four < KV_BYTES / 2
     assert eight - one < 2 * KV_BYTES + 2 * STATE_BYTES
     four, eight = (program(ring_pass_kv, n, True).memory_analysis().temp_size_in_bytes for n in (4, 8))
     assert eight < 1.02 * four

@@ -5,6 +5,7 @@ CPU, and `get_races` says whether any of them raced. Nothing else reaches behind
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,24 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
 
 def interpreting() -> bool:
     return INTERPRETER.get() is not None
+
+
+def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates what calls a kernel: one trace for calls of the same shapes, one lowering for those of a program.
+
+    Layers and the hops of a ring are such calls, and a kernel takes half a second of each. Not in the interpreter.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnames=static)
+
+        @functools.wraps(function)
+        def run(*arguments: Any) -> Any:
+            return (function if interpreting() else jitted)(*arguments)
+
+        return run
+
+    return decorate
 
 
 def kernel(

@@ -51,6 +51,7 @@ class Pass:
         return 1 + self.scores
 
 
+@adapter.traced_once("how")
 def gradients(
     how: Pass, rows: tuple[Array, Array], others: Contiguous, seen: tuple[Array, ...], stats: Array, tiles: Tiles
 ) -> list[Array]:

@@ -47,6 +47,7 @@ def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
+@adapter.traced_once("how", "out_dtype")
 def attend(
     q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, how: Softmax, out_dtype: Any
 ) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ from longctx.kernels.hopper.cut import WARPGROUP_ROWS
 from longctx.kernels.hopper.work import Work
 
 
+@adapter.traced_once()
 def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
     """out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` -> the same with tiles in place of pieces.
 
