@@ -26,6 +26,7 @@ settings.load_profile("longctx")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem != "test_aot")  # the longest first, so that workers end together
     if jax.default_backend() != "gpu":
         no_gpu = pytest.mark.skip(reason="needs a GPU")
         for item in items:

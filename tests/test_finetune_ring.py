@@ -14,7 +14,7 @@ from flax import nnx
 from longctx.parallel import make_mesh
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS, LENGTH = 30, 499  # 62.4 tokens a device: the last five have one of padding
+STEPS, LENGTH = 15, 499  # 62.4 tokens a device: the last five have one of padding
 
 
 @pytest.fixture(scope="module")

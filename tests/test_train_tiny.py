@@ -64,6 +64,7 @@ def test_heads_start_by_looking_back() -> None:
             assert jnp.median(distances[layer, head, 20:]) == offset, (layer, head)
 
 
+@pytest.mark.slow
 def test_resumed_training_is_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_tiny
 

@@ -99,6 +99,10 @@ def test_memory_does_not_grow_with_the_ranks() -> None:
     one, four, eight = (program(ring_pass_kv, n).memory_analysis().temp_size_in_bytes for n in (1, 4, 8))
     assert eight - four < KV_BYTES / 2
     assert eight - one < 2 * KV_BYTES + 2 * STATE_BYTES
+
+
+@pytest.mark.slow
+def test_memory_of_gradients_does_not_grow_with_the_ranks() -> None:
     four, eight = (program(ring_pass_kv, n, True).memory_analysis().temp_size_in_bytes for n in (4, 8))
     assert eight < 1.02 * four
 
@@ -116,6 +120,7 @@ def naive_ring(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-d
     return state
 
 
+@pytest.mark.slow
 def test_the_naive_ring_fails_these_tests() -> None:
     """Its permutes are issued one after another: not hidden, and all shards held at once."""
     found = permutes(naive_ring)

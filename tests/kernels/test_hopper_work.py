@@ -45,7 +45,7 @@ def drawn_tiles(draw: st.DrawFn) -> Tiles:
 
 
 @given(drawn_tiles(), st.integers(1, 20))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> None:
     work = equal_shares(tiles, num_workers)
     found = blocks_of(work, True)
@@ -64,7 +64,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> 
 
 
 @given(drawn_tiles())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_one_worker_a_tile(tiles: Tiles) -> None:
     found = blocks_of(one_worker_a_tile(tiles), False)
     assert list(found) == list(range(len(tiles.start)))[::-1]  # the last first
@@ -83,7 +83,7 @@ def seen_by(case: Case) -> np.ndarray:
 
 
 @given(cases(st.just(((), 300, 700, 1, 1, 64))))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]

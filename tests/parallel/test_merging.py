@@ -97,9 +97,11 @@ def test_rows_merge_within_their_group(merge: str, whole: bool, seed: int) -> No
         )
 
 
-@pytest.mark.parametrize("compute", [ring_pass_kv, ring_pass_q, all_gather_kv])
+@pytest.mark.parametrize(
+    "compute", [ring_pass_kv, *(pytest.param(x, marks=pytest.mark.slow) for x in (ring_pass_q, all_gather_kv))]
+)
 def test_bf16_error_does_not_grow_with_the_ranks(compute) -> None:  # type: ignore[no-untyped-def]
-    """Within 2.5x the error of one dense bf16 computation, plus 2e-3, for 1, 2, 4 and 8 ranks."""
+    """Within 2.5x the error of one dense bf16 computation, plus 2e-3, for 1, 2 and 8 ranks."""
     length = 512
     exact = np.random.default_rng(0).standard_normal((3, length, 2, 16))
     rounded = jnp.asarray(exact, jnp.bfloat16)
@@ -108,7 +110,7 @@ def test_bf16_error_does_not_grow_with_the_ranks(compute) -> None:  # type: igno
     dense = attention(*rounded, implementation="reference")[0]
     bound = 2.5 * np.abs(np.asarray(dense, np.float64) - want).max() + 2e-3
     errors = []
-    for ranks in (1, 2, 4, 8):
+    for ranks in (1, 2, 8):
         positions, _ = shard_positions(length, ranks)
         mesh = make_mesh(context=ranks)
         mapped = jax.shard_map(
