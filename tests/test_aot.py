@@ -30,7 +30,9 @@ def test_programs_for_h100(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
+)
 def test_more_programs_for_h100(path: Path) -> None:
     """Every named shape among them."""
     compile_for_h100(path, "slow")

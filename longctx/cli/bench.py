@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from longctx.cli.engine_flags import (
+    add_engine_arguments,
+    add_model_arguments,
+    add_scheduling_arguments,
+    engine_config,
+    flag,
+    make_engine,
+)
 from longctx.models import load_checkpoint, load_tokenizer
-from longctx.models.builtin import TINY
-from longctx.serving import Engine, EngineConfig, EngineStats
+from longctx.serving import Engine, EngineStats, StepMetrics
 from longctx.simulation import report
 from longctx.simulation.replay import Record, replay
 from longctx.simulation.workloads import (
@@ -28,12 +34,10 @@ from longctx.simulation.workloads import (
 )
 
 SUMMARY = "Serve a workload, from a file or made up, and measure TTFT, TPOT and tokens per second."
-ENGINE = ("page_size", "num_pages", "max_running", "token_budget", "chunk_size", "run_ahead", "admission")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=TINY, metavar="DIR", help="checkpoint; default: the built-in one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
+    add_model_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is made up")
 
     workload = parser.add_argument_group("workload")
@@ -47,15 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--rate", type=float, metavar="R", help="requests a second, Poisson; inf: all at once")
     workload.add_argument("--max-length", type=int, metavar="N", help="skip longer requests (prompt and output)")
 
-    engine = parser.add_argument_group("engine")
-    defaults = EngineConfig()
-    for name in ENGINE[:-1]:
-        default = getattr(defaults, name)
-        engine.add_argument(
-            _flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'fitting'}"
-        )
-    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=defaults.admission)
-    engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
+    add_engine_arguments(parser)
+    add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
     results.add_argument("--json", type=Path, metavar="FILE", help="all figures, every request and step")
@@ -71,14 +68,9 @@ def run(options: argparse.Namespace) -> int:
     requests, num_skipped = _fitting(requests, options.max_length, context)
     longest = max(request.length for request in requests)
 
-    with _naming_flags():
-        config = EngineConfig(
-            max_length=options.max_length or longest,
-            prefix_cache=not options.no_prefix_cache,
-            seed=options.seed,
-            **{name: getattr(options, name) for name in ENGINE},
-        )
-        engine = Engine(model, params, config, clock=time.monotonic)
+    config = engine_config(options, max_length=options.max_length or longest, seed=options.seed)
+    steps: list[StepMetrics] = []
+    engine = make_engine(options, model, params, config, monitor=steps.append)
     needed = -(-(longest - 1) // config.page_size)
     if needed > engine.num_pages:
         raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {engine.num_pages}")
@@ -87,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     start = time.monotonic()
     engine.warm_up()
     print(f" {time.monotonic() - start:.1f} s", file=sys.stderr)
-    record = _replay(engine, requests, options.seed)
+    record = _replay(engine, requests, options.seed, steps)
 
     summary = report.summarize(record) | {"skipped": num_skipped}
     print(report.table(summary))
@@ -106,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int) -> Record:
+def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int, steps: list[StepMetrics]) -> Record:
     """With progress bars: requests that have ended, and tokens read, found and written."""
     total = sum(request.length for request in requests)
     with (
@@ -119,7 +111,7 @@ def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int) -> R
             ended.update(len(record.served) - ended.n)
             tokens.update(max(0, min(done, total) - tokens.n))  # what is put back is read twice
 
-        return replay(engine, requests, time.monotonic, seed=seed, progress=progress)
+        return replay(engine, requests, time.monotonic, seed=seed, progress=progress, steps=steps)
 
 
 def _workload(options: argparse.Namespace) -> list[WorkloadRequest]:
@@ -177,19 +169,19 @@ def _check(options: argparse.Namespace) -> None:
     wrong = synthetic if options.workload is not None else of_a_file
     for name in wrong:
         if getattr(options, name) is not None:
-            raise ValueError(f"{_flag(name)} {'contradicts' if wrong is synthetic else 'needs'} --workload")
+            raise ValueError(f"{flag(name)} {'contradicts' if wrong is synthetic else 'needs'} --workload")
     for name, low in (("limit", 1), ("requests", 1), ("shared_prefix", 0), ("max_length", 2), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < low:
-            raise ValueError(f"{_flag(name)} must be at least {low}, got {value}")
+            raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
     for name in ("scale_lengths", "rate"):
         value = getattr(options, name)
         if value is not None and not (value > 0 and (name == "rate" or math.isfinite(value))):
-            raise ValueError(f"{_flag(name)} must be above 0, got {value}")
+            raise ValueError(f"{flag(name)} must be above 0, got {value}")
     for name in ("json", "plot"):
         path = getattr(options, name)
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{_flag(name)}: no such directory: {path.parent}")
+            raise ValueError(f"{flag(name)}: no such directory: {path.parent}")
     if options.plot is not None:
         with _prefixed("--plot "):
             report.check_can_plot(options.plot)
@@ -201,16 +193,3 @@ def _prefixed(prefix: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from None
-
-
-@contextmanager
-def _naming_flags() -> Iterator[None]:
-    """Errors of the engine name its arguments; let them name the flags."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(re.sub(rf"\b({'|'.join(ENGINE)})\b", lambda name: _flag(name[0]), str(error))) from None
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

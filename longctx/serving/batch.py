@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence
 
 
@@ -31,13 +32,18 @@ class TableRun(NamedTuple):
 
 @dataclass
 class Batch:
-    """One step. `copies` (source, target) and `tables` are done first, in order; `admitted` have new slots."""
+    """One step. `copies` (source, target) and `tables` are done first, in order; `admitted` have new slots.
+
+    `work` is what it asks of the device, `predicted` the seconds that it should take.
+    """
 
     index: int
     chunks: list[Chunk] = field(default_factory=list)
     tables: list[TableRun] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
+    predicted: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -1,9 +1,12 @@
 """How large an engine is and how it admits requests: `EngineConfig`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from longctx.serving.checks import check_bool, check_integer
+from longctx.serving.checks import check_bool, check_integer, check_real
+from longctx.serving.packing import Chunking
+from longctx.serving.policy import Policy, make_policy
+from longctx.serving.slo import Slo
 
 MAX_RUN_AHEAD = 8
 
@@ -18,8 +21,11 @@ class EngineConfig:
       max_running: sequences that are read or written at a time.
       max_length: prompt and output of the longest sequence, in tokens. None: the model's context.
       token_budget: rows of a step at most, decodes and chunks of prompts together.
-      chunk_size: rows that one prompt takes of a step while others wait for theirs; None: three quarters of the
-        budget.
+      policy: whose prompt is read next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"ilrs"`, or a `Policy` of one's own.
+      chunking: `"static"` fills the token budget in every step, `"static:N"` N rows of it; `"adaptive"` as many as keep
+        the TPOT targets of running decodes, by prediction.
+      max_share: the share of a step that a long prompt leaves to short ones at most, under `ilrs`, 0 to 1.
+      slo: what is due to requests that bring no `ttft_deadline` or `tpot_target`.
       buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget.
       run_ahead: steps that are planned before the result of the first is there, 1 to 8.
       admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt
@@ -38,7 +44,10 @@ class EngineConfig:
     max_running: int = 64
     max_length: int | None = None
     token_budget: int = 512
-    chunk_size: int | None = None
+    policy: str | Policy = "ilrs"
+    chunking: str = "static"
+    max_share: float = 0.5
+    slo: Slo = field(default_factory=Slo)
     buckets: tuple[int, ...] | None = None
     run_ahead: int = 2
     admission: Literal["reserve", "optimistic"] = "reserve"
@@ -48,7 +57,7 @@ class EngineConfig:
     hash_key: bytes | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "chunk_size", "run_ahead"):
+        for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
             value = getattr(self, name)
             if value is not None or name in ("page_size", "max_running", "token_budget", "run_ahead"):
                 object.__setattr__(self, name, check_integer(name, value, 1))
@@ -63,8 +72,11 @@ class EngineConfig:
             raise ValueError(
                 f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
             )
-        if self.chunk_size is not None and self.chunk_size > self.token_budget:
-            raise ValueError(f"chunk_size must be at most token_budget={self.token_budget}, got {self.chunk_size}")
+        check_real("max_share", self.max_share, 0, 1)
+        make_policy(self.policy, self.max_share)
+        Chunking.parse(self.chunking, self.token_budget)
+        if not isinstance(self.slo, Slo):
+            raise TypeError(f"slo must be an Slo, got {self.slo!r}")
         if self.admission not in ("reserve", "optimistic"):
             raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
         if self.buckets is not None:
@@ -82,8 +94,3 @@ class EngineConfig:
             return self.buckets
         doubling = (8 << i for i in range(self.token_budget.bit_length()))
         return (*(rows for rows in doubling if rows < self.token_budget), self.token_budget)
-
-    @property
-    def prefill_share(self) -> int:
-        """Rows that one prompt takes while others wait."""
-        return self.chunk_size or max(1, self.token_budget * 3 // 4)

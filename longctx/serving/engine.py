@@ -5,6 +5,7 @@ the oldest are taken before one more is begun.
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -26,14 +27,20 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.door import Door
 from longctx.serving.door import Prompt as PromptTokens
 from longctx.serving.executor import DeviceExecutor, Executor, Results
-from longctx.serving.output import Event, FinishReason, Output
+from longctx.serving.monitor import StepMetrics
+from longctx.serving.output import Event, FinishReason, Metrics, Output
+from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
-from longctx.serving.policy import FirstComeFirstServed
+from longctx.serving.policy import LeastRelativeSlack, make_policy
+from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.roofline import hardware_of, roofline
+from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.prefix import PageHash
 from longctx.serving.request import Request, SamplingParams
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
 from longctx.serving.sequence import Sequence, State
+from longctx.serving.slo import check_possible
 from longctx.serving.stream import Job, TokenStream
 
 Prompt = str | List[int] | Request
@@ -65,6 +72,9 @@ class Engine:
       tokenizer: needed for prompts that are text, for text in outputs, and for stop strings.
       executor: runs the batches instead of the device, for tests and simulations; `params` may then be None.
       clock: seconds; what metrics and policies go by.
+      predictor: of this engine's batches, see `longctx.serving.profile`. None: a roofline of the device. Either is
+        corrected by a factor as batches run.
+      monitor: is called with the `StepMetrics` of every step that has ended.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, parameters on another device than the mesh's.
@@ -83,6 +93,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
+        predictor: Predictor | None = None,
+        monitor: Callable[[StepMetrics], object] | None = None,
     ) -> None:
         config = config or EngineConfig()
         device = _one_device(params, mesh)
@@ -90,7 +102,7 @@ class Engine:
         max_length = config.max_length or positions
         if max_length > positions:
             raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
-        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.config, self.model, self.tokenizer, self.max_length = config, model, tokenizer, max_length
         self.num_pages = config.num_pages or _fitting_pages(model, params, config, max_length, device)
         if executor is None:
             if params is None or device is None:
@@ -99,18 +111,24 @@ class Engine:
         self._executor, self._clock = executor, clock
         self._hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
         self._door = Door(model.config, config, max_length, tokenizer, self._hash, self.num_pages)
+        self._monitor, self._is_profiled = monitor, predictor is not None
+        if predictor is None:
+            predictor = roofline(model.config, hardware_of(device), config.token_budget)
+        self.predictor = Corrected(predictor)
+        chunking = Chunking.parse(config.chunking, config.token_budget)
         self.scheduler = Scheduler(
-            FirstComeFirstServed(config.prefill_share),
+            Packer(make_policy(config.policy, config.max_share), self.predictor, chunking),
             PagePool(self.num_pages),
             config.page_size,
             config.max_running,
-            config.token_budget,
             config.admission,
+            config.slo,
         )
         self._jobs: dict[str, Job] = {}
         self._left: deque[list[Job]] = deque()  # by streams that are gone; to be cancelled
         self._events: deque[Event] = deque()  # of requests that no stream waits for
-        self._under_way: deque[tuple[Batch, Any]] = deque()
+        self._under_way: deque[tuple[Batch, Any, float]] = deque()  # and when it was begun
+        self._idle_since = -math.inf  # when the last step ended
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._num_requests = 0
@@ -159,6 +177,23 @@ class Engine:
             while self._under_way:
                 self._step()
             self._executor.warm_up()
+
+    @contextlib.contextmanager
+    def lend_executor(self) -> Iterator[Executor]:
+        """The executor, to measure it: `longctx.serving.profile`. The cache forgets what it holds.
+
+        Raises:
+          RuntimeError: requests have not ended.
+        """
+        with self._lock:
+            self._check_alive()
+            self._cancel_left()
+            while self._under_way:
+                self._step()
+            if self._jobs:
+                raise RuntimeError(f"an engine is measured while it serves nobody: {len(self._jobs)} have not ended")
+            self.scheduler.pool.clear()
+            yield self._executor
 
     # Piece by piece.
 
@@ -281,6 +316,10 @@ class Engine:
             with _naming(f"prompts[{i}]" if len(read) > 1 else None):
                 params = request.sampling
                 self.scheduler.check(len(prompt.tokens), params.max_tokens, params.n)
+                if self._is_profiled:
+                    cached = self.scheduler.count_cached(prompt.keys) if request.ttft_deadline is not None else 0
+                    budget, predictor = self.config.token_budget, self.predictor.predictor
+                    check_possible(request, cached, len(prompt.tokens), budget, predictor)
                 if request.request_id in ids:
                     raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
                 if request.request_id is not None:
@@ -293,6 +332,9 @@ class Engine:
             self._num_requests += 1
         job = Job(request_id, self._door.enter(request, prompt, request_id, self._clock()), events)
         self.scheduler.add(job.sequences[0])
+        for sequence in job.sequences:
+            metrics: Metrics = sequence.data.metrics
+            metrics.ttft_deadline, metrics.tpot_target = sequence.patience, sequence.tpot_target
         self._jobs[request_id] = job
         return job
 
@@ -319,16 +361,29 @@ class Engine:
                 if batch is None:
                     break
                 self._note_admitted(batch, now)
-                self._under_way.append((batch, self._executor.submit(batch)))
+                self._under_way.append((batch, self._executor.submit(batch), now))
             if not self._under_way and self.scheduler.waiting:
                 raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
             if self._under_way:
-                batch, pending = self._under_way.popleft()
-                self._receive(batch, self._executor.wait(pending))
+                batch, pending, begun = self._under_way.popleft()
+                results = self._executor.wait(pending)
+                self._measure(batch, begun)
+                self._receive(batch, results)
         except BaseException as error:
             self._error = error
             self._jobs.clear()
             raise
+
+    def _measure(self, batch: Batch, begun: float) -> None:
+        """A step has just ended: the predictor and the monitor are told."""
+        now = self._clock()
+        seconds = now - max(begun, self._idle_since)
+        self._idle_since = now
+        self.predictor.observe(batch.work, seconds)
+        if self._monitor is not None:
+            chunks = tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks if not chunk.decodes)
+            decodes = len(batch.chunks) - len(chunks)
+            self._monitor(StepMetrics(batch.index, now, seconds, batch.predicted, decodes, chunks))
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -339,6 +394,7 @@ class Engine:
             metrics = sequence.data.metrics
             if metrics.admitted is None:
                 metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
+                metrics.slack = LeastRelativeSlack().urgency(sequence, now)
                 self._counts["cached_tokens"] += metrics.cached_tokens
         self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
 

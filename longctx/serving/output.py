@@ -18,11 +18,14 @@ class Metrics:
     """Of one sequence. Times are seconds on the engine's clock.
 
     Attributes:
-      arrival, admitted, first_token, finished: when; None if it never came to that.
+      arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
       preemptions: how often it was put back (optimistic admission).
       recomputed_tokens: tokens whose keys and values that threw away.
+      ttft_deadline, tpot_target: what was due, by its request or by default: seconds, both.
+      slack: when it was admitted, the share that was left of the time to its deadline after its prompt (Medha, 4.2).
+      longest_gap: seconds, at most, between two of its tokens.
     """
 
     arrival: float
@@ -34,6 +37,11 @@ class Metrics:
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    last_token: float | None = None
+    longest_gap: float = 0.0
+    ttft_deadline: float | None = None
+    tpot_target: float | None = None
+    slack: float | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -46,6 +54,16 @@ class Metrics:
         if self.finished is None or self.first_token is None or self.output_tokens < 2:
             return None
         return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def kept_ttft(self) -> bool | None:
+        """Whether the first token came in time; None if nothing was due, or none came."""
+        return None if self.ttft is None or self.ttft_deadline is None else self.ttft <= self.ttft_deadline
+
+    @property
+    def kept_tpot(self) -> bool | None:
+        """Whether the mean time per token kept its target; None if there was none, or one token at most."""
+        return None if self.tpot is None or self.tpot_target is None else self.tpot <= self.tpot_target
 
 
 @dataclass(frozen=True)

@@ -1,47 +1,115 @@
-"""Whose prompt is read next, and how much of it in a step."""
+"""Whose prompt is read next, and who may share a step with it: the scheduling policies.
 
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+A policy orders prompts, those that wait and those half read alike, anew in every step: so a prompt is preempted between
+two of its chunks. Decodes are not its affair: they always run.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.serving.sequence import Sequence
 
 
+@runtime_checkable
 class Policy(Protocol):
-    """Pure functions of plain data: no clock, no randomness. Decodes are not its affair: they always run."""
+    """Pure functions of plain data: no clock, no randomness.
 
-    def rank(self, sequences: Iterable[Sequence], now: float) -> List[Sequence]:
-        """Sequences to be admitted or read, the most urgent first; they come in order of arrival."""
+    Of a sequence they may heed `arrival`, `deadline` (when its first token is due) and `patience` (how long after its
+    arrival that is), `rest` (predicted seconds of what is left of its prompt, read alone) and its lengths.
+    """
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        """The least is the most urgent. Higher priority comes before it, and of equals who came first."""
         ...
 
-    def share(
-        self, prefills: List[Sequence], decodes: List[Sequence], room: int, now: float
-    ) -> List[tuple[Sequence, int]]:
-        """Rows for each prompt that is being read, at most `room` together, in the order of `rank`."""
+    def share(self, sequence: Sequence, now: float) -> float:
+        """The share of a step, 0 to 1, that a prompt may have of one that is more urgent, but longer."""
         ...
+
+
+def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+    """The most urgent first."""
+    urgency = policy.urgency
+    return [s for *_, s in sorted([(-s.priority, urgency(s, now), s.order, s) for s in sequences])]
+
+
+class Alone:
+    """A prompt has a whole step, as far as it can use it; what it leaves is the next one's."""
+
+    def share(self, sequence: Sequence, now: float) -> float:
+        return 0.0
+
+
+class FirstComeFirstServed(Alone):
+    """`fcfs`: in order of arrival. A short prompt waits for the whole of a long one before it."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.arrival
+
+
+class EarliestDeadlineFirst(Alone):
+    """`edf`: optimal while all deadlines can be kept; beyond that, long prompts come due and block all others."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.deadline
+
+
+class ShortestRemainingPrefill(Alone):
+    """`srpf`: the least mean TTFT. A long prompt may wait for ever."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.rest
+
+
+class LeastRelativeSlack(Alone):
+    """`lrs`: by the share that is left of the time to the deadline, after what is yet to be read.
+
+    Relative to the time allowed, so a long prompt is urgent only once it has waited long for its length, and neither
+    kind starves the other.
+
+    Source: Medha, 4.2, equation 7, where `now` is implicit: it takes the deadline as time that is left.
+    """
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return (sequence.deadline - now - sequence.rest) / sequence.patience
 
 
 @dataclass(frozen=True)
-class FirstComeFirstServed:
-    """In order of arrival. No prompt takes more than `chunk_size` rows of a step while others could use them."""
+class InputLengthAwareSlack(LeastRelativeSlack):
+    """`ilrs`: Medha's policy: as `lrs`, and short prompts share steps with a long one (prefill-prefill batching).
 
-    chunk_size: int
+    The nearer a prompt is to its deadline, the larger its share of the step, up to `max_share`: what it has used up of
+    its slack.
 
-    def rank(self, sequences: Iterable[Sequence], now: float) -> List[Sequence]:
-        return list(sequences)
+    Source: Medha, 4.2.
+    """
 
-    def share(
-        self, prefills: List[Sequence], decodes: List[Sequence], room: int, now: float
-    ) -> List[tuple[Sequence, int]]:
-        shares: list[int] = []
-        for sequence in prefills:
-            if room == 0:
-                break
-            shares.append(min(sequence.remaining, self.chunk_size, room))
-            room -= shares[-1]
-        for i, count in enumerate(shares):  # what nobody else wants goes to the first who can use it
-            extra = min(prefills[i].remaining - count, room)
-            shares[i] += extra
-            room -= extra
-        return list(zip(prefills, shares, strict=False))
+    max_share: float = 0.5
+
+    def share(self, sequence: Sequence, now: float) -> float:
+        return min(self.max_share, max(0.0, 1.0 - self.urgency(sequence, now)))
+
+
+POLICIES: dict[str, Callable[[float], Policy]] = {
+    "fcfs": lambda max_share: FirstComeFirstServed(),
+    "edf": lambda max_share: EarliestDeadlineFirst(),
+    "srpf": lambda max_share: ShortestRemainingPrefill(),
+    "lrs": lambda max_share: LeastRelativeSlack(),
+    "ilrs": InputLengthAwareSlack,
+}
+
+
+def make_policy(name: str | Policy, max_share: float) -> Policy:
+    """One of `POLICIES`, or what is a policy already.
+
+    Raises:
+      ValueError: there is no such policy.
+    """
+    if isinstance(name, str):
+        if name not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
+        return POLICIES[name](max_share)
+    if not isinstance(name, Policy):
+        raise TypeError(f"policy must be a name or have `urgency` and `share`, got {name!r}")
+    return name

@@ -47,7 +47,11 @@ class Sample:
         self.num_known += 1
         metrics = self.metrics
         metrics.output_tokens += 1
-        metrics.first_token = now if metrics.first_token is None else metrics.first_token
+        if metrics.first_token is None:
+            metrics.first_token = now
+        elif metrics.last_token is not None:
+            metrics.longest_gap = max(metrics.longest_gap, now - metrics.last_token)
+        metrics.last_token = now
         if logprob is not None:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None

@@ -9,28 +9,31 @@ Source: continuous batching with chunked prefill after Mnemosyne, section 4.1, a
 """
 
 import bisect
-from typing import Literal
+from typing import Any, Literal
 
 from longctx.serving.batch import Batch, Chunk, TableRun
+from longctx.serving.packing import Packer
 from longctx.serving.pages import PagePool
-from longctx.serving.policy import Policy
+from longctx.serving.policy import rank
+from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence, State, Tail
+from longctx.serving.slo import Slo
 
 
 class Scheduler:
-    """Continuous batching: in every step all decodes, and chunks of prompts in the rows that are left."""
+    """Continuous batching: in every step all decodes, and chunks of prompts as the packer says."""
 
     def __init__(
         self,
-        policy: Policy,
+        packer: Packer,
         pool: PagePool,
         page_size: int,
         max_running: int,
-        token_budget: int,
         admission: Literal["reserve", "optimistic"] = "reserve",
+        slo: Slo | None = None,
     ) -> None:
-        self.policy, self.pool, self.page_size = policy, pool, page_size
-        self.max_running, self.token_budget, self.admission = max_running, token_budget, admission
+        self.packer, self.pool, self.page_size = packer, pool, page_size
+        self.max_running, self.admission, self.slo = max_running, admission, slo or Slo()
         self.waiting: list[Sequence] = []  # these three in order of arrival
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -57,9 +60,19 @@ class Scheduler:
                 f"more than the {self.pool.num_pages} that the engine has"
             )
 
+    def count_cached(self, keys: list[Any]) -> int:
+        """Tokens of the longest prefix of such pages that is in the cache."""
+        missing = (i for i, key in enumerate(keys) if self.pool.find(key) is None)
+        return next(missing, len(keys)) * self.page_size
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence, with its followers, into the queue; ValueError as from `check`."""
         self.check(sequence.prompt_length, sequence.max_tokens, 1 + len(sequence.followers))
+        self._look_ahead(sequence)
+        for each in (sequence, *sequence.followers):
+            ttft = sequence.ttft_deadline if sequence.ttft_deadline is not None else self.slo.ttft(sequence.rest)
+            each.deadline = each.arrival + ttft
+            each.tpot_target = self.slo.tpot if each.tpot_target is None else each.tpot_target
         bisect.insort(self.waiting, sequence, key=_arrival)
 
     def receive(self, sequence: Sequence) -> None:
@@ -93,16 +106,19 @@ class Scheduler:
         decodes = self._plan_decodes(batch)
         self._set_up_forks(batch)
         self._admit(batch, now)
-        room = self.token_budget - len(decodes)
-        for sequence, count in self.policy.share(self.policy.rank(self.prefilling, now), decodes, room, now):
+        work = Work.of(batch.chunks)
+        for sequence, count in self.packer.pack(self.prefilling, decodes, work, now):
             assert 0 < count <= sequence.remaining
             self._plan(batch, sequence, count)
+            self._look_ahead(sequence)
         if not batch.chunks:
             assert not batch.admitted
             return None
         for chunk in batch.chunks:
             if chunk.samples and not chunk.decodes:
                 self._begin_decoding(chunk.sequence)
+        batch.work = Work.of(batch.chunks)
+        batch.predicted = self.packer.predictor.seconds(batch.work)
         self.num_steps += 1
         return batch
 
@@ -138,6 +154,11 @@ class Scheduler:
         if sequence.registered < sequence.computed // self.page_size:
             self._register(sequence)
 
+    def _look_ahead(self, sequence: Sequence) -> None:
+        """Predict how long its prompt takes from here on."""
+        predictor, most = self.packer.predictor, self.packer.chunking.tokens
+        sequence.rest = predictor.prefill_seconds(sequence.computed, sequence.length, most)
+
     def _begin_decoding(self, sequence: Sequence) -> None:
         """A prompt is planned to its end: its sequence decodes from the next step on, its followers fork off."""
         self.prefilling.remove(sequence)
@@ -155,6 +176,7 @@ class Scheduler:
             follower.keys = list(sequence.keys)
             follower.registered = full
             follower.computed = follower.cached = follower.prompt_length - 1
+            self._look_ahead(follower)
             follower.to(State.PREFILLING)
             bisect.insort(self.prefilling, follower, key=_arrival)
             self._forks.append((follower, (sequence.pages[full], copy)))
@@ -173,7 +195,7 @@ class Scheduler:
     def _admit(self, batch: Batch, now: float) -> None:
         if not self.waiting or not self._slots:
             return
-        for sequence in self.policy.rank(self.waiting, now):
+        for sequence in rank(self.packer.policy, self.waiting, now):
             if not self._try_to_admit(batch, sequence):
                 break  # nobody overtakes: else a large request might wait for ever
             self.waiting.remove(sequence)
@@ -209,6 +231,7 @@ class Scheduler:
         if tail is not None and sequence.tail is not None:
             sequence.computed += sequence.tail.tokens
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
+        self._look_ahead(sequence)
         sequence.slot = self._slots.pop()
         sequence.to(State.PREFILLING)
         bisect.insort(self.prefilling, sequence, key=_arrival)
@@ -258,6 +281,7 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.recomputed += sequence.computed
         self._remove(sequence)
+        self._look_ahead(sequence)
         sequence.to(State.WAITING)
         bisect.insort(self.waiting, sequence, key=_arrival)
 

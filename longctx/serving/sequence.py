@@ -54,6 +54,9 @@ class Sequence:
     followers: "list[Sequence]" = field(default_factory=list)  # other samples, that begin where its prompt ends
     data: Any = None
 
+    deadline: float = 0.0  # when its first token is due
+    rest: float = 0.0  # seconds that the remaining tokens take alone, by prediction
+
     state: State = State.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -79,6 +82,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next can be sampled."""
         return self.length - self.computed
+
+    @property
+    def patience(self) -> float:
+        """Seconds from its arrival to its deadline."""
+        return self.deadline - self.arrival
 
     @property
     def is_drained(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from longctx.serving import Engine, EngineStats, Metrics, Request, SamplingParams
+from longctx.serving import Engine, EngineStats, Metrics, Request, SamplingParams, StepMetrics
 from longctx.simulation.workloads import WorkloadRequest
 
 
@@ -27,6 +27,7 @@ class Record:
     served: list[Served] = field(default_factory=list)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, running, waiting
     stats: EngineStats | None = None
+    steps: list[StepMetrics] = field(default_factory=list)  # where the engine's monitor appends to it
 
 
 def replay(
@@ -36,6 +37,7 @@ def replay(
     sleep: Callable[[float], None] = time.sleep,
     seed: int = 0,
     progress: Callable[[Record, EngineStats], object] | None = None,
+    steps: list[StepMetrics] | None = None,
 ) -> Record:
     """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
 
@@ -46,8 +48,9 @@ def replay(
       sleep: lets seconds pass on that clock while there is nothing to do.
       seed: of the tokens that are made up.
       progress: is called after every step.
+      steps: what the engine's monitor appends to, for the record.
     """
-    record, due = Record(), {}
+    record, due = Record(steps=[] if steps is None else steps), {}
     vocab_size = engine.model.config.vocab_size
     start, submitted = clock(), 0
     while submitted < len(requests) or engine.has_work:

@@ -28,8 +28,23 @@ def summarize(record: Record) -> dict[str, Any]:
         "tokens_per_second": (prompt_tokens + output_tokens) / record.seconds,
         "ttft": percentiles([served.ttft for served in record.served]),
         "tpot": percentiles([served.tpot for served in record.served if served.tpot is not None]),
+        "kept_ttft": share([served.metrics.kept_ttft for served in record.served]),
+        "kept_tpot": share([served.metrics.kept_tpot for served in record.served]),
+        "prediction_error": _prediction_error(record),
         "engine": None if record.stats is None else dataclasses.asdict(record.stats),
     }
+
+
+def share(kept: List[bool | None]) -> float | None:
+    """Of those to whom something was promised, how many got it."""
+    told = [x for x in kept if x is not None]
+    return sum(told) / len(told) if told else None
+
+
+def _prediction_error(record: Record) -> float | None:
+    """Mean of |predicted / measured - 1| over all steps."""
+    errors = [abs(step.predicted / step.seconds - 1) for step in record.steps if step.seconds > 0]
+    return float(np.mean(errors)) if errors else None
 
 
 def percentiles(values: List[float]) -> dict[str, float] | None:
@@ -54,6 +69,9 @@ def table(summary: dict[str, Any]) -> str:
         found = summary[name]
         told = "-" if found is None else "  ".join(f"{p} {1e3 * value:,.1f} ms" for p, value in found.items())
         rows.append((name.upper(), told))
+    shares = ("kept_ttft", "in time"), ("kept_tpot", "within TPOT"), ("prediction_error", "predictions off by")
+    told = "  ".join(f"{name} {summary[key]:.1%}" for key, name in shares if summary[key] is not None)
+    rows.append(("promises", told or "-"))
     if summary["engine"] is not None:
         engine = summary["engine"]
         counts = ("steps", "preemptions", "pages_evicted", "pages_cached")
@@ -63,7 +81,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def details(record: Record) -> dict[str, Any]:
-    """Every request, and running and waiting requests after every step, for JSON; times in seconds."""
+    """Every request, every step, and running and waiting requests after each, for JSON; times in seconds."""
     requests = [
         {
             "due": served.due,
@@ -73,11 +91,16 @@ def details(record: Record) -> dict[str, Any]:
             "cached_tokens": served.metrics.cached_tokens,
             "output_tokens": served.metrics.output_tokens,
             "preemptions": served.metrics.preemptions,
+            "ttft_deadline": served.metrics.ttft_deadline,
+            "tpot_target": served.metrics.tpot_target,
+            "slack": served.metrics.slack,
+            "longest_gap": served.metrics.longest_gap,
         }
         for served in record.served
     ]
     seconds, running, waiting = (list(x) for x in zip(*record.timeline, strict=True))
-    return {"requests": requests, "timeline": {"seconds": seconds, "running": running, "waiting": waiting}}
+    timeline = {"seconds": seconds, "running": running, "waiting": waiting}
+    return {"requests": requests, "timeline": timeline, "steps": [step._asdict() for step in record.steps]}
 
 
 def check_can_plot(path: Path) -> None:
@@ -89,11 +112,25 @@ def check_can_plot(path: Path) -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """TTFT and TPOT as cumulative distributions, and running and waiting requests over time, as PNG or SVG."""
+    """How requests were served, and, where steps were recorded, what the scheduler did, as PNG or SVG.
+
+    Above: TTFT and TPOT as cumulative distributions, running and waiting requests over time. Below: chunks of prompts,
+    seconds of steps against the predicted, and slack at admission against what was left of it with the first token.
+    """
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    ttft_axes, tpot_axes, time_axes = figure.subplots(1, 3)
+    rows = 2 if record.steps else 1
+    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, 3, squeeze=False)
+    _plot_requests(record, *axes[0])
+    if record.steps:
+        _plot_steps(record, *axes[1])
+    for each in axes.flat:
+        each.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def _plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any, time_axes: Any) -> None:
     tpots = [served.tpot for served in record.served if served.tpot is not None]
     for axes, name, values in ((ttft_axes, "TTFT", [s.ttft for s in record.served]), (tpot_axes, "TPOT", tpots)):
         if values:
@@ -104,6 +141,29 @@ def plot(record: Record, path: Path) -> None:
     time_axes.step(seconds, waiting, where="post", label="waiting")
     time_axes.set(title="Requests", xlabel="seconds", ylabel="requests")
     time_axes.legend()
-    for axes in (ttft_axes, tpot_axes, time_axes):
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
+
+
+def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any) -> None:
+    start = record.steps[0].finished - record.steps[0].seconds
+    chunks = [(step.finished - start, count) for step in record.steps for _, count in step.chunks]
+    if chunks:
+        chunk_axes.plot(*zip(*chunks, strict=True), ".", markersize=3)
+    chunk_axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
+    predicted, measured = ([getattr(step, name) for step in record.steps] for name in ("predicted", "seconds"))
+    step_axes.plot(measured, predicted, ".", markersize=3)
+    ends = min(*predicted, *measured), max(*predicted, *measured)
+    step_axes.plot(ends, ends, color="grey", linewidth=1)
+    step_axes.set(title="Steps", xlabel="seconds, measured", ylabel="seconds, predicted", xscale="log", yscale="log")
+    metrics = [served.metrics for served in record.served]
+    admitted = [(m.admitted - start, m.slack) for m in metrics if m.admitted is not None and m.slack is not None]
+    first = [
+        (m.first_token - start, 1 - (m.first_token - m.arrival) / m.ttft_deadline)
+        for m in metrics
+        if m.first_token is not None and m.ttft_deadline is not None
+    ]
+    for values, marker, label in ((admitted, "o", "at admission"), (first, "x", "with the first token")):
+        if values:
+            slack_axes.plot(*zip(*values, strict=True), marker, markersize=4, label=label)
+    slack_axes.axhline(0, color="grey", linewidth=1)
+    slack_axes.set(title="Relative slack", xlabel="seconds", ylabel="of the time to the deadline")
+    slack_axes.legend()

@@ -26,7 +26,7 @@ def test_the_oracle_varies() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"chunk_size": 3}, {"run_ahead": 1}, {"run_ahead": 5, "admission": "optimistic"}]
+    "options", [{}, {"chunking": "static:9"}, {"run_ahead": 1}, {"run_ahead": 5, "admission": "optimistic"}]
 )
 def test_batches_and_chunks_do_not_matter(options: dict) -> None:
     engine = make_engine(**options)
@@ -81,12 +81,15 @@ def test_seeds_that_the_engine_draws_can_be_repeated() -> None:
     run_ahead=st.integers(1, 4),
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
-    chunk_size=st.sampled_from([None, 1, 5, 32]),
+    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
+    chunking=st.sampled_from(["static", "static:5", "adaptive"]),
 )
 def test_random_workloads(
-    seed: int, run_ahead: int, admission: str, prefix_cache: bool, chunk_size: int | None
+    seed: int, run_ahead: int, admission: str, prefix_cache: bool, policy: str, chunking: str
 ) -> None:
-    engine = make_engine(run_ahead=run_ahead, admission=admission, prefix_cache=prefix_cache, chunk_size=chunk_size)
+    engine = make_engine(
+        run_ahead=run_ahead, admission=admission, prefix_cache=prefix_cache, policy=policy, chunking=chunking
+    )
     Workload(engine, seed, oracle=continuation).run(60)
 
 

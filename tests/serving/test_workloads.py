@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from paper_device import make_engine
 from workload import Workload
 
+from longctx.serving import Slo
+
 
 @settings(max_examples=60)
 @given(
@@ -15,7 +17,9 @@ from workload import Workload
     run_ahead=st.integers(1, 8),
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
-    chunk_size=st.sampled_from([None, 1, 5, 16]),
+    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
+    chunking=st.sampled_from(["static", "static:5", "adaptive"]),
+    max_share=st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_random_workloads(
     seed: int,
@@ -24,7 +28,9 @@ def test_random_workloads(
     run_ahead: int,
     admission: str,
     prefix_cache: bool,
-    chunk_size: int | None,
+    policy: str,
+    chunking: str,
+    max_share: float,
 ) -> None:
     engine = make_engine(
         num_pages * 4 // min(page_size, 4),
@@ -32,7 +38,11 @@ def test_random_workloads(
         run_ahead=run_ahead,
         admission=admission,
         prefix_cache=prefix_cache,
-        chunk_size=chunk_size,
+        policy=policy,
+        chunking=chunking,
+        max_share=max_share,
+        # Some keep their targets, some are pressed, in a device that takes 1 to 1.25 ms a step.
+        slo=Slo(ttft_least=1e-4 if seed % 2 else 1.0, tpot=2e-3 if seed % 3 else 1.1e-3),
     )
     workload = Workload(engine, seed)
     workload.run(300)

@@ -1,0 +1,87 @@
+"""The flags that describe an engine, for the commands that make one."""
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from longctx.models import Llama
+from longctx.models.builtin import TINY
+from longctx.models.params import Params
+from longctx.serving import Engine, EngineConfig, Slo
+from longctx.serving.predictor import load_profile
+from longctx.serving.profile import subject
+
+_SIZES = ("page_size", "num_pages", "max_running", "token_budget", "run_ahead")
+_CHOICES = ("admission", "policy", "chunking", "max_share")
+_SLO = ("ttft_factor", "ttft_least", "tpot")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, default=TINY, metavar="DIR", help="checkpoint; default: the built-in one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    defaults = EngineConfig()
+    for name in _SIZES:
+        default = getattr(defaults, name)
+        engine.add_argument(flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'fitting'}")
+    engine.add_argument("--buckets", metavar="N,N", help="numbers of rows that are compiled; default: doubling from 8")
+    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=defaults.admission)
+    engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
+
+
+def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+    scheduling = parser.add_argument_group("scheduling")
+    defaults, slo = EngineConfig(), Slo()
+    scheduling.add_argument("--policy", default=defaults.policy, help="fcfs, edf, srpf, lrs or ilrs (the default)")
+    scheduling.add_argument("--chunking", default=defaults.chunking, help="static (the default), static:N or adaptive")
+    scheduling.add_argument("--max-share", type=float, default=defaults.max_share, metavar="X", help="of a step, ilrs")
+    for name, about in zip(_SLO, ("TTFT: times the prompt alone", "TTFT: at least", "TPOT, seconds"), strict=True):
+        default = getattr(slo, name)
+        scheduling.add_argument(
+            flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
+        )
+    scheduling.add_argument(
+        "--profile", type=Path, metavar="FILE", help="as `longctx profile` writes it, of this engine"
+    )
+
+
+def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
+    """The configuration that the flags ask for; errors name the flags."""
+    if options.buckets is not None and not re.fullmatch(r"\d+(,\d+)*", options.buckets):
+        raise ValueError(f"--buckets must be integers with commas between them, got {options.buckets!r}")
+    with naming_flags():
+        fields = {name: getattr(options, name) for name in (*_SIZES, *_CHOICES) if hasattr(options, name)}
+        if hasattr(options, "tpot"):
+            fields["slo"] = Slo(**{name: getattr(options, name) for name in _SLO})
+        if options.buckets is not None:
+            fields["buckets"] = tuple(map(int, options.buckets.split(",")))
+        return EngineConfig(prefix_cache=not options.no_prefix_cache, **fields, **more)
+
+
+def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
+    """With the predictor of `--profile`, if it is given."""
+    predictor = None
+    if getattr(options, "profile", None) is not None:
+        predictor = load_profile(options.profile, subject(model, params, config))
+    with naming_flags():
+        return Engine(model, params, config, predictor=predictor, **more)
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Errors of the engine name its arguments; let them name the flags."""
+    names = "|".join((*_SIZES, *_CHOICES, *_SLO, "buckets"))
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(rf"\b({names})\b", lambda name: flag(name[0]), str(error))) from None
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

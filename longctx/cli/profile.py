@@ -1,0 +1,73 @@
+"""`longctx profile`: how long an engine's steps take, for schedulers to go by."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from longctx.cli.engine_flags import add_engine_arguments, add_model_arguments, engine_config, make_engine
+from longctx.models import load_checkpoint
+from longctx.serving.predictor import RuntimePredictor, save_profile
+from longctx.serving.predictor.fit import relative_errors
+from longctx.serving.profile import context_room, measure, profile, random_shapes, subject
+
+SUMMARY = "Measure an engine's steps and fit the runtime predictor that schedulers go by."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="FILE", help="where the profile goes, JSON: for bench --profile")
+    add_model_arguments(parser)
+    parser.add_argument("--max-length", type=int, metavar="N", help="of a sequence; default: the model's context")
+    parser.add_argument("--max-context", type=int, metavar="N", help="the longest that is measured (16,384)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each batch; the median counts (5)")
+    parser.add_argument("--check", type=int, default=20, metavar="N", help="other batches to judge it by (20)")
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.out.parent.is_dir():
+        raise ValueError(f"no such directory: {options.out.parent}")
+    for name, low in (("repeats", 1), ("check", 0)):
+        if getattr(options, name) < low:
+            raise ValueError(f"--{name} must be at least {low}, got {getattr(options, name)}")
+    model, params = load_checkpoint(options.model, dtype=options.dtype)
+    config = engine_config(options, max_length=options.max_length)
+    engine = make_engine(options, model, params, config)
+    context = min(16_384, context_room(engine)) if options.max_context is None else options.max_context
+
+    print("compiling ...", file=sys.stderr)
+    engine.warm_up()
+    with tqdm(desc="measuring", unit="batch") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        predictor, measured = profile(engine, context, options.repeats, progress)
+    notes = {"max_context": context, "fitted": _told(predictor, measured)}
+    if options.check:
+        shapes = random_shapes(engine, context, options.check)
+        notes["held_out"] = _told(predictor, measure(engine, shapes, options.repeats))
+    save_profile(options.out, predictor, subject(model, params, config), notes)
+    print(table(predictor))
+    for name, errors in notes.items():
+        if isinstance(errors, dict):
+            told = f"mean {errors['mean']:.1%}, at most {errors['largest']:.1%}, of {errors['batches']} batches"
+            print(f"error, {name.replace('_', ' '):<9} {told}")
+    return 0
+
+
+def _told(predictor: RuntimePredictor, measured: list) -> dict[str, float]:
+    errors = np.abs(relative_errors(predictor, measured))
+    return {"mean": float(errors.mean()), "largest": float(errors.max()), "batches": len(errors)}
+
+
+def table(predictor: RuntimePredictor) -> str:
+    """The coefficients: a line for each program."""
+    lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of so many tokens, for each key it sees, ns"]
+    for program in predictor.programs:
+        tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
+        lines.append(f"{program.rows:>6}  {1e3 * program.fixed:>9.2f}  {1e6 * program.per_sample:>12.1f}  {tiles}")
+    return "\n".join(lines)

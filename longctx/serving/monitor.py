@@ -1,0 +1,27 @@
+"""What an engine tells of every step: `StepMetrics`."""
+
+from typing import NamedTuple
+
+
+class StepMetrics(NamedTuple):
+    """Of a step that has ended. Seconds are the engine's clock's.
+
+    Attributes:
+      number: of the step, from 0.
+      finished: when.
+      seconds: it took, since it was begun or, if that was later, the step before ended.
+      predicted: seconds that it was to take, when it was planned.
+      decodes: sequences that it wrote a token of.
+      chunks: of prompts: (position of the first token, tokens) of each.
+    """
+
+    number: int
+    finished: float
+    seconds: float
+    predicted: float
+    decodes: int
+    chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(count for _, count in self.chunks)

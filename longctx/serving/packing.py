@@ -1,0 +1,134 @@
+"""How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
+
+import math
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from longctx.serving.policy import Policy, rank
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.sequence import Sequence
+
+# A chunk is efficient that reaches this share of the tokens per second of the best one.
+_EFFICIENT = 0.5
+
+
+class Chunking(NamedTuple):
+    """`static`: `tokens` rows in every step (Sarathi). `adaptive`: up to `tokens`, as many as keep the decodes' TPOT.
+
+    Source: Medha, 3.2; Mnemosyne, 4.2.
+    """
+
+    adaptive: bool
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str, token_budget: int) -> "Chunking":
+        """From `"static"`, `"static:N"` or `"adaptive"`.
+
+        Raises:
+          TypeError, ValueError: it is none of these, or N is not 1 to `token_budget`.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"chunking must be a string, got {text!r}")
+        name, colon, number = text.partition(":")
+        if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not number.isdecimal())):
+            raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {text!r}')
+        tokens = int(number) if colon else token_budget
+        if not 1 <= tokens <= token_budget:
+            raise ValueError(f"chunking must have 1 to token_budget={token_budget} tokens, got {text!r}")
+        return cls(name == "adaptive", tokens)
+
+
+class Packer:
+    """Fills steps with chunks of prompts.
+
+    With adaptive chunking a step takes the time that the tightest TPOT target of its decodes allows, by prediction; so
+    chunks shrink as the context before them grows. They don't shrink below the smallest efficient chunk, whatever the
+    target. Without decodes, and with static chunking, tokens are what is shared out.
+    """
+
+    def __init__(self, policy: Policy, predictor: Predictor, chunking: Chunking) -> None:
+        self.policy, self.predictor, self.chunking = policy, predictor, chunking
+        self._sizes = [1 << i for i in range(chunking.tokens.bit_length())]
+
+    def pack(
+        self, prompts: List[Sequence], decodes: List[Sequence], work: Work, now: float
+    ) -> list[tuple[Sequence, int]]:
+        """Tokens for each prompt that gets some; `work` is that of the step's decodes."""
+        tokens = self.chunking.tokens - len(decodes)
+        if not prompts or tokens <= 0:
+            return []
+        head, *others = rank(self.policy, prompts, now)
+        step = _Step(self.predictor, work, tokens, self._time(decodes))
+        least = min(self._smallest_efficient(head.computed), head.remaining, tokens) if step.limit < math.inf else 1
+        lent, borrowers = self._lend(head, others, now)
+        if lent > 0:
+            # Beside what the head keeps. It may end within that: then it lends nothing, and they get what is left.
+            beside = step.beside(head, max(least, step.largest(head, 1 - lent)))
+            for borrower in borrowers:
+                beside.take(borrower, beside.largest(borrower))
+            for borrower, count in beside.chunks.items():
+                step.take(borrower, count)
+        step.take(head, max(least, step.largest(head)))
+        for other in others:
+            if step.tokens == 0:
+                break
+            if other not in step.chunks:
+                step.take(other, step.largest(other))
+        return list(step.chunks.items())
+
+    def _time(self, decodes: List[Sequence]) -> float:
+        """Seconds that a step may take."""
+        if not self.chunking.adaptive:
+            return math.inf
+        return min([s.tpot_target for s in decodes if s.tpot_target is not None], default=math.inf)
+
+    def _smallest_efficient(self, start: int) -> int:
+        """The smallest chunk after `start` tokens that is about as fast as a large one, read alone."""
+        rates = [size / self.predictor.seconds(Work().with_chunk(start, size, False)) for size in self._sizes]
+        enough = _EFFICIENT * max(rates)
+        return next(size for size, rate in zip(self._sizes, rates, strict=True) if rate >= enough)
+
+    def _lend(self, head: Sequence, others: List[Sequence], now: float) -> tuple[float, list[Sequence]]:
+        """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
+        borrowers = [s for s in others if s.rest < head.rest and s.priority == head.priority]
+        return max((self.policy.share(s, now) for s in borrowers), default=0.0), borrowers
+
+
+class _Step:
+    """A step that is being filled."""
+
+    def __init__(self, predictor: Predictor, work: Work, tokens: int, limit: float) -> None:
+        self.predictor, self.work, self.tokens, self.limit = predictor, work, tokens, limit
+        self.begin = 0.0 if limit == math.inf else predictor.seconds(work)
+        self.all_tokens = tokens
+        self.chunks: dict[Sequence, int] = {}
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        if count > 0:
+            self.chunks[sequence] = count
+            self.work = self._with(sequence, count)
+            self.tokens -= count
+
+    def beside(self, sequence: Sequence, count: int) -> "_Step":
+        """The same with a chunk that is not taken yet."""
+        return _Step(self.predictor, self._with(sequence, count), self.tokens - count, self.limit)
+
+    def largest(self, sequence: Sequence, share: float = 1.0) -> int:
+        """The most tokens of a prompt for which there is room, in `share` of what the decodes leave of the step."""
+        most = min(sequence.remaining, self.tokens, math.ceil(share * self.all_tokens))
+        if self.limit == math.inf or most <= 0:
+            return max(0, most)
+        limit = self.begin + share * (self.limit - self.begin)
+        low, high = 0, most + 1  # low fits, high does not
+        while high - low > 1:
+            count = high - 1 if low == 0 and high == most + 1 else (low + high) // 2
+            if self.predictor.seconds(self._with(sequence, count)) <= limit:
+                low = count
+            else:
+                high = count
+        return low
+
+    def _with(self, sequence: Sequence, count: int) -> Work:
+        return self.work.with_chunk(sequence.computed, count, count == sequence.remaining)

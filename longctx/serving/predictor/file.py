@@ -1,0 +1,50 @@
+"""A profile on disk: a predictor, and of what: no other engine shall be scheduled by it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longctx.serving.predictor.runtime import Program, RuntimePredictor
+
+_FORMAT = "longctx profile 1"
+
+
+def save_profile(
+    path: Path, predictor: RuntimePredictor, subject: Mapping[str, Any], notes: Mapping[str, Any] | None = None
+) -> None:
+    """Write a predictor as JSON; `subject` says what was measured, `notes` whatever else is worth keeping."""
+    contents = {"format": _FORMAT, "subject": dict(subject), "predictor": dataclasses.asdict(predictor)}
+    if notes:
+        contents["notes"] = dict(notes)
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+
+
+def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
+    """The predictor of a file that was measured on such a subject.
+
+    Raises:
+      OSError: it can't be read.
+      ValueError: it is no profile, or one of something else; the message says what differs.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if contents["format"] != _FORMAT:
+            raise ValueError(f"its format is {contents['format']!r}")
+        measured, fields = dict(contents["subject"]), dict(contents["predictor"])
+        predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no profile as `longctx profile` writes it: {error}") from None
+    expected = json.loads(json.dumps(dict(subject)))
+    for name in sorted(measured.keys() | expected.keys()):
+        if measured.get(name) != expected.get(name):
+            raise ValueError(
+                f"{path} was measured on another engine: {name} is {measured.get(name)} there and "
+                f"{expected.get(name)} here; `longctx profile` measures this one"
+            )
+    return predictor
+
+
+def _program(fields: dict[str, Any]) -> Program:
+    return Program(**fields | {name: tuple(fields[name]) for name in ("tiles", "per_key")})

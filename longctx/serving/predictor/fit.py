@@ -1,0 +1,60 @@
+"""Fits a predictor to batches that were measured."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from longctx.serving.predictor.runtime import Predictor, Program, RuntimePredictor, keys_by_tile
+from longctx.serving.predictor.work import Work
+
+Measured = tuple[Work, float]
+"""A batch, and its seconds."""
+
+TILES = (1, 16, 64, 256)
+"""Into which `paged_attention` cuts chunks on a CPU, in tokens; on a GPU tiles are these, or near enough."""
+
+
+def fit(measured: Sequence[Measured], buckets: Sequence[int]) -> RuntimePredictor:
+    """The predictor with the least squared relative error, all of its coefficients being non-negative.
+
+    Args:
+      measured: batches, some for each bucket.
+      buckets: numbers of rows that the engine's steps are compiled for, ascending.
+
+    Raises:
+      ValueError: a time is not positive and finite, a bucket has no batch, or a batch no bucket.
+    """
+    of_bucket: list[list[Measured]] = [[] for _ in buckets]
+    for work, seconds in measured:
+        if not 0 < seconds < np.inf:
+            raise ValueError(f"measured seconds must be positive and finite, got {seconds}")
+        if work.rows > buckets[-1]:
+            raise ValueError(f"measured has a batch of {work.rows} rows, more than the largest of buckets={buckets}")
+        of_bucket[bisect_left(buckets, work.rows)].append((work, seconds))
+    if missing := [rows for rows, batches in zip(buckets, of_bucket, strict=True) if not batches]:
+        raise ValueError(f"measured has no batch for the buckets of {missing} rows")
+    return RuntimePredictor(tuple(map(_fit_program, buckets, of_bucket)))
+
+
+def _fit_program(rows: int, measured: Sequence[Measured]) -> Program:
+    largest = min(rows, TILES[-1])
+    tiles = (*(size for size in TILES if size < largest), largest)
+    seconds = np.array([time for _, time in measured])
+    features = np.array([(1, *keys_by_tile(tiles, work), work.samples) for work, _ in measured], float)
+    fixed, *per_key, per_sample = non_negative(features, seconds)
+    return Program(rows, fixed, tiles, tuple(per_key), per_sample)
+
+
+def non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Coefficients `[n]` of features `[m, n]` that give seconds `[m]` with the least squared relative error."""
+    scale = features.max(axis=0)
+    scale[scale == 0] = 1
+    coefficients, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
+    return (coefficients / scale).tolist()
+
+
+def relative_errors(predictor: Predictor, measured: Iterable[Measured]) -> np.ndarray:
+    """predicted / measured - 1 of each."""
+    return np.array([predictor.seconds(work) / seconds - 1 for work, seconds in measured])

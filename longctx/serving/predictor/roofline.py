@@ -1,0 +1,89 @@
+"""A predictor from data sheets: a model's products and bytes against what a device can do at best.
+
+Source: Mnemosyne, 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
+"""
+
+import dataclasses
+from typing import Any
+
+from longctx.models import LlamaConfig
+from longctx.parallel.cost import Hardware, check_count
+from longctx.serving.predictor.runtime import CurvePredictor
+
+# Dense bf16 products, memory and one direction of NVLink to all others, by NVIDIA's data sheets; latency is a guess.
+GPUS = {
+    "H200": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=4.8e12),
+    "H100": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=3.35e12),
+    "A100": Hardware(312e12, 300e9, latency=10e-6, memory_bandwidth=2.0e12),
+}
+# Of a few cores. Whoever schedules by it corrects it by what batches take.
+CPU = Hardware(100e9, 10e9, bytes_per_element=4, memory_bandwidth=15e9)
+
+
+def hardware_of(device: Any) -> Hardware:
+    """The data sheet of a `jax.Device` (or None), by its name; one that is not known passes for an H100, or a CPU."""
+    if device is None or device.platform == "cpu":
+        return CPU
+    return next((sheet for name, sheet in GPUS.items() if name in device.device_kind), GPUS["H100"])
+
+
+def roofline(
+    model: LlamaConfig,
+    hardware: Hardware,
+    max_rows: int,
+    *,
+    stage: int = 1,
+    tensor: int = 1,
+    efficiency: float = 0.6,
+    overhead: float = 0.0,
+) -> CurvePredictor:
+    """The predictor of a model on `stage * tensor` devices, each as the hardware says.
+
+    Linear layers take the longer of their products and of reading the weights; then come two all-reduces a layer over
+    `tensor`. Attention takes its products and the reading of keys and values, one after the other. With several
+    stages a batch takes one stage's time: others are in the other stages meanwhile.
+
+    Args:
+      max_rows: of the largest batch that matters.
+      efficiency: the share of the data sheet's FLOP/s and bytes/s that is reached.
+      overhead: seconds that a batch takes besides.
+
+    Raises:
+      ValueError: stage or tensor do not divide the layers or heads, or a number is out of range.
+    """
+    stage, tensor = check_count("stage", stage, 1), check_count("tensor", tensor, 1)
+    if model.num_layers % stage:
+        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    if model.num_heads % tensor:
+        raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
+    if not 0 < efficiency <= 1 or overhead < 0:
+        raise ValueError(f"efficiency must be above 0 and at most 1, overhead not negative: {efficiency}, {overhead}")
+    hardware = dataclasses.replace(
+        hardware,
+        peak_flops=hardware.peak_flops * efficiency,
+        memory_bandwidth=hardware.memory_bandwidth * efficiency,
+        bandwidth=hardware.bandwidth * efficiency,
+    )
+    layers, element = model.num_layers // stage, hardware.bytes_per_element
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    weights = layers * model.hidden_size * (attention + 3 * model.intermediate_size) / tensor
+    head = model.vocab_size * model.hidden_size / (tensor * stage)
+    # Both halves of an all-reduce send all but a share of the rows.
+    message = 2 * (tensor - 1) / tensor * model.hidden_size * element
+
+    def linear(count: int) -> float:
+        products = max(2 * count * weights / hardware.peak_flops, weights * element / hardware.memory_bandwidth)
+        reduce = hardware.latency + count * message / hardware.bandwidth if tensor > 1 else 0.0
+        move = hardware.latency + count * model.hidden_size * element / hardware.bandwidth if stage > 1 else 0.0
+        return overhead + products + 2 * layers * reduce + move + head * element / hardware.memory_bandwidth
+
+    heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
+    # Straight lines, but for where the products come to take longer than the weights.
+    rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows)})
+    return CurvePredictor(
+        tuple(rows),
+        tuple(map(linear, rows)),
+        per_pair=4 * layers * heads * model.head_dim / hardware.peak_flops,
+        per_key=2 * layers * kv_heads * model.head_dim * element / hardware.memory_bandwidth,
+        per_sample=2 * head / hardware.peak_flops,
+    )

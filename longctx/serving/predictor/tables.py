@@ -1,0 +1,140 @@
+"""A predictor from times of single operators that others have measured (the tables of Vidur's profiler).
+
+Source: Vidur (Agrawal et al. 2024), whose published tables of A100 and H100 have these columns; Mnemosyne, 4.2.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longctx.models import LlamaConfig
+from longctx.serving.predictor.fit import non_negative
+from longctx.serving.predictor.runtime import CurvePredictor
+
+Row = Mapping[str, str]
+
+LAYER = (
+    "input_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "post_attention_layernorm",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
+    "add",
+)
+"""Operators of one layer in a table of linear layers."""
+
+
+def read_table(path: Path, **equal: Any) -> list[Row]:
+    """Rows of a CSV file whose columns are as given.
+
+    Raises:
+      OSError: it can't be read.
+      ValueError: there is no such column, or no such row.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        rows: list[Row] = list(csv.DictReader(file))
+    for name in equal:
+        if rows and name not in rows[0]:
+            raise ValueError(f"{path} has no column {name!r}")
+    rows = [row for row in rows if all(row[name] == str(value) for name, value in equal.items())]
+    if not rows:
+        raise ValueError(f"{path} has no rows with {equal}")
+    return rows
+
+
+def layer_seconds(row: Row) -> float:
+    """Of one layer's operators, from a table in milliseconds."""
+    return sum(milliseconds(row, name) for name in LAYER) / 1e3
+
+
+def milliseconds(row: Row, operator: str) -> float:
+    """The median of an operator."""
+    return float(row[f"time_stats.{operator}.median"])
+
+
+def curve(
+    rows: Iterable[Row], x: str, seconds: Callable[[Row], float], knots: int = 64
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers x, ascending, and seconds at each, not decreasing: between them `numpy.interp` is the prediction.
+
+    Up to `knots` of them, evenly spread over the logarithm. Each is the median of what was measured nearest to it.
+    """
+    at = np.array([(float(row[x]), seconds(row)) for row in rows])
+    numbers = np.unique(at[:, 0])
+    targets = np.geomspace(numbers[0], numbers[-1], knots)
+    chosen = np.unique(numbers[np.abs(np.log(numbers) - np.log(targets)[:, None]).argmin(axis=1)])
+    nearest = np.abs(np.log(at[:, 0]) - np.log(chosen)[:, None]).argmin(axis=0)
+    medians = [np.median(at[nearest == i, 1]) for i in range(len(chosen))]
+    return chosen, np.maximum.accumulate(medians)
+
+
+def fit_attention(rows: Iterable[Row]) -> np.ndarray:
+    """Seconds `[4]` of one layer's attention: of a call, of a row, of a pair and of a key (`Work`), none negative."""
+    return np.array(non_negative(*attention_work(rows)))
+
+
+def attention_work(rows: Iterable[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """What each row of an attention table measured, `[rows, 4]` (calls, rows, pairs, keys), and its seconds."""
+    features, seconds = [], []
+    for row in rows:
+        cached = int(row["kv_cache_size"])
+        if row["is_prefill"] == "True":
+            chunk = int(row["prefill_chunk_size"])
+            features.append((1, chunk, chunk * cached + chunk * (chunk + 1) // 2, chunk + cached))
+            seconds.append(milliseconds(row, "attn_prefill") / 1e3)
+        else:
+            batch = int(row["batch_size"])
+            features.append((1, batch, batch * (cached + 1), batch * (cached + 1)))
+            seconds.append(milliseconds(row, "attn_decode") / 1e3)
+    return np.array(features, float), np.array(seconds)
+
+
+def from_tables(
+    model: LlamaConfig,
+    linear: Iterable[Row],
+    attention: Iterable[Row],
+    all_reduce: Iterable[Row] | None = None,
+    *,
+    tensor: int = 1,
+    stage: int = 1,
+) -> CurvePredictor:
+    """The predictor of a model whose operators are in tables, each of them of one device of `tensor`.
+
+    Args:
+      linear: of this model's linear layers, by `num_tokens`.
+      attention: of any heads; it is scaled to the model's share of them.
+      all_reduce: by `size` in bytes; rows have 2 bytes an element. None where tensor is 1.
+
+    Raises:
+      ValueError: stage does not divide the layers, or `all_reduce` is missing.
+    """
+    if model.num_layers % stage:
+        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    if tensor > 1 and all_reduce is None:
+        raise ValueError(f"all_reduce must be given for tensor={tensor}")
+    layers, attention = model.num_layers // stage, list(attention)
+    numbers, seconds = curve(linear, "num_tokens", layer_seconds)
+    per_call, per_row, per_pair, per_key = fit_attention(attention)
+    measured = attention[0]
+    devices = int(measured["num_tensor_parallel_workers"])
+    size = int(measured["n_embd"]) // int(measured["n_q_head"])
+    more_pairs = model.num_heads * model.head_dim / tensor / (int(measured["n_q_head"]) * size / devices)
+    more_keys = max(1.0, model.num_kv_heads / tensor) * model.head_dim / (int(measured["n_kv_head"]) * size / devices)
+    seconds = seconds + per_call + per_row * more_pairs * numbers
+    if all_reduce is not None and tensor > 1:
+        sizes, times = curve(all_reduce, "size", lambda row: milliseconds(row, "all_reduce") / 1e3)
+        seconds = seconds + 2 * np.interp(numbers * model.hidden_size * 2, sizes, times)
+    return CurvePredictor(
+        tuple(numbers.astype(int).tolist()),
+        tuple((layers * seconds).tolist()),
+        per_pair=layers * per_pair * more_pairs,
+        per_key=layers * per_key * more_keys,
+        per_sample=0.0,
+    )

@@ -1,0 +1,56 @@
+"""What is promised to a request that asks for nothing in particular: `Slo`."""
+
+from dataclasses import dataclass
+
+from longctx.serving.checks import check_real
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.request import Request
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Default service-level objectives; a request's own come before them.
+
+    Attributes:
+      ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
+      ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
+      tpot: seconds between tokens at most.
+
+    Raises:
+      TypeError, ValueError: one is not a positive, finite number.
+    """
+
+    ttft_factor: float = 5.0
+    ttft_least: float = 1.0
+    tpot: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_factor", "ttft_least", "tpot"):
+            if check_real(name, getattr(self, name), 0) == 0:
+                raise ValueError(f"{name} must be above 0")
+
+    def ttft(self, prefill_seconds: float) -> float:
+        """Seconds within which the first token of a prompt is due that takes so long alone."""
+        return max(self.ttft_least, self.ttft_factor * prefill_seconds)
+
+
+def check_possible(request: Request, cached: int, length: int, budget: int, predictor: Predictor) -> None:
+    """ValueError if what a request asks for can't be met by an engine that does nothing else.
+
+    Its prompt has `length` tokens, of which the cache has the first `cached`; a step has `budget` rows.
+    """
+    if request.ttft_deadline is not None:
+        least = predictor.prefill_seconds(cached, length, budget)
+        if least > request.ttft_deadline:
+            raise ValueError(
+                f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take {least:.3g} s "
+                "even alone, by the engine's profile"
+            )
+    if request.tpot_target is not None:
+        least = predictor.seconds(Work().with_chunk(length, 1, True))
+        if least > request.tpot_target:
+            raise ValueError(
+                f"tpot_target={request.tpot_target} can't be met: a token after {length:,} others takes {least:.3g} s "
+                "even alone, by the engine's profile"
+            )
