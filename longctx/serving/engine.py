@@ -31,7 +31,7 @@ from longctx.serving.monitor import StepMetrics
 from longctx.serving.output import Event, FinishReason, Metrics, Output
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
-from longctx.serving.policy import LeastRelativeSlack, make_policy
+from longctx.serving.policy import make_policy
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import hardware_of, roofline
 from longctx.serving.predictor.runtime import Predictor
@@ -394,7 +394,7 @@ class Engine:
             metrics = sequence.data.metrics
             if metrics.admitted is None:
                 metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
-                metrics.slack = LeastRelativeSlack().urgency(sequence, now)
+                metrics.slack = sequence.slack
                 self._counts["cached_tokens"] += metrics.cached_tokens
         self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
 

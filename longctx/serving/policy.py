@@ -34,6 +34,14 @@ def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> list[Sequ
     return [s for *_, s in sorted([(-s.priority, urgency(s, now), s.order, s) for s in sequences])]
 
 
+def relative_slack(sequence: Sequence, now: float) -> float:
+    """The share of the time to its deadline that is left after what is yet to be read; negative if it will be late.
+
+    Source: Medha, 4.2, equation 7, where `now` is implicit: it takes the deadline as time that is left.
+    """
+    return (sequence.deadline - now - sequence.rest) / sequence.patience
+
+
 class Alone:
     """A prompt has a whole step, as far as it can use it; what it leaves is the next one's."""
 
@@ -63,16 +71,14 @@ class ShortestRemainingPrefill(Alone):
 
 
 class LeastRelativeSlack(Alone):
-    """`lrs`: by the share that is left of the time to the deadline, after what is yet to be read.
+    """`lrs`: by `relative_slack`, so a long prompt is urgent only once it has waited long for its length.
 
-    Relative to the time allowed, so a long prompt is urgent only once it has waited long for its length, and neither
-    kind starves the other.
-
-    Source: Medha, 4.2, equation 7, where `now` is implicit: it takes the deadline as time that is left.
+    Neither kind starves the other: when there is more to do than can be done, all are late by the same multiple of
+    what they were promised.
     """
 
     def urgency(self, sequence: Sequence, now: float) -> float:
-        return (sequence.deadline - now - sequence.rest) / sequence.patience
+        return relative_slack(sequence, now)
 
 
 @dataclass(frozen=True)

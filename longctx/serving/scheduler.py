@@ -14,7 +14,7 @@ from typing import Any, Literal
 from longctx.serving.batch import Batch, Chunk, TableRun
 from longctx.serving.packing import Packer
 from longctx.serving.pages import PagePool
-from longctx.serving.policy import rank
+from longctx.serving.policy import rank, relative_slack
 from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence, State, Tail
 from longctx.serving.slo import Slo
@@ -198,6 +198,7 @@ class Scheduler:
         for sequence in rank(self.packer.policy, self.waiting, now):
             if not self._try_to_admit(batch, sequence):
                 break  # nobody overtakes: else a large request might wait for ever
+            sequence.slack = relative_slack(sequence, now)
             self.waiting.remove(sequence)
 
     def _try_to_admit(self, batch: Batch, sequence: Sequence) -> bool:

@@ -57,6 +57,8 @@ class Sequence:
     deadline: float = 0.0  # when its first token is due
     rest: float = 0.0  # seconds that the remaining tokens take alone, by prediction
 
+    slack: float = 0.0  # relative, when it was last admitted
+
     state: State = State.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)

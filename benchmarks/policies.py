@@ -1,0 +1,145 @@
+"""Scheduling policies in virtual time, on a mix of short and long requests: `python -m benchmarks.policies MIX.csv`.
+
+The scheduler is the one that serves; a roofline of Llama-3 8B on 16 A100 (tensor 8, two stages) says how long each
+step takes. Requests are those of a file of lengths (`num_prefill_tokens`, `num_decode_tokens`), in order, and arrive as
+a seeded Poisson process. Normalised TTFT is the time to the first token over that of the prompt alone.
+
+Source: Medha, 5.4, figure 22.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from longctx.models import Llama, LlamaConfig
+from longctx.serving import Engine, EngineConfig, Metrics, Slo
+from longctx.serving.predictor import CurvePredictor, roofline
+from longctx.serving.predictor.roofline import GPUS
+from longctx.simulation import VirtualExecutor
+from longctx.simulation.replay import replay
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
+
+LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
+BUDGET = 4096
+POLICIES = ("fcfs", "edf", "lrs", "ilrs")
+LONG = 100_000  # tokens of a prompt that counts as long
+
+
+class Run(NamedTuple):
+    """A workload under one policy: TTFT in seconds and over that alone, of short and long prompts."""
+
+    policy: str
+    rate: float
+    metrics: list[Metrics]
+    device: CurvePredictor
+
+    def normalised(self, low: int = 0, high: int = 10**9) -> np.ndarray:
+        served = [m for m in self.metrics if low <= m.prompt_tokens < high]
+        return np.array([m.ttft / self.device.prefill_seconds(0, m.prompt_tokens, BUDGET) for m in served])  # type: ignore[operator]
+
+    def row(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"policy": self.policy, "rate": self.rate, "requests": len(self.metrics)}
+        for name, ends in (("all", (0, 10**9)), ("short", (0, LONG)), ("long", (LONG, 10**9))):
+            values = self.normalised(*ends)
+            ttft = [m.ttft for m in self.metrics if ends[0] <= m.prompt_tokens < ends[1]]
+            found[name] = {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} | {
+                "ttft_p50": float(np.median(ttft))  # type: ignore[arg-type]
+            }
+        found["in_time"] = float(np.mean([m.kept_ttft for m in self.metrics]))
+        return found
+
+
+def simulate(
+    policy: str, requests: list[WorkloadRequest], rate: float, tpot: float, max_share: float, seed: int
+) -> Run:
+    device = roofline(LLAMA_8B, GPUS["A100"], BUDGET, stage=2, tensor=8, overhead=2e-3)
+    executor = VirtualExecutor(lambda batch: device.seconds(batch.work), LLAMA_8B.vocab_size)
+    config = EngineConfig(
+        page_size=256,
+        # 16 GPUs of 80 GB, less the weights: 8,192 bytes a token on each of 16.
+        num_pages=16 * 60 * 10**9 // (131_072 * 256),
+        max_running=256,
+        token_budget=BUDGET,
+        policy=policy,
+        chunking="adaptive",
+        max_share=max_share,
+        # Deadlines are five times the prompt alone, however short, but for a step or two.
+        slo=Slo(ttft_factor=5.0, ttft_least=2 * tpot, tpot=tpot),
+        prefix_cache=False,
+        run_ahead=1,
+    )
+    engine = Engine(Llama(LLAMA_8B), None, config, executor=executor, clock=executor.clock, predictor=device)
+    arriving = arrive_at_rate(requests, rate, seed)
+
+    def sleep(seconds: float) -> None:
+        executor.now += seconds
+
+    with tqdm(total=len(arriving), desc=f"{policy} at {rate}/s", file=sys.stderr) as bar:
+        record = replay(
+            engine, arriving, executor.clock, sleep, progress=lambda record, _: bar.update(len(record.served) - bar.n)
+        )
+    return Run(policy, rate, [served.metrics for served in record.served], device)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In markdown: TTFT over that of the prompt alone."""
+    lines = [
+        "| requests/s | policy | all p50 | p90 | p99 | short p50 | p90 | long p50 | p90 | in time |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        numbers = [row["all"][p] for p in ("p50", "p90", "p99")]
+        numbers += [row[kind][p] for kind in ("short", "long") for p in ("p50", "p90")]
+        told = " | ".join(f"{x:,.3g}" for x in numbers)
+        lines.append(f"| {row['rate']} | {row['policy']} | {told} | {row['in_time']:.1%} |")
+    return "\n".join(lines)
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rates = sorted({run.rate for run in runs})
+    figure = Figure(figsize=(4.2 * len(rates), 3.6), layout="constrained")
+    for axes, rate in zip(np.atleast_1d(figure.subplots(1, len(rates), sharey=True)), rates, strict=True):
+        for run in runs:
+            if run.rate == rate:
+                axes.ecdf(run.normalised(), label=run.policy)
+        axes.set(title=f"{rate} requests/s", xlabel="TTFT over that alone", xscale="log")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("mix", type=Path, help="CSV of lengths")
+    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.75, 1.25])
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--tpot", type=float, default=0.05)
+    parser.add_argument("--max-share", type=float, default=0.5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    requests = read_workload(options.mix, options.requests)
+    runs = [
+        simulate(policy, requests, rate, options.tpot, options.max_share, options.seed)
+        for rate in options.rates
+        for policy in options.policies
+    ]
+    rows = [run.row() for run in runs]
+    print(table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        plot(runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The runtime predictor: sums, fits, what is refused, and the published tables where they are."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.models import LlamaConfig
+from longctx.parallel.cost import Hardware
+from longctx.serving.batch import Chunk
+from longctx.serving.predictor import (
+    Corrected,
+    CurvePredictor,
+    RuntimePredictor,
+    Work,
+    fit,
+    load_profile,
+    roofline,
+    save_profile,
+)
+from longctx.serving.predictor.fit import relative_errors
+from longctx.serving.predictor.roofline import CPU, GPUS
+from longctx.serving.predictor.runtime import Program, keys_by_tile
+from longctx.serving.predictor.tables import (
+    attention_work,
+    curve,
+    fit_attention,
+    from_tables,
+    layer_seconds,
+    milliseconds,
+    read_table,
+)
+
+LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128)
+PROGRAMS = RuntimePredictor(
+    (
+        Program(8, 5e-3, (1, 8), (4e-7, 1.3e-6), 2e-4),
+        Program(128, 1e-2, (1, 16, 64, 128), (3e-7, 1.7e-6, 4e-6, 5e-6), 1e-4),
+        Program(512, 2e-2, (1, 16, 64, 256), (3e-7, 1.5e-6, 3e-6, 9e-6), 1.5e-4),
+    )
+)
+CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
+
+
+def test_work_is_that_of_the_chunks() -> None:
+    chunks = [
+        Chunk(None, 0, 99, 1, True, True),
+        Chunk(None, 1, 1000, 50, False, False),
+        Chunk(None, 2, 0, 1, True, False),
+    ]  # type: ignore[arg-type]
+    work = Work.of(chunks)
+    assert work == Work(52, 2, 101, ((1000, 50),))
+    assert work == Work().with_chunk(99, 1, True).with_chunk(1000, 50, False).with_chunk(0, 1, True)
+    assert work.pairs == 100 + sum(range(1001, 1051)) + 1
+    assert work.keys == 100 + 1050 + 1
+
+
+@given(start=st.integers(0, 10**7), count=st.integers(2, 5000))
+def test_a_chunk_is_cut_into_tiles(start: int, count: int) -> None:
+    tiles, expected = (1, 16, 64, 256), [0, 0, 0, 0]
+    for first in range(0, count, 256):
+        size = min(256, count - first)
+        expected[next(i for i, tile in enumerate(tiles) if tile >= size)] += start + first + size
+    assert keys_by_tile(tiles, Work().with_chunk(start, count, False)) == expected
+
+
+@pytest.mark.parametrize("predictor", [PROGRAMS, CURVE])
+@given(start=st.integers(0, 10**6), length=st.integers(1, 20_000), chunk=st.integers(1, 512))
+def test_a_prompt_takes_what_its_steps_take(
+    predictor: RuntimePredictor | CurvePredictor, start: int, length: int, chunk: int
+) -> None:
+    stop = start + length
+    steps = [
+        predictor.seconds(Work().with_chunk(at, min(chunk, stop - at), at + chunk >= stop))
+        for at in range(start, stop, chunk)
+    ]
+    found = predictor.prefill_seconds(start, stop, chunk)
+    # A prompt that is cut evenly into chunks of one token sees decode_keys; else sums are the same.
+    assert found == pytest.approx(sum(steps), rel=1e-9)
+    assert predictor.prefill_seconds(stop, stop, chunk) == 0
+    assert predictor.seconds(Work()) == 0
+
+
+@given(seed=st.integers(0, 2**20))
+def test_a_fit_finds_what_times_were_made_of(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    works = []
+    for _ in range(200):
+        decodes, chunk = int(rng.integers(0, 8)), int(rng.integers(0, 500))
+        work = Work(decodes, decodes, int(rng.integers(0, 10_000)) * decodes)
+        works.append(work.with_chunk(int(rng.integers(0, 8000)), chunk, bool(rng.integers(2))) if chunk else work)
+    works += [Work().with_chunk(int(rng.integers(0, 8000)), count, False) for count in (2, 5, 8, 12, 30, 100, 128)]
+    measured = [(work, PROGRAMS.seconds(work)) for work in works if work.rows]
+    found = fit(measured, (8, 128, 512))
+    assert np.abs(relative_errors(found, measured)).max() < 1e-6
+    # Beyond what it was fitted to, and despite noise.
+    noisy = [(work, seconds * float(rng.uniform(0.9, 1.1))) for work, seconds in measured]
+    far = [Work(20, 20, 10**6).with_chunk(10**6, 300, True), Work().with_chunk(500_000, 512, True)]
+    errors = relative_errors(fit(noisy, (8, 128, 512)), [(work, PROGRAMS.seconds(work)) for work in far])
+    assert np.abs(errors).max() < 0.15
+    noisy_programs = fit(noisy, (8, 128, 512)).programs
+    assert all(x >= 0 for program in noisy_programs for x in (program.fixed, *program.per_key, program.per_sample))
+
+
+def test_fit_refuses() -> None:
+    good = (Work(4, 1, 10), 1.0)
+    with pytest.raises(ValueError, match="no batch for the buckets of \\[16\\] rows"):
+        fit([good], (8, 16))
+    with pytest.raises(ValueError, match="a batch of 17 rows, more than the largest"):
+        fit([good, (Work(17), 1.0)], (8, 16))
+    for seconds in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="positive and finite"):
+            fit([(Work(4), seconds)], (8,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fixed": -1.0}, "finite and not negative"),
+        ({"per_key": (math.nan, 0.0)}, "finite and not negative"),
+        ({"per_key": (0.0,)}, "a number for each of tiles"),
+        ({"tiles": (8, 1)}, "ascending"),
+        ({"rows": 0}, "positive"),
+    ],
+)
+def test_programs_refuse(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PROGRAMS.programs[0], **change)
+    with pytest.raises(ValueError, match="ascending numbers of rows"):
+        RuntimePredictor(PROGRAMS.programs[::-1])
+    with pytest.raises(ValueError, match="513 rows is more than the 512"):
+        PROGRAMS.seconds(Work(513))
+
+
+def test_correction_follows_a_device_that_is_slower_and_no_accident() -> None:
+    corrected = Corrected(CURVE)
+    work = Work().with_chunk(1000, 100, True)
+    for _ in range(20):
+        corrected.observe(work, 2 * CURVE.seconds(work))
+    assert corrected.factor == 2
+    assert corrected.seconds(work) == 2 * CURVE.seconds(work)
+    assert corrected.prefill_seconds(0, 5000, 512) == 2 * CURVE.prefill_seconds(0, 5000, 512)
+    corrected.observe(work, 100.0)  # a compilation
+    corrected.observe(work, 0.0)
+    assert corrected.factor == 2
+    for _ in range(40):
+        corrected.observe(work, CURVE.seconds(work))
+    assert corrected.factor == 1
+
+
+def test_roofline_is_the_arithmetic_of_the_data_sheet() -> None:
+    sheet = Hardware(300e12, 100e9, memory_bandwidth=2e12)
+    predictor = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0)
+    # Llama-3 8B has 6.98e9 weights in its layers, and 5.25e8 in its head.
+    layers, head = 32 * 4096 * (2 * 40 * 128 + 3 * 14336), 128256 * 4096
+    assert predictor.seconds(Work(1)) == pytest.approx(2 * (layers + head) / 2e12)
+    assert predictor.seconds(Work(4096)) == pytest.approx(2 * 4096 * layers / 300e12 + 2 * head / 2e12, rel=1e-6)
+    pairs, keys = 4096 * 4097 // 2, 4096
+    attention = 4 * 32 * 32 * 128 * pairs / 300e12 + 2 * 32 * 8 * 128 * 2 * keys / 2e12
+    chunk = Work().with_chunk(0, 4096, False)
+    assert predictor.seconds(chunk) - predictor.seconds(Work(4096)) == pytest.approx(attention)
+    # A stage of two has half of the layers; a device of eight an eighth of their weights, and reduces.
+    half = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, stage=2)
+    assert half.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 2, rel=0.05)
+    eighth = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, tensor=8)
+    sent = 2 * 32 * 4096 * 2 * 7 / 8 * 4096 * 2 / 100e9
+    assert eighth.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 8 + sent, rel=1e-3)
+    assert roofline(LLAMA_8B, CPU, 512).seconds(Work(1)) > roofline(LLAMA_8B, GPUS["A100"], 512).seconds(Work(1))
+    for change, message in [({"stage": 3}, "divide the 32 layers"), ({"tensor": 5}, "divide the 32 query heads")]:
+        with pytest.raises(ValueError, match=message):
+            roofline(LLAMA_8B, sheet, 512, **change)
+    with pytest.raises(ValueError, match="efficiency must be"):
+        roofline(LLAMA_8B, sheet, 512, efficiency=0.0)
+
+
+def test_a_profile_is_of_one_engine(tmp_path: Path) -> None:
+    file, subject = tmp_path / "profile.json", {"num_layers": 4, "buckets": (8, 128, 512)}
+    save_profile(file, PROGRAMS, subject, {"error": 0.05})
+    assert load_profile(file, subject) == PROGRAMS
+    assert json.loads(file.read_text())["notes"] == {"error": 0.05}
+    with pytest.raises(ValueError, match="measured on another engine: num_layers is 4 there and 32 here"):
+        load_profile(file, subject | {"num_layers": 32})
+    with pytest.raises(ValueError, match="measured on another engine: device is None there and TPU here"):
+        load_profile(file, subject | {"device": "TPU"})
+    for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"fixed": ', '"fixed": -')):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="is no profile as `longctx profile` writes it"):
+            load_profile(file, subject)
+    with pytest.raises(OSError, match="nowhere"):
+        load_profile(tmp_path / "nowhere", subject)
+
+
+# Published measurements of others, which are not part of this project.
+
+VIDUR = Path(__file__).parents[3] / "shared" / "data" / "vidur"
+needs_tables = pytest.mark.skipif(not VIDUR.is_dir(), reason=f"the published tables are not at {VIDUR}")
+
+
+def halves(rows: list) -> tuple[list, list]:
+    """Drawn at random: what a predictor is made of, and what it is judged by."""
+    first = np.random.default_rng(0).random(len(rows)) < 0.5
+    return [x for x, own in zip(rows, first, strict=True) if own], [
+        x for x, own in zip(rows, first, strict=True) if not own
+    ]
+
+
+@needs_tables
+@pytest.mark.parametrize(
+    ("table", "tensor"),
+    [
+        (f"a100_meta-llama_Meta-Llama-3-{size}_mlp.csv", tensor)
+        for size, tensor in (("8B", 1), ("8B", 2), ("8B", 8), ("70B", 8))
+    ]
+    + [("h100_meta-llama_Llama-2-70b-hf_mlp.csv", 8)],
+)
+def test_linear_layers_of_the_tables(table: str, tensor: int) -> None:
+    rows, others = halves(read_table(VIDUR / table, num_tensor_parallel_workers=tensor))
+    numbers, seconds = curve(rows, "num_tokens", layer_seconds)
+    found = np.interp([float(x["num_tokens"]) for x in others], numbers, seconds)
+    errors = np.abs(found / [layer_seconds(x) for x in others] - 1)
+    print(f"{table}, tensor={tensor}: mean {errors.mean():.1%}, at most {errors.max():.1%}")
+    assert errors.mean() < 0.1
+
+
+@needs_tables
+@pytest.mark.parametrize(
+    ("table", "operator", "workers"),
+    [(f"{gpu}_dgx_all_reduce.csv", "all_reduce", 8) for gpu in ("a100", "h100")]
+    + [(f"{gpu}_dgx_send_recv.csv", "send_recv", 2) for gpu in ("a100", "h100")],
+)
+def test_collectives_of_the_tables(table: str, operator: str, workers: int) -> None:
+    rows = read_table(VIDUR / table, num_workers=workers)
+    rows = [x for x in rows if x["devices_per_node"] == rows[0]["devices_per_node"]]
+    some, others = halves(rows)
+
+    def seconds(row: dict) -> float:
+        return milliseconds(row, operator) / 1e3
+
+    numbers, times = curve(some, "size", seconds)
+    errors = np.abs(np.interp([float(x["size"]) for x in others], numbers, times) / [seconds(x) for x in others] - 1)
+    print(f"{table}: mean {errors.mean():.1%}, at most {errors.max():.1%}")
+    assert errors.mean() < 0.1
+
+
+@needs_tables
+def test_attention_of_the_tables() -> None:
+    rows, others = halves(read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv"))
+    coefficients = fit_attention(rows)
+    assert (coefficients >= 0).all()
+    for prefill in ("True", "False"):
+        work, seconds = attention_work([x for x in others if x["is_prefill"] == prefill])
+        errors = np.abs(work @ coefficients / seconds - 1)
+        print(f"attention, prefill={prefill}: mean {errors.mean():.1%}")
+        assert errors.mean() < 0.15
+
+
+@needs_tables
+def test_a_predictor_from_the_tables() -> None:
+    linear = read_table(VIDUR / "a100_meta-llama_Meta-Llama-3-8B_mlp.csv", num_tensor_parallel_workers=8)
+    attention = read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv")
+    reduce = read_table(VIDUR / "a100_dgx_all_reduce.csv", num_workers=8, devices_per_node=8)
+    predictor = from_tables(LLAMA_8B, linear, attention, reduce, tensor=8, stage=2)
+    bound = roofline(LLAMA_8B, GPUS["A100"], 8192, stage=2, tensor=8, efficiency=1.0)
+    for work in (Work(1, 1, 1000), Work().with_chunk(0, 4096, True), Work().with_chunk(100_000, 2048, False)):
+        assert 1 < predictor.seconds(work) / bound.seconds(work) < 6
+    with pytest.raises(ValueError, match="all_reduce must be given"):
+        from_tables(LLAMA_8B, linear, attention, tensor=8)
+    with pytest.raises(ValueError, match="stage must divide"):
+        from_tables(LLAMA_8B, linear, attention, reduce, tensor=8, stage=5)
+
+
+def test_tables_refuse(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("num_tokens,time_stats.add.median\n1,0.5\n2,0.75\n")
+    assert milliseconds(read_table(file, num_tokens=2)[0], "add") == 0.75
+    with pytest.raises(ValueError, match="has no column 'size'"):
+        read_table(file, size=1)
+    with pytest.raises(ValueError, match="has no rows with"):
+        read_table(file, num_tokens=3)

@@ -1,0 +1,279 @@
+"""What the policies and adaptive chunks promise, over long virtual times."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.models import Llama, LlamaConfig
+from longctx.serving import Engine, EngineConfig, Metrics, Request, Slo, StepMetrics
+from longctx.serving.batch import Batch
+from longctx.serving.packing import Chunking, Packer
+from longctx.serving.policy import POLICIES, make_policy, rank
+from longctx.serving.predictor import CurvePredictor, Work
+from longctx.serving.sequence import Sequence
+from longctx.simulation import VirtualExecutor
+from longctx.simulation.replay import Record, replay
+from longctx.simulation.workloads import WorkloadRequest
+
+MODEL = Llama(LlamaConfig(50, 8, 8, 1, 1, 1, 8, max_positions=200_000))
+# 10 ms whatever there is, 5,000 tokens a second besides, and 100 million pairs.
+DEVICE = CurvePredictor((1, 2), (0.0102, 0.0104), 1e-8, 1e-7, 1e-5)
+BUDGET = 512
+FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
+
+
+def serve(
+    requests: list[WorkloadRequest], device: Callable[[Batch], float] | None = None, **options: object
+) -> tuple[Record, Engine]:
+    """In virtual time, by a scheduler whose predictor is `DEVICE`."""
+    options = {"token_budget": BUDGET, "page_size": 64, "num_pages": 8192, "prefix_cache": False} | options
+    executor = VirtualExecutor(device or (lambda batch: DEVICE.seconds(batch.work)), 50)
+    steps: list[StepMetrics] = []
+    engine = Engine(
+        MODEL,
+        None,
+        EngineConfig(**options),  # type: ignore[arg-type]
+        executor=executor,
+        clock=executor.clock,
+        predictor=DEVICE,
+        monitor=steps.append,
+    )
+
+    def sleep(seconds: float) -> None:
+        executor.now += seconds
+
+    return replay(engine, requests, executor.clock, sleep, steps=steps), engine
+
+
+def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
+    """In order of arrival."""
+    found = [x.metrics for x in record.served if low <= x.metrics.prompt_tokens <= high]
+    return sorted(found, key=lambda metrics: metrics.arrival)
+
+
+# Adaptive chunks.
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**20),
+    policy=st.sampled_from(sorted(POLICIES)),
+    tpot=st.sampled_from([0.02, 0.05, 0.15]),
+    error=st.sampled_from([0.0, 0.2]),
+    run_ahead=st.integers(1, 4),
+)
+def test_no_decode_waits_longer_than_promised(
+    seed: int, policy: str, tpot: float, error: float, run_ahead: int
+) -> None:
+    """By more than the predictor's error, or the smallest chunk beside the decodes."""
+    rng = np.random.default_rng(seed)
+    lengths = [int(rng.choice([20, 300, 20_000], p=[0.6, 0.3, 0.1])) for _ in range(40)]
+    arrivals = np.cumsum(rng.exponential(0.5, len(lengths)))
+    requests = [
+        WorkloadRequest(float(at), length, int(rng.integers(2, 60)), number=i)
+        for i, (at, length) in enumerate(zip(arrivals, lengths, strict=True))
+    ]
+
+    def device(batch: Batch) -> float:
+        return DEVICE.seconds(batch.work) * float(rng.uniform(1 - error, 1 + error))
+
+    record, engine = serve(
+        requests, device, policy=policy, chunking="adaptive", slo=Slo(tpot=tpot), run_ahead=run_ahead
+    )
+    packer = engine.scheduler.packer
+    longest = max(lengths)
+    beside = Work(32, 32, 32 * (longest + 60))
+    smallest = max(
+        DEVICE.seconds(beside.with_chunk(start, packer._smallest_efficient(start), True)) for start in (0, longest)
+    )
+    # The correction may be as wrong as any step.
+    bound = max(tpot, smallest) * ((1 + error) / (1 - error)) ** 2
+    assert len(record.served) == len(requests)
+    assert max(x.metrics.longest_gap for x in record.served) <= bound + 1e-9
+    if error == 0:
+        mixed = [s for s in record.steps if s.decodes and s.chunks]
+        assert mixed
+        over = [s for s in mixed if s.seconds > tpot + 1e-9]
+        # Only for a smallest chunk, which isn't what it would have been with more time.
+        assert all(s.prompt_tokens <= packer._smallest_efficient(min(at for at, _ in s.chunks)) for s in over)
+
+
+def test_chunks_shrink_as_the_context_grows() -> None:
+    """Beside one decode, with steps that use the time they may take, and no less than the smallest efficient chunk."""
+    requests = [WorkloadRequest(0.0, 10, 3000), WorkloadRequest(1.0, 150_000, 1, number=1)]
+    record, engine = serve(requests, chunking="adaptive", slo=Slo(tpot=0.1))
+    chunks = [(at, count, s) for s in record.steps for at, count in s.chunks if at > 0]
+    sizes = [count for _, count, _ in chunks[:-1]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 350
+    least = engine.scheduler.packer._smallest_efficient
+    assert least(0) > least(100_000) >= 1
+    for at, count, step in chunks[:-1]:
+        work = Work(1, 1, 10 + step.number)
+        assert count == least(at) or DEVICE.seconds(work.with_chunk(at, count + 1, False)) > 0.1
+        assert step.seconds <= 0.1 or count == least(at)
+
+
+def test_without_decodes_a_step_is_full() -> None:
+    record, _ = serve([WorkloadRequest(0.0, 5000, 1)], chunking="adaptive", slo=Slo(tpot=0.011))
+    assert [count for s in record.steps for _, count in s.chunks] == [512] * 9 + [392]
+
+
+@pytest.mark.parametrize("number", [64, 200])
+def test_static_chunks_fill_their_rows(number: int) -> None:
+    requests = [WorkloadRequest(0.0, 10, 200), WorkloadRequest(0.0, 5000, 1, number=1)]
+    record, _ = serve(requests, chunking=f"static:{number}", policy="fcfs")
+    rows = [step.decodes + step.prompt_tokens for step in record.steps if step.chunks]
+    assert set(rows[:-1]) == {number}
+
+
+# Starvation and head-of-line blocking.
+
+
+LONG = 10_000
+
+
+def saturating(count: int) -> list[WorkloadRequest]:
+    """A long prompt, and short ones that fill the device: each a full step, and the next is there when it ends."""
+    return [
+        WorkloadRequest(0.0, LONG, 1, number=count),
+        *(WorkloadRequest(i * FULL, BUDGET, 1, number=i) for i in range(count)),
+    ]
+
+
+@pytest.mark.parametrize(("policy", "starves"), [("srpf", True), ("edf", False), ("lrs", False), ("ilrs", False)])
+def test_who_starves(policy: str, starves: bool) -> None:
+    """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 330.
+
+    Once the long one is read, all are 2.8 s behind: short ones are late by 1.8 times what they were promised, and by
+    relative slack it is the long one's turn no sooner.
+    """
+    record, _ = serve(saturating(3000), policy=policy)
+    (long,) = of_length(record, LONG)
+    end = max(x.arrival for x in of_length(record, BUDGET, BUDGET))
+    assert long.first_token is not None
+    assert long.ttft_deadline is not None
+    if starves:
+        assert long.first_token > end
+    else:
+        assert long.first_token < (1.5 if policy == "edf" else 4) * long.ttft_deadline < end / 4
+
+
+def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
+    requests = [WorkloadRequest(0.0, 100_000, 1), WorkloadRequest(0.1, 10, 1, number=1)]
+    alone = DEVICE.prefill_seconds(0, 100_000, BUDGET)
+    waits = {}
+    for policy in POLICIES:
+        record, _ = serve(requests, policy=policy)
+        (short,), (long,) = of_length(record, 0, 10), of_length(record, 100_000)
+        assert short.ttft is not None
+        assert long.ttft is not None
+        assert long.ttft < 1.01 * alone  # prompts that share a step cost nothing here
+        waits[policy] = short.ttft
+    assert waits.pop("fcfs") > alone - 0.2
+    assert max(waits.values()) < 1.0
+    assert waits["ilrs"] <= waits["lrs"]
+
+
+def test_priority_comes_before_urgency() -> None:
+    for policy in POLICIES:
+        packer = Packer(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
+        low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
+        assert rank(packer.policy, [low, high], 1.0) == [high, low]
+
+
+# Prompts that share a step.
+
+
+def prompt(order: int, length: int, arrival: float = 0.0, ttft: float = 10.0, priority: int = 0) -> Sequence:
+    sequence = Sequence(f"s{order}", order, length, 1, arrival, priority)
+    sequence.deadline, sequence.rest = arrival + ttft, DEVICE.prefill_seconds(0, length, BUDGET)
+    return sequence
+
+
+def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> None:
+    long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
+    for max_share, now in itertools.product((0.0, 0.25, 0.5, 1.0), (10.0, 12.0, 14.0, 16.0)):
+        packer = Packer(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
+        shares = dict(packer.pack([long, short], [], Work(), now))
+        used = 1 - (20.0 - now - short.rest) / 10.0
+        if rank(packer.policy, [long, short], now)[0] is short:
+            assert shares == {short: BUDGET}
+        else:
+            assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)
+            assert shares[long] == BUDGET - shares.get(short, 0)
+    lrs = Packer(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
+    assert dict(lrs.pack([long, short], [], Work(), 12.0)) == {long: BUDGET}
+
+
+def test_by_predicted_time_where_chunks_are_adaptive() -> None:
+    """The long one's tokens take longer each: half of the time is not half of the tokens."""
+    long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
+    long.computed = 90_000
+    decode = Sequence("d", 2, 10, 100, tpot_target=0.1)
+    work = Work(1, 1, 20)
+    packer = Packer(make_policy("ilrs", 0.5), DEVICE, Chunking(True, BUDGET))
+    long.rest = DEVICE.prefill_seconds(90_000, 100_000, BUDGET)
+    long.deadline = 25.0  # more urgent than the short one
+    shares = dict(packer.pack([long, short], [decode], work, 18.0))
+    with_long = work.with_chunk(90_000, shares[long], False)
+    total = DEVICE.seconds(with_long.with_chunk(0, shares[short], False))
+    begin = DEVICE.seconds(work)
+    assert DEVICE.seconds(with_long) - begin == pytest.approx((0.1 - begin) / 2, rel=0.05)
+    assert total <= 0.1 < total + 2 * (DEVICE.seconds(Work().with_chunk(0, 2, False)) - 0.0102)
+    assert shares[short] > 2 * shares[long]
+
+
+def test_what_a_long_prompt_lends_and_nobody_needs_is_its_own() -> None:
+    long, tiny, longer = prompt(0, 100_000), prompt(1, 3, arrival=-2.0), prompt(2, 150_000, ttft=50.0)
+    packer = Packer(make_policy("ilrs", 1.0), DEVICE, Chunking(False, BUDGET))
+    shares = dict(packer.pack([long, longer], [], Work(), 5.0))
+    assert shares == {long: BUDGET}  # those that need more do not borrow
+    long.deadline = 0.5  # by far the most urgent
+    assert dict(packer.pack([long, tiny, longer], [], Work(), 5.0)) == {long: BUDGET - 3, tiny: 3}
+
+
+def test_a_policy_of_ones_own() -> None:
+    class LastComeFirstServed:
+        def urgency(self, sequence: Sequence, now: float) -> float:
+            return -sequence.arrival
+
+        def share(self, sequence: Sequence, now: float) -> float:
+            return 0.0
+
+    requests = [WorkloadRequest(0.01 * i, 2000, 1, number=i) for i in range(5)]
+    record, _ = serve(requests, policy=LastComeFirstServed())
+    assert record.served[0].due > record.served[-1].due
+
+
+# What is promised.
+
+
+def test_defaults_follow_the_length() -> None:
+    record, _ = serve([WorkloadRequest(0.0, n, 3, number=n) for n in (10, 50_000)], slo=Slo(3.0, 0.5, 0.07))
+    short, long = of_length(record, 0, 10)[0], of_length(record, 50_000)[0]
+    assert (short.ttft_deadline, short.tpot_target) == (0.5, 0.07)
+    assert long.ttft_deadline == pytest.approx(3.0 * DEVICE.prefill_seconds(0, 50_000, BUDGET))
+    assert short.kept_ttft
+    assert short.slack == pytest.approx(1 - DEVICE.prefill_seconds(0, 10, BUDGET) / 0.5)
+
+
+def test_what_cannot_be_met_is_refused() -> None:
+    _, engine = serve([WorkloadRequest(0.0, 10, 1)], prefix_cache=True)
+    prompt = [1] * 50_000
+    with pytest.raises(ValueError, match=r"ttft_deadline=1.0 can't be met: 50,000 tokens take 23.* s even alone"):
+        engine.submit(Request(prompt, ttft_deadline=1.0))
+    with pytest.raises(ValueError, match=r"tpot_target=0.001 can't be met: a token after 50,000 others takes"):
+        engine.submit(Request(prompt, tpot_target=0.001))
+    engine.generate([prompt])
+    engine.submit(Request(prompt, ttft_deadline=1.0))  # now it is in the cache
+    for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -1}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            Request([1], **change)  # type: ignore[arg-type]
+    for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            Slo(**change)
