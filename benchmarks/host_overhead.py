@@ -20,8 +20,10 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import EngineConfig, Metrics, Request, SamplingParams
 from longctx.serving.batch import Batch
 from longctx.serving.executor import DeviceExecutor
+from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
-from longctx.serving.policy import FirstComeFirstServed
+from longctx.serving.policy import make_policy
+from longctx.serving.predictor.roofline import CPU, roofline
 from longctx.serving.prefix import KEY_BYTES, PageHash
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
@@ -57,7 +59,7 @@ class Host:
         # Only the device has a cache of one page.
         self.executor = DeviceExecutor(MODEL, params, config, 1, max(lengths) + steps + 1 + chunks, jax.devices()[0])
         self.hash = PageHash(bytes(32), PAGE)
-        self.scheduler = Scheduler(FirstComeFirstServed(sum(lengths)), PagePool(pages), PAGE, RUNNING, sum(lengths))
+        self.scheduler = Scheduler(_packer(sum(lengths)), PagePool(pages), PAGE, RUNNING)
         num_keys = 0
         for order, length in enumerate(lengths):
             prompt_length = length + chunks if order == RUNNING - 1 else length
@@ -69,7 +71,7 @@ class Host:
         assert batch.num_tokens == sum(lengths)
         for sequence in batch.admitted:
             self.executor._on_board(sequence)
-        self.scheduler.token_budget = BUDGET
+        self.scheduler.packer = _packer(BUDGET)
         self.bytes_sent: set[int] = set()
         self._before = batch
 
@@ -97,6 +99,10 @@ class Host:
             sample.extend_keys(sequence, self.hash)
             self.scheduler.receive(sequence)
             sample.event(text, 7)
+
+
+def _packer(budget: int) -> Packer:
+    return Packer(make_policy("ilrs", 0.5), roofline(MODEL.config, CPU, budget), Chunking(False, budget))
 
 
 def _sequence(order: int, prompt_length: int, max_tokens: int, keys: list[bytes]) -> Sequence:

@@ -35,6 +35,7 @@ from longctx.serving.policy import make_policy
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import hardware_of, roofline
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
 from longctx.serving.prefix import PageHash
 from longctx.serving.request import Request, SamplingParams
 from longctx.serving.sample import Sample
@@ -77,7 +78,8 @@ class Engine:
       monitor: is called with the `StepMetrics` of every step that has ended.
 
     Raises:
-      ValueError: sizes that contradict the model or the memory, parameters on another device than the mesh's.
+      ValueError: sizes that contradict the model or the memory, parameters on another device than the mesh's, a
+        predictor that knows no step of `token_budget` rows.
       NotImplementedError: a mesh or parameters of several devices.
 
     An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: from
@@ -114,6 +116,7 @@ class Engine:
         self._monitor, self._is_profiled = monitor, predictor is not None
         if predictor is None:
             predictor = roofline(model.config, hardware_of(device), config.token_budget)
+        predictor.seconds(Work(config.token_budget))  # ValueError if it knows no step so large
         self.predictor = Corrected(predictor)
         chunking = Chunking.parse(config.chunking, config.token_budget)
         self.scheduler = Scheduler(

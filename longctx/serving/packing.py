@@ -1,6 +1,7 @@
 """How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
@@ -66,16 +67,12 @@ class Packer:
         if lent > 0:
             # Beside what the head keeps. It may end within that: then it lends nothing, and they get what is left.
             beside = step.beside(head, max(least, step.largest(head, 1 - lent)))
-            for borrower in borrowers:
-                beside.take(borrower, beside.largest(borrower))
+            beside.fill(borrowers)
             for borrower, count in beside.chunks.items():
                 step.take(borrower, count)
         step.take(head, max(least, step.largest(head)))
-        for other in others:
-            if step.tokens == 0:
-                break
-            if other not in step.chunks:
-                step.take(other, step.largest(other))
+        if step.chunks[head] == head.remaining:
+            step.fill(other for other in others if other not in step.chunks)
         return list(step.chunks.items())
 
     def _time(self, decodes: List[Sequence]) -> float:
@@ -110,6 +107,14 @@ class _Step:
             self.chunks[sequence] = count
             self.work = self._with(sequence, count)
             self.tokens -= count
+
+    def fill(self, sequences: Iterable[Sequence]) -> None:
+        """Take as much of each as there is room for, until one gets less than all of it: then there is none."""
+        for sequence in sequences:
+            count = self.largest(sequence)
+            self.take(sequence, count)
+            if count < sequence.remaining:
+                return
 
     def beside(self, sequence: Sequence, count: int) -> "_Step":
         """The same with a chunk that is not taken yet."""

@@ -4,7 +4,8 @@ A policy orders prompts, those that wait and those half read alike, anew in ever
 two of its chunks. Decodes are not its affair: they always run.
 """
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -28,10 +29,13 @@ class Policy(Protocol):
         ...
 
 
-def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
-    """The most urgent first."""
+def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> Iterator[Sequence]:
+    """The most urgent first. Whoever stops early pays for no more than a look at each."""
     urgency = policy.urgency
-    return [s for *_, s in sorted([(-s.priority, urgency(s, now), s.order, s) for s in sequences])]
+    heap = [(-s.priority, urgency(s, now), s.order, s) for s in sequences]
+    heapq.heapify(heap)
+    while heap:
+        yield heapq.heappop(heap)[-1]
 
 
 def relative_slack(sequence: Sequence, now: float) -> float:

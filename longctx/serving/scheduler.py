@@ -71,7 +71,7 @@ class Scheduler:
         self._look_ahead(sequence)
         for each in (sequence, *sequence.followers):
             ttft = sequence.ttft_deadline if sequence.ttft_deadline is not None else self.slo.ttft(sequence.rest)
-            each.deadline = each.arrival + ttft
+            each.deadline, each.patience = each.arrival + ttft, ttft
             each.tpot_target = self.slo.tpot if each.tpot_target is None else each.tpot_target
         bisect.insort(self.waiting, sequence, key=_arrival)
 

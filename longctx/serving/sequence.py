@@ -55,6 +55,7 @@ class Sequence:
     data: Any = None
 
     deadline: float = 0.0  # when its first token is due
+    patience: float = 1.0  # from its arrival to then
     rest: float = 0.0  # seconds that the remaining tokens take alone, by prediction
 
     slack: float = 0.0  # relative, when it was last admitted
@@ -84,11 +85,6 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next can be sampled."""
         return self.length - self.computed
-
-    @property
-    def patience(self) -> float:
-        """Seconds from its arrival to its deadline."""
-        return self.deadline - self.arrival
 
     @property
     def is_drained(self) -> bool:

@@ -183,7 +183,7 @@ def test_priority_comes_before_urgency() -> None:
     for policy in POLICIES:
         packer = Packer(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
         low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
-        assert rank(packer.policy, [low, high], 1.0) == [high, low]
+        assert list(rank(packer.policy, [low, high], 1.0)) == [high, low]
 
 
 # Prompts that share a step.
@@ -191,7 +191,8 @@ def test_priority_comes_before_urgency() -> None:
 
 def prompt(order: int, length: int, arrival: float = 0.0, ttft: float = 10.0, priority: int = 0) -> Sequence:
     sequence = Sequence(f"s{order}", order, length, 1, arrival, priority)
-    sequence.deadline, sequence.rest = arrival + ttft, DEVICE.prefill_seconds(0, length, BUDGET)
+    sequence.deadline, sequence.patience = arrival + ttft, ttft
+    sequence.rest = DEVICE.prefill_seconds(0, length, BUDGET)
     return sequence
 
 
@@ -201,7 +202,7 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
         packer = Packer(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
         shares = dict(packer.pack([long, short], [], Work(), now))
         used = 1 - (20.0 - now - short.rest) / 10.0
-        if rank(packer.policy, [long, short], now)[0] is short:
+        if next(rank(packer.policy, [long, short], now)) is short:
             assert shares == {short: BUDGET}
         else:
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)

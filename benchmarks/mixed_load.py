@@ -1,0 +1,207 @@
+"""One long prompt among a stream of short ones, on the real engine: `python -m benchmarks.mixed_load`.
+
+The built-in model reads a prompt of 30,000 tokens while short requests arrive, under several policies and chunkings:
+what do the short ones wait for their first token, what between tokens, and how much later is the long one? Whole-prompt
+prefill, which reads each prompt in one step, is what chunking is measured against. With `--pareto`, chunk sizes and
+TPOT targets against each other instead, all under `ilrs`.
+
+The predictor is fitted first, to contexts of up to 8,192 tokens, and judged by batches that it was not fitted to, of
+such contexts and of four times as long ones, all measured in turns.
+
+Source: Medha, 5.2 (figure 15) and 3.2 (figure 6).
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from longctx.models import Llama, load_checkpoint
+from longctx.models.builtin import TINY
+from longctx.models.params import Params
+from longctx.serving import Engine, EngineConfig, Slo, StepMetrics
+from longctx.serving.predictor import RuntimePredictor, fit
+from longctx.serving.predictor.fit import relative_errors
+from longctx.serving.profile import measure, random_shapes, shapes_to_measure
+from longctx.simulation.replay import Record, replay
+from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize
+
+LONG, FITTED = 30_000, 8192
+BUCKETS = (8, 32, 128, 512, 2048)
+WHOLE = 30_080  # a step that holds the long prompt and all decodes
+
+LOADS = {
+    "ilrs, adaptive": ("ilrs", "adaptive"),
+    "fcfs, static:512": ("fcfs", "static:512"),
+    "fcfs, static:2048": ("fcfs", "static:2048"),
+    "whole prompts": ("fcfs", f"static:{WHOLE}"),
+}
+STATIC, TARGETS = (64, 128, 256, 512, 1024, 2048), (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+class Bench(NamedTuple):
+    model: Llama
+    params: Params
+    requests: list[WorkloadRequest]
+
+    def engine(self, policy: str, chunking: str, tpot: float, **more: Any) -> Engine:
+        whole = chunking == f"static:{WHOLE}"
+        config = EngineConfig(
+            max_running=32,
+            max_length=33_000,
+            num_pages=1024,
+            token_budget=WHOLE if whole else BUCKETS[-1],
+            buckets=(*BUCKETS, WHOLE) if whole else BUCKETS,
+            policy=policy,
+            chunking=chunking,
+            slo=Slo(tpot=tpot),
+            prefix_cache=False,
+            max_logprobs=0,
+        )
+        return Engine(self.model, self.params, config, **more)
+
+    def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> "Result":
+        tell(f"{name} ...")
+        steps: list[StepMetrics] = []
+        known = None if str(WHOLE) in chunking else predictor  # it knows no step so large, nor does fcfs need it
+        engine = self.engine(policy, chunking, tpot, predictor=known, monitor=steps.append)
+        engine.warm_up()
+        return Result(name, replay(engine, self.requests, time.monotonic, steps=steps))
+
+
+class Result(NamedTuple):
+    """Of one run; seconds."""
+
+    name: str
+    record: Record
+
+    def row(self) -> dict[str, Any]:
+        (long,) = (x for x in self.record.served if x.metrics.prompt_tokens == LONG)
+        short = [x.ttft for x in self.record.served if x.metrics.prompt_tokens < LONG]
+        until = long.metrics.first_token or 0.0
+        # Every decode's wait for its token is the step in which it is computed.
+        steps = [step for step in self.record.steps if step.finished <= until]
+        waits = np.repeat([step.seconds for step in steps], [step.decodes for step in steps])
+        return {
+            "name": self.name,
+            "long_ttft": long.ttft,
+            "short_ttft": {f"p{p}": float(np.percentile(short, p)) for p in (50, 90)},
+            "tpot": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95)} if len(waits) else None,
+            "chunks": [(at, count) for s in self.record.steps for at, count in s.chunks],
+            "prediction_error": float(np.mean([abs(s.predicted / s.seconds - 1) for s in self.record.steps])),
+        }
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict[str, float]]]:
+    """The predictor, and its mean and largest errors."""
+    engine = bench.engine("ilrs", "static", 1.0)
+    tell("compiling ...")
+    engine.warm_up()
+    own = shapes_to_measure(engine, FITTED)
+    others = random_shapes(engine, FITTED, 40), random_shapes(engine, 4 * FITTED, 40, seed=1)
+    tell("measuring ...")
+    measured = measure(engine, [*own, *others[0], *others[1]], repeats)
+    predictor = fit(measured[: len(own)], BUCKETS)
+    parts = {"fitted": measured[: len(own)], "held out": measured[len(own) : -40], "four times": measured[-40:]}
+    errors = {}
+    for name, part in parts.items():
+        found = np.abs(relative_errors(predictor, part))
+        errors[name] = {"mean": float(found.mean()), "largest": float(found.max()), "batches": len(found)}
+    return predictor, errors
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In markdown."""
+    lines = [
+        "| | short TTFT p50 | p90 | TPOT p50 | p95 | long TTFT | predictions off by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tpot = row["tpot"] or {"p50": float("nan"), "p95": float("nan")}
+        numbers = (*row["short_ttft"].values(), *tpot.values(), row["long_ttft"])
+        told = " | ".join(f"{x:.3f} s" for x in numbers)
+        lines.append(f"| {row['name']} | {told} | {row['prediction_error']:.0%} |")
+    return "\n".join(lines)
+
+
+def plot_loads(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    names = [row["name"].replace(", ", "\n") for row in rows]
+    ttft, tpot, long, chunks = figure.subplots(1, 4)
+    for axes, title, values in (
+        (ttft, "TTFT of short ones, median", [row["short_ttft"]["p50"] for row in rows]),
+        (tpot, "TPOT, 95 %", [row["tpot"]["p95"] if row["tpot"] else 0 for row in rows]),
+        (long, "TTFT of the long one", [row["long_ttft"] for row in rows]),
+    ):
+        axes.bar(names, values)
+        axes.set(title=title, ylabel="seconds")
+        axes.tick_params(axis="x", labelsize=6)
+    ttft.set_yscale("log")
+    chunks.plot(*zip(*(x for x in rows[0]["chunks"] if x[0] > 0), strict=True), ".", markersize=3)
+    chunks.set(title=f"Chunks, {rows[0]['name']}", xlabel="tokens before", ylabel="tokens")
+    figure.savefig(path)
+
+
+def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for kind in ("static", "adaptive"):
+        points = [(row["tpot"]["p95"], row["long_ttft"], row["name"]) for row in rows if row["name"].startswith(kind)]
+        axes.plot(*list(zip(*points, strict=True))[:2], "o-", label=kind)
+        for x, y, name in points:
+            axes.annotate(name.partition(":")[2], (x, y), fontsize=7)
+    axes.set(xlabel="TPOT of short ones, 95 %, seconds", ylabel="TTFT of the long one, seconds", xscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--pareto", action="store_true", help="static chunks against adaptive ones")
+    parser.add_argument("--seconds", type=float, default=18.0, help="for which short requests arrive")
+    parser.add_argument("--rate", type=float, default=1.5, help="of them, a second")
+    parser.add_argument("--tpot", type=float, default=0.2, help="seconds, adaptive chunks")
+    parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+
+    count = round(options.rate * options.seconds)
+    short = arrive_at_rate(synthesize(count, Lengths(32, 512, True), Lengths(16, 48)), options.rate)
+    long = WorkloadRequest(0.5, LONG, 4, number=count)
+    model, params = load_checkpoint(TINY)
+    bench = Bench(model, params, sorted([*short, long], key=lambda request: request.arrival))
+    predictor, errors = fitted(bench, options.repeats)
+    for name, error in errors.items():
+        print(f"predictor, {name}: mean error {error['mean']:.1%}, at most {error['largest']:.1%}, {error['batches']}")
+
+    if options.pareto:
+        cases = [(f"static:{n}", "ilrs", f"static:{n}", options.tpot) for n in STATIC]
+        cases += [(f"adaptive:{tpot}", "ilrs", "adaptive", tpot) for tpot in TARGETS]
+    else:
+        cases = [(name, *how, options.tpot) for name, how in LOADS.items()]
+    rows = [bench.run(*case, predictor).row() for case in cases]
+    print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
+    print(table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"predictor": errors, "rows": rows}) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        (plot_pareto if options.pareto else plot_loads)(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
