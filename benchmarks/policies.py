@@ -54,9 +54,7 @@ class Run(NamedTuple):
         return found
 
 
-def simulate(
-    policy: str, requests: list[WorkloadRequest], rate: float, tpot: float, max_share: float, seed: int
-) -> Run:
+def simulate(policy: str, requests: list[WorkloadRequest], rate: float, slo: Slo, max_share: float, seed: int) -> Run:
     device = roofline(LLAMA_8B, GPUS["A100"], BUDGET, stage=2, tensor=8, overhead=2e-3)
     executor = VirtualExecutor(lambda batch: device.seconds(batch.work), LLAMA_8B.vocab_size)
     config = EngineConfig(
@@ -68,8 +66,7 @@ def simulate(
         policy=policy,
         chunking="adaptive",
         max_share=max_share,
-        # Deadlines are five times the prompt alone, however short, but for a step or two.
-        slo=Slo(ttft_factor=5.0, ttft_least=2 * tpot, tpot=tpot),
+        slo=slo,
         prefix_cache=False,
         run_ahead=1,
     )
@@ -118,18 +115,22 @@ def plot(runs: list[Run], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("mix", type=Path, help="CSV of lengths")
-    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--requests", type=int, default=1600)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.75, 1.25])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--tpot", type=float, default=0.05)
+    parser.add_argument(
+        "--ttft-least", type=float, default=Slo().ttft_least, help="seconds; else five times that alone"
+    )
     parser.add_argument("--max-share", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     requests = read_workload(options.mix, options.requests)
+    slo = Slo(ttft_factor=5.0, ttft_least=options.ttft_least, tpot=options.tpot)
     runs = [
-        simulate(policy, requests, rate, options.tpot, options.max_share, options.seed)
+        simulate(policy, requests, rate, slo, options.max_share, options.seed)
         for rate in options.rates
         for policy in options.policies
     ]

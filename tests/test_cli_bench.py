@@ -71,6 +71,37 @@ def test_a_trace_is_served(checkpoint: Path, trace: Path, tmp_path: Path, capsys
     assert not HAS_MATPLOTLIB or figure.read_text().startswith("<?xml")
 
 
+def test_a_profile_is_made_and_used(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, results = tmp_path / "profile.json", tmp_path / "results.json"
+    model = ["--model", str(checkpoint)]
+    assert main(["profile", str(file), *model, *ENGINE, "--repeats", "1", "--check", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "error, fitted" in out
+    assert "of 3 batches" in out
+    profile = json.loads(file.read_text())
+    assert [program["rows"] for program in profile["predictor"]["programs"]] == [8]
+    assert profile["subject"]["page_size"] == 4
+
+    mix = ["--requests", "5", "--prompt-tokens", "2:60", "--output-tokens", "4", "--chunking", "adaptive"]
+    mix += ["--policy", "edf", "--tpot", "0.01", "--json", str(results), "--profile", str(file)]
+    if HAS_MATPLOTLIB:
+        mix += ["--plot", str(tmp_path / "figure.png")]
+    assert main(["bench", *model, *ENGINE, *mix]) == 0
+    assert "predictions off by" in capsys.readouterr().out
+    contents = json.loads(results.read_text())
+    assert contents["config"]["slo"]["tpot"] == 0.01
+    assert all(r["tpot_target"] == 0.01 and r["slack"] <= 1 for r in contents["requests"])
+    steps = contents["steps"]
+    assert sum(count for step in steps for _, count in step["chunks"]) == sum(
+        r["prompt_tokens"] - r["cached_tokens"] for r in contents["requests"]
+    )
+    assert all(step["predicted"] > 0 and step["seconds"] > 0 for step in steps)
+
+    other = ["--page-size", "8", *ENGINE[2:]]
+    assert main(["bench", *model, *other, "--requests", "1", "--prompt-tokens", "9", "--profile", str(file)]) == 2
+    assert "was measured on another engine: page_size is 4 there and 8 here" in capsys.readouterr().err
+
+
 def test_a_mix_is_made_up(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     mix = ["--requests", "6", "--prompt-tokens", "2:9", "--output-tokens", "3", "--shared-prefix", "20", "--rate", "50"]
@@ -102,6 +133,12 @@ def test_a_mix_is_made_up(checkpoint: Path, tmp_path: Path, capsys: pytest.Captu
         (["--prompt-tokens", "9", "--output-tokens", "9", "--page-size", "4", "--num-pages", "2"], "--num-pages must"),
         (["--plot", "figure.pdf"], "--plot must end in .png or .svg"),
         (["--json", "nowhere/results.json"], "--json: no such directory"),
+        (["--policy", "random"], "--policy must be one of fcfs, edf, srpf, lrs, ilrs, got 'random'"),
+        (["--chunking", "static:many"], '--chunking must be "static", "static:N" or "adaptive"'),
+        (["--max-share", "2"], "--max-share must be finite and 0 to 1"),
+        (["--tpot", "0"], "--tpot must be above 0"),
+        (["--profile", "nowhere.json"], "--profile: no such file: nowhere.json"),
+        (["--buckets", "8;16"], "--buckets must be integers with commas between them"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -178,6 +178,9 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not (value > 0 and (name == "rate" or math.isfinite(value))):
             raise ValueError(f"{flag(name)} must be above 0, got {value}")
+    engine_config(options, max_length=options.max_length)
+    if options.profile is not None and not options.profile.is_file():
+        raise ValueError(f"--profile: no such file: {options.profile}")
     for name in ("json", "plot"):
         path = getattr(options, name)
         if path is not None and not path.parent.is_dir():

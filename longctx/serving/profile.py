@@ -97,8 +97,8 @@ def shapes_to_measure(engine: Engine, max_context: int) -> list[BatchShape]:
             fitting = min(beside, (pool - max_context) // (max_context // 4 + config.page_size))
             shapes |= {BatchShape(fitting, max_context // 4, size, start) for start in (0, max_context // 2)}
         for context in (config.page_size, max_context // 8, max_context // 2):
-            decodes = max(1, min(config.max_running, rows, pool // (context + config.page_size)))
-            shapes.add(BatchShape(decodes, context, 0, 0))
+            fitting = max(1, min(config.max_running, pool // (context + config.page_size)))
+            shapes |= {BatchShape(min(fitting, count), context, 0, 0) for count in (below + 1, rows)}
         shapes = {shape for shape in shapes if shape.rows <= below or (shape.rows <= rows and shape.chunk_start >= 0)}
         below = rows
     return sorted(shape for shape in shapes if shape.rows and _pages(shape, config.page_size) <= engine.num_pages)
