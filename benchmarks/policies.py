@@ -97,18 +97,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(runs: list[Run], path: Path) -> None:
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Medians as bars, 90 and 99 % as marks, as PNG or SVG."""
     from matplotlib.figure import Figure
 
-    rates = sorted({run.rate for run in runs})
-    figure = Figure(figsize=(4.2 * len(rates), 3.6), layout="constrained")
+    rates = sorted({row["rate"] for row in rows})
+    figure = Figure(figsize=(3.6 * len(rates), 3.4), layout="constrained")
     for axes, rate in zip(np.atleast_1d(figure.subplots(1, len(rates), sharey=True)), rates, strict=True):
-        for run in runs:
-            if run.rate == rate:
-                axes.ecdf(run.normalised(), label=run.policy)
-        axes.set(title=f"{rate} requests/s", xlabel="TTFT over that alone", xscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend()
+        own = [row for row in rows if row["rate"] == rate]
+        names = [row["policy"] for row in own]
+        axes.bar(names, [row["all"]["p50"] for row in own], label="median")
+        for mark, p in (("^", "p90"), ("_", "p99")):
+            axes.plot(names, [row["all"][p] for row in own], mark, color="black", label=p)
+        axes.set(title=f"{rate} requests/s", yscale="log")
+        axes.grid(alpha=0.3, axis="y")
+    first = figure.axes[0]
+    first.set_ylabel("TTFT over that of the prompt alone")
+    first.legend()
     figure.savefig(path)
 
 
@@ -139,7 +144,7 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(rows) + "\n", encoding="utf-8")
     if options.plot is not None:
-        plot(runs, options.plot)
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":
