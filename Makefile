@@ -45,6 +45,8 @@ bench: .venv/installed-test
 	$(BIN)/python -m benchmarks.host_overhead
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.prefix_cache
+	$(BIN)/python -m benchmarks.scheduling
+	$(BIN)/python -m benchmarks.mixed_load
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -21,6 +21,7 @@ setup(
         "optax>=0.2.5",
         "einops>=0.8",
         "numpy>=2.0",
+        "scipy>=1.13",
         "chex>=0.1.90",
         "absl-py>=2.1",
         "safetensors>=0.5",

@@ -172,7 +172,7 @@ def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--pareto", action="store_true", help="static chunks against adaptive ones")
-    parser.add_argument("--seconds", type=float, default=18.0, help="for which short requests arrive")
+    parser.add_argument("--seconds", type=float, default=16.0, help="for which short requests arrive")
     parser.add_argument("--rate", type=float, default=1.5, help="of them, a second")
     parser.add_argument("--tpot", type=float, default=0.2, help="seconds, adaptive chunks")
     parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
 
     count = round(options.rate * options.seconds)
-    short = arrive_at_rate(synthesize(count, Lengths(32, 512, True), Lengths(16, 48)), options.rate)
+    short = arrive_at_rate(synthesize(count, Lengths(32, 256, True), Lengths(8, 24)), options.rate)
     long = WorkloadRequest(0.5, LONG, 4, number=count)
     model, params = load_checkpoint(TINY)
     bench = Bench(model, params, sorted([*short, long], key=lambda request: request.arrival))

@@ -27,7 +27,8 @@ class EngineConfig:
       max_share: the share of a step that a long prompt leaves to short ones at most, under `ilrs`, 0 to 1.
       slo: what is due to requests that bring no `ttft_deadline` or `tpot_target`.
       buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget.
-      run_ahead: steps that are planned before the result of the first is there, 1 to 8.
+      run_ahead: steps that are planned before the result of the first is there, 1 to 8, at most; none ahead of steps
+        that should take 50 ms.
       admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt
         does, and when memory runs out puts the latest request back, to be recomputed.
       prefix_cache: share full pages among requests that begin alike.

@@ -46,6 +46,9 @@ from longctx.serving.stream import Job, TokenStream
 
 Prompt = str | List[int] | Request
 
+# Planning ahead hides some hundred microseconds. For longer than these seconds it isn't worth what an arrival waits.
+_AHEAD = 0.05
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -358,7 +361,7 @@ class Engine:
         self._check_alive()
         self._cancel_left()
         try:
-            while len(self._under_way) < self.config.run_ahead:
+            while self._may_run_ahead():
                 now = self._clock()
                 batch = self.scheduler.schedule(now)
                 if batch is None:
@@ -376,6 +379,12 @@ class Engine:
             self._error = error
             self._jobs.clear()
             raise
+
+    def _may_run_ahead(self) -> bool:
+        """Whether one more step shall be planned before the results of those under way are there."""
+        if len(self._under_way) >= self.config.run_ahead:
+            return False
+        return sum(batch.predicted for batch, *_ in self._under_way) < _AHEAD
 
     def _measure(self, batch: Batch, begun: float) -> None:
         """A step has just ended: the predictor and the monitor are told."""
