@@ -2,8 +2,8 @@
 
 The built-in model reads a prompt of 30,000 tokens while short requests arrive, under several policies and chunkings:
 what do the short ones wait for their first token, what between tokens, and how much later is the long one? Whole-prompt
-prefill, which reads each prompt in one step, is what chunking is measured against. With `--pareto`, chunk sizes and
-TPOT targets against each other instead, all under `ilrs`.
+prefill, which reads each prompt in one step, is what chunking is measured against. With `--pareto`, also static chunks
+of several sizes against adaptive ones with several TPOT targets, all under `ilrs`.
 
 The predictor is fitted first, to contexts of up to 8,192 tokens, and judged by batches that it was not fitted to, of
 such contexts and of four times as long ones, all measured in turns.
@@ -25,10 +25,11 @@ from longctx.models import Llama, load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
 from longctx.serving import Engine, EngineConfig, Slo, StepMetrics
-from longctx.serving.predictor import RuntimePredictor, fit
-from longctx.serving.predictor.fit import relative_errors
-from longctx.serving.profile import measure, random_shapes, shapes_to_measure
+from longctx.serving.predictor import RuntimePredictor
+from longctx.serving.predictor.fit import fit, relative_errors
+from longctx.serving.profile import measure, random_shapes, shapes_to_measure, tiles
 from longctx.simulation.replay import Record, replay
+from longctx.simulation.report import summarize
 from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize
 
 LONG, FITTED = 30_000, 8192
@@ -93,7 +94,7 @@ class Result(NamedTuple):
             "short_ttft": {f"p{p}": float(np.percentile(short, p)) for p in (50, 90)},
             "tpot": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95)} if len(waits) else None,
             "chunks": [(at, count) for s in self.record.steps for at, count in s.chunks],
-            "prediction_error": float(np.mean([abs(s.predicted / s.seconds - 1) for s in self.record.steps])),
+            "prediction_error": summarize(self.record)["prediction_error"],
         }
 
 
@@ -110,7 +111,7 @@ def fitted(bench: Bench, repeats: int) -> tuple[RuntimePredictor, dict[str, dict
     others = random_shapes(engine, FITTED, 40), random_shapes(engine, 4 * FITTED, 40, seed=1)
     tell("measuring ...")
     measured = measure(engine, [*own, *others[0], *others[1]], repeats)
-    predictor = fit(measured[: len(own)], BUCKETS)
+    predictor = fit(measured[: len(own)], BUCKETS, tiles(engine))
     parts = {"fitted": measured[: len(own)], "held out": measured[len(own) : -40], "four times": measured[-40:]}
     errors = {}
     for name, part in parts.items():
@@ -171,13 +172,13 @@ def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--pareto", action="store_true", help="static chunks against adaptive ones")
+    parser.add_argument("--pareto", action="store_true", help="also chunk sizes against TPOT targets")
     parser.add_argument("--seconds", type=float, default=16.0, help="for which short requests arrive")
     parser.add_argument("--rate", type=float, default=1.5, help="of them, a second")
     parser.add_argument("--tpot", type=float, default=0.2, help="seconds, adaptive chunks")
     parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="where figures go, SVG")
     options = parser.parse_args()
 
     count = round(options.rate * options.seconds)
@@ -189,18 +190,22 @@ def main() -> None:
     for name, error in errors.items():
         print(f"predictor, {name}: mean error {error['mean']:.1%}, at most {error['largest']:.1%}, {error['batches']}")
 
+    print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    loads = [bench.run(name, *how, options.tpot, predictor).row() for name, how in LOADS.items()]
+    print(f"\n{table(loads)}")
+    pareto = []
     if options.pareto:
-        cases = [(f"static:{n}", "ilrs", f"static:{n}", options.tpot) for n in STATIC]
-        cases += [(f"adaptive:{tpot}", "ilrs", "adaptive", tpot) for tpot in TARGETS]
-    else:
-        cases = [(name, *how, options.tpot) for name, how in LOADS.items()]
-    rows = [bench.run(*case, predictor).row() for case in cases]
-    print(f"\n{count} short requests, one of {LONG:,} tokens; {jax.devices()[0].device_kind}, jax {jax.__version__}\n")
-    print(table(rows))
+        cases = [(f"static:{n}", f"static:{n}", options.tpot) for n in STATIC]
+        cases += [(f"adaptive:{tpot}", "adaptive", tpot) for tpot in TARGETS]
+        pareto = [bench.run(name, "ilrs", chunking, tpot, predictor).row() for name, chunking, tpot in cases]
+        print(f"\n{table(pareto)}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"predictor": errors, "rows": rows}) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        (plot_pareto if options.pareto else plot_loads)(rows, options.plot)
+        contents = {"predictor": errors, "loads": loads, "pareto": pareto}
+        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    if options.figures is not None:
+        plot_loads(loads, options.figures / "mixed_load.svg")
+        if pareto:
+            plot_pareto(pareto, options.figures / "adaptive_chunks.svg")
 
 
 if __name__ == "__main__":

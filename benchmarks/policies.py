@@ -17,11 +17,11 @@ import numpy as np
 from tqdm import tqdm
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, Metrics, Slo
-from longctx.serving.predictor import CurvePredictor, roofline
-from longctx.serving.predictor.roofline import GPUS
+from longctx.serving import Engine, EngineConfig, Slo
+from longctx.serving.predictor import CurvePredictor
+from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.simulation import VirtualExecutor
-from longctx.simulation.replay import replay
+from longctx.simulation.replay import Served, replay
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
@@ -35,22 +35,22 @@ class Run(NamedTuple):
 
     policy: str
     rate: float
-    metrics: list[Metrics]
+    served: list[Served]
     device: CurvePredictor
 
     def normalised(self, low: int = 0, high: int = 10**9) -> np.ndarray:
-        served = [m for m in self.metrics if low <= m.prompt_tokens < high]
-        return np.array([m.ttft / self.device.prefill_seconds(0, m.prompt_tokens, BUDGET) for m in served])  # type: ignore[operator]
+        found = [(x.ttft, x.metrics.prompt_tokens) for x in self.served if low <= x.metrics.prompt_tokens < high]
+        return np.array([ttft / self.device.prefill_seconds(0, length, BUDGET) for ttft, length in found])
 
     def row(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"policy": self.policy, "rate": self.rate, "requests": len(self.metrics)}
+        found: dict[str, Any] = {"policy": self.policy, "rate": self.rate, "requests": len(self.served)}
         for name, ends in (("all", (0, 10**9)), ("short", (0, LONG)), ("long", (LONG, 10**9))):
             values = self.normalised(*ends)
-            ttft = [m.ttft for m in self.metrics if ends[0] <= m.prompt_tokens < ends[1]]
+            ttft = [x.ttft for x in self.served if ends[0] <= x.metrics.prompt_tokens < ends[1]]
             found[name] = {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} | {
-                "ttft_p50": float(np.median(ttft))  # type: ignore[arg-type]
+                "ttft_p50": float(np.median(ttft))
             }
-        found["in_time"] = float(np.mean([m.kept_ttft for m in self.metrics]))
+        found["in_time"] = float(np.mean([bool(x.kept_ttft) for x in self.served]))
         return found
 
 
@@ -80,7 +80,7 @@ def simulate(policy: str, requests: list[WorkloadRequest], rate: float, slo: Slo
         record = replay(
             engine, arriving, executor.clock, sleep, progress=lambda record, _: bar.update(len(record.served) - bar.n)
         )
-    return Run(policy, rate, [served.metrics for served in record.served], device)
+    return Run(policy, rate, record.served, device)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -30,7 +30,7 @@ STEP = 0.05  # seconds
 def make_scheduler(policy: str, chunking: str, free_slots: int) -> Scheduler:
     lengths = [SHORT, LONG] * (RUNNING // 2)
     pages = sum(-(-(length + OUTPUT - 1) // PAGE) for length in lengths)
-    packer = Packer(make_policy(policy, 0.5), Corrected(PREDICTOR), Chunking.parse(chunking, BUDGET))
+    packer = Packer(make_policy(policy, 0.5), Corrected(PREDICTOR), Chunking.parse(chunking, BUDGET, RUNNING))
     scheduler = Scheduler(packer, PagePool(pages), PAGE, RUNNING + free_slots, slo=Slo(tpot=STEP))
     for order, length in enumerate(lengths):
         # Whatever the policy, short prompts are read first.

@@ -83,14 +83,14 @@ def test_a_profile_is_made_and_used(checkpoint: Path, tmp_path: Path, capsys: py
     assert profile["subject"]["page_size"] == 4
 
     mix = ["--requests", "5", "--prompt-tokens", "2:60", "--output-tokens", "4", "--chunking", "adaptive"]
-    mix += ["--policy", "edf", "--tpot", "0.01", "--json", str(results), "--profile", str(file)]
+    mix += ["--policy", "edf", "--tpot", "0.5", "--json", str(results), "--profile", str(file)]
     if HAS_MATPLOTLIB:
         mix += ["--plot", str(tmp_path / "figure.png")]
     assert main(["bench", *model, *ENGINE, *mix]) == 0
-    assert "predictions off by" in capsys.readouterr().out
+    assert "in time" in capsys.readouterr().out
     contents = json.loads(results.read_text())
-    assert contents["config"]["slo"]["tpot"] == 0.01
-    assert all(r["tpot_target"] == 0.01 and r["slack"] <= 1 for r in contents["requests"])
+    assert contents["config"]["slo"]["tpot"] == 0.5
+    assert all(r["tpot_target"] == 0.5 and r["slack"] <= 1 for r in contents["requests"])
     steps = contents["steps"]
     assert sum(count for step in steps for _, count in step["chunks"]) == sum(
         r["prompt_tokens"] - r["cached_tokens"] for r in contents["requests"]

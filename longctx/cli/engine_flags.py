@@ -11,7 +11,7 @@ from longctx.models import Llama
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
 from longctx.serving import Engine, EngineConfig, Slo
-from longctx.serving.predictor import load_profile
+from longctx.serving.predictor.file import load_profile
 from longctx.serving.profile import subject
 
 _SIZES = ("page_size", "num_pages", "max_running", "token_budget", "run_ahead")

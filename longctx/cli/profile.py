@@ -4,12 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
-from longctx.cli.engine_flags import add_engine_arguments, add_model_arguments, engine_config, make_engine
+from longctx.cli.engine_flags import add_engine_arguments, add_model_arguments, engine_config, flag, make_engine
 from longctx.models import load_checkpoint
-from longctx.serving.predictor import RuntimePredictor, save_profile
+from longctx.serving.predictor import RuntimePredictor
+from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import relative_errors
 from longctx.serving.profile import context_room, measure, profile, random_shapes, subject
 
@@ -27,15 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.out.parent.is_dir():
-        raise ValueError(f"no such directory: {options.out.parent}")
-    for name, low in (("repeats", 1), ("check", 0)):
-        if getattr(options, name) < low:
-            raise ValueError(f"--{name} must be at least {low}, got {getattr(options, name)}")
+    if options.out.is_dir() or not options.out.parent.is_dir():
+        raise ValueError(f"FILE: is a directory, or there is none to put it in: {options.out}")
+    for name, low in (("repeats", 1), ("check", 0), ("max_context", 1)):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
     model, params = load_checkpoint(options.model, dtype=options.dtype)
     config = engine_config(options, max_length=options.max_length)
     engine = make_engine(options, model, params, config)
-    context = min(16_384, context_room(engine)) if options.max_context is None else options.max_context
+    room = context_room(engine)
+    context = min(16_384, room) if options.max_context is None else options.max_context
+    if context > room:
+        raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")
 
     print("compiling ...", file=sys.stderr)
     engine.warm_up()
@@ -46,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         predictor, measured = profile(engine, context, options.repeats, progress)
-    notes = {"max_context": context, "fitted": _told(predictor, measured)}
+    notes = {"jax": jax.__version__, "max_context": context, "fitted": _told(predictor, measured)}
+    save_profile(options.out, predictor, subject(model, params, config), notes)  # whatever comes after
     if options.check:
         shapes = random_shapes(engine, context, options.check)
         notes["held_out"] = _told(predictor, measure(engine, shapes, options.repeats))

@@ -75,7 +75,7 @@ class EngineConfig:
             )
         check_real("max_share", self.max_share, 0, 1)
         make_policy(self.policy, self.max_share)
-        Chunking.parse(self.chunking, self.token_budget)
+        Chunking.parse(self.chunking, self.token_budget, self.max_running)
         if not isinstance(self.slo, Slo):
             raise TypeError(f"slo must be an Slo, got {self.slo!r}")
         if self.admission not in ("reserve", "optimistic"):

@@ -28,20 +28,19 @@ from longctx.serving.door import Door
 from longctx.serving.door import Prompt as PromptTokens
 from longctx.serving.executor import DeviceExecutor, Executor, Results
 from longctx.serving.monitor import StepMetrics
-from longctx.serving.output import Event, FinishReason, Metrics, Output
+from longctx.serving.output import Event, FinishReason, Output
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
 from longctx.serving.policy import make_policy
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import hardware_of, roofline
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.predictor.work import Work
+from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.prefix import PageHash
 from longctx.serving.request import Request, SamplingParams
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
 from longctx.serving.sequence import Sequence, State
-from longctx.serving.slo import check_possible
+from longctx.serving.slo import check_possible, check_slo
 from longctx.serving.stream import Job, TokenStream
 
 Prompt = str | List[int] | Request
@@ -119,9 +118,10 @@ class Engine:
         self._monitor, self._is_profiled = monitor, predictor is not None
         if predictor is None:
             predictor = roofline(model.config, hardware_of(device), config.token_budget)
-        predictor.seconds(Work(config.token_budget))  # ValueError if it knows no step so large
-        self.predictor = Corrected(predictor)
-        chunking = Chunking.parse(config.chunking, config.token_budget)
+        self.predictor = Corrected(check_predictor(predictor, config.token_budget))
+        if self._is_profiled:
+            check_slo(config.slo, predictor)
+        chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
         self.scheduler = Scheduler(
             Packer(make_policy(config.policy, config.max_share), self.predictor, chunking),
             PagePool(self.num_pages),
@@ -199,7 +199,13 @@ class Engine:
             if self._jobs:
                 raise RuntimeError(f"an engine is measured while it serves nobody: {len(self._jobs)} have not ended")
             self.scheduler.pool.clear()
-            yield self._executor
+            self._error = RuntimeError("its executor is lent")  # until it comes back
+            try:
+                yield self._executor
+            except BaseException as error:
+                self._error = error
+                raise
+            self._error = None
 
     # Piece by piece.
 
@@ -323,9 +329,9 @@ class Engine:
                 params = request.sampling
                 self.scheduler.check(len(prompt.tokens), params.max_tokens, params.n)
                 if self._is_profiled:
-                    cached = self.scheduler.count_cached(prompt.keys) if request.ttft_deadline is not None else 0
-                    budget, predictor = self.config.token_budget, self.predictor.predictor
-                    check_possible(request, cached, len(prompt.tokens), budget, predictor)
+                    cached = self.scheduler.count_cached(prompt.keys) if params.prompt_logprobs is None else 0
+                    rows = self.scheduler.packer.chunking.tokens
+                    check_possible(request, cached, len(prompt.tokens), rows, self.predictor.predictor)
                 if request.request_id in ids:
                     raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
                 if request.request_id is not None:
@@ -338,9 +344,6 @@ class Engine:
             self._num_requests += 1
         job = Job(request_id, self._door.enter(request, prompt, request_id, self._clock()), events)
         self.scheduler.add(job.sequences[0])
-        for sequence in job.sequences:
-            metrics: Metrics = sequence.data.metrics
-            metrics.ttft_deadline, metrics.tpot_target = sequence.patience, sequence.tpot_target
         self._jobs[request_id] = job
         return job
 
@@ -372,8 +375,9 @@ class Engine:
                 raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
             if self._under_way:
                 batch, pending, begun = self._under_way.popleft()
+                before = self._clock()
                 results = self._executor.wait(pending)
-                self._measure(batch, begun)
+                self._measure(batch, begun, before)
                 self._receive(batch, results)
         except BaseException as error:
             self._error = error
@@ -386,16 +390,19 @@ class Engine:
             return False
         return sum(batch.predicted for batch, *_ in self._under_way) < _AHEAD
 
-    def _measure(self, batch: Batch, begun: float) -> None:
-        """A step has just ended: the predictor and the monitor are told."""
+    def _measure(self, batch: Batch, begun: float, before: float) -> None:
+        """A step has ended, for which we waited from `before` on: the predictor and the monitor are told."""
         now = self._clock()
         seconds = now - max(begun, self._idle_since)
         self._idle_since = now
-        self.predictor.observe(batch.work, seconds)
+        # Nobody knows when it ended if we came late, as when whoever takes the tokens takes their time.
+        is_exact = now - before >= seconds / 2
+        if is_exact:
+            self.predictor.observe(batch.work, seconds)
         if self._monitor is not None:
             chunks = tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks if not chunk.decodes)
             decodes = len(batch.chunks) - len(chunks)
-            self._monitor(StepMetrics(batch.index, now, seconds, batch.predicted, decodes, chunks))
+            self._monitor(StepMetrics(batch.index, now, seconds, is_exact, batch.predicted, decodes, chunks))
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -439,6 +446,7 @@ class Engine:
         metrics = sample.metrics
         metrics.finished = self._clock()
         metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed
+        metrics.ttft_deadline, metrics.tpot_target = sequence.patience, sequence.tpot_target
         job = self._jobs[sample.request_id]
         job.events.append(sample.event(text, token, reason))
         job.num_open -= 1

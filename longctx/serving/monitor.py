@@ -10,6 +10,7 @@ class StepMetrics(NamedTuple):
       number: of the step, from 0.
       finished: when.
       seconds: it took, since it was begun or, if that was later, the step before ended.
+      is_exact: whether the engine waited for it; else it ended at some time before it was looked at.
       predicted: seconds that it was to take, when it was planned.
       decodes: sequences that it wrote a token of.
       chunks: of prompts: (position of the first token, tokens) of each.
@@ -18,6 +19,7 @@ class StepMetrics(NamedTuple):
     number: int
     finished: float
     seconds: float
+    is_exact: bool
     predicted: float
     decodes: int
     chunks: tuple[tuple[int, int], ...]

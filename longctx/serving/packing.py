@@ -6,6 +6,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.serving.policy import Policy, rank
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence
@@ -24,11 +25,12 @@ class Chunking(NamedTuple):
     tokens: int
 
     @classmethod
-    def parse(cls, text: str, token_budget: int) -> "Chunking":
+    def parse(cls, text: str, token_budget: int, max_running: int) -> "Chunking":
         """From `"static"`, `"static:N"` or `"adaptive"`.
 
         Raises:
-          TypeError, ValueError: it is none of these, or N is not 1 to `token_budget`.
+          TypeError, ValueError: it is none of these, or N is not `max_running` to `token_budget`: with fewer, decodes
+            might leave no row for any prompt.
         """
         if not isinstance(text, str):
             raise TypeError(f"chunking must be a string, got {text!r}")
@@ -36,8 +38,10 @@ class Chunking(NamedTuple):
         if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not number.isdecimal())):
             raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {text!r}')
         tokens = int(number) if colon else token_budget
-        if not 1 <= tokens <= token_budget:
-            raise ValueError(f"chunking must have 1 to token_budget={token_budget} tokens, got {text!r}")
+        if not max_running <= tokens <= token_budget:
+            raise ValueError(
+                f"chunking must have max_running={max_running} to token_budget={token_budget} tokens, got {text!r}"
+            )
         return cls(name == "adaptive", tokens)
 
 
@@ -49,7 +53,7 @@ class Packer:
     target. Without decodes, and with static chunking, tokens are what is shared out.
     """
 
-    def __init__(self, policy: Policy, predictor: Predictor, chunking: Chunking) -> None:
+    def __init__(self, policy: Policy, predictor: Corrected, chunking: Chunking) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
         self._sizes = [1 << i for i in range(chunking.tokens.bit_length())]
 
@@ -83,14 +87,14 @@ class Packer:
 
     def _smallest_efficient(self, start: int) -> int:
         """The smallest chunk after `start` tokens that is about as fast as a large one, read alone."""
-        rates = [size / self.predictor.seconds(Work().with_chunk(start, size, False)) for size in self._sizes]
-        enough = _EFFICIENT * max(rates)
-        return next(size for size, rate in zip(self._sizes, rates, strict=True) if rate >= enough)
+        seconds = [self.predictor.seconds(Work().with_chunk(start, size, False)) for size in self._sizes]
+        least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
+        return next(size for size, time in zip(self._sizes, seconds, strict=True) if _EFFICIENT * time <= least * size)
 
     def _lend(self, head: Sequence, others: List[Sequence], now: float) -> tuple[float, list[Sequence]]:
         """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
         borrowers = [s for s in others if s.rest < head.rest and s.priority == head.priority]
-        return max((self.policy.share(s, now) for s in borrowers), default=0.0), borrowers
+        return min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0)), borrowers
 
 
 class _Step:

@@ -5,8 +5,10 @@ two of its chunks. Decodes are not its affair: they always run.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol, runtime_checkable
 
 from longctx.serving.sequence import Sequence
@@ -17,7 +19,8 @@ class Policy(Protocol):
     """Pure functions of plain data: no clock, no randomness.
 
     Of a sequence they may heed `arrival`, `deadline` (when its first token is due) and `patience` (how long after its
-    arrival that is), `rest` (predicted seconds of what is left of its prompt, read alone) and its lengths.
+    arrival that is), `rest` (predicted seconds of what is left of its prompt, read alone) and its lengths. Results are
+    finite.
     """
 
     def urgency(self, sequence: Sequence, now: float) -> float:
@@ -98,7 +101,7 @@ class InputLengthAwareSlack(LeastRelativeSlack):
     max_share: float = 0.5
 
     def share(self, sequence: Sequence, now: float) -> float:
-        return min(self.max_share, max(0.0, 1.0 - self.urgency(sequence, now)))
+        return min(self.max_share, max(0.0, 1.0 - relative_slack(sequence, now)))
 
 
 POLICIES: dict[str, Callable[[float], Policy]] = {
@@ -120,6 +123,11 @@ def make_policy(name: str | Policy, max_share: float) -> Policy:
         if name not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
         return POLICIES[name](max_share)
-    if not isinstance(name, Policy):
+    if isinstance(name, type) or not isinstance(name, Policy):
         raise TypeError(f"policy must be a name or have `urgency` and `share`, got {name!r}")
+    probe = Sequence("probe", 0, prompt_length=1, max_tokens=1, deadline=1.0)
+    for method in (name.urgency, name.share):
+        value = method(probe, 0.0)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"policy must return finite numbers, got {value!r} from {method.__qualname__}")
     return name

@@ -1,6 +1,7 @@
 """Measures an engine's steps, and fits its runtime predictor to them."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -9,13 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.kernels.paged_attention.xla import tile_sizes
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.serving.batch import Batch, Chunk, TableRun
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine import Engine
 from longctx.serving.output import Metrics
-from longctx.serving.predictor.fit import TILES, Measured, fit
+from longctx.serving.predictor.fit import Measured, fit
 from longctx.serving.predictor.runtime import RuntimePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request import Request, SamplingParams
@@ -31,7 +33,7 @@ def subject(model: Llama, params: Params, config: EngineConfig) -> dict[str, Any
     (device,) = params["embed"].devices()
     return {name: shape[name] for name in names} | {
         "dtype": str(params["embed"].dtype),
-        "device": device.device_kind,
+        "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} threads",
         "page_size": config.page_size,
         "max_running": config.max_running,
         "buckets": list(config.row_buckets),
@@ -66,7 +68,7 @@ def profile(
 
     Raises:
       RuntimeError: the engine has work.
-      ValueError: max_context or repeats is out of range.
+      ValueError: max_context or repeats is out of range, or the engine has no room for a batch of some bucket.
     """
     room = context_room(engine)
     if max_context is not None and not 1 <= max_context <= room:
@@ -75,7 +77,7 @@ def profile(
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     shapes = shapes_to_measure(engine, min(max_context or 16_384, room))
     measured = measure(engine, shapes, repeats, progress)
-    return fit(measured, engine.config.row_buckets), measured
+    return fit(measured, engine.config.row_buckets, tiles(engine)), measured
 
 
 def context_room(engine: Engine) -> int:
@@ -83,25 +85,64 @@ def context_room(engine: Engine) -> int:
     return min(engine.max_length - 1, engine.num_pages * engine.config.page_size)
 
 
+def tiles(engine: Engine) -> tuple[int, ...]:
+    """Sizes into which attention cuts chunks: those of the CPU; a GPU's are these, or near enough."""
+    model = engine.model.config
+    return tile_sizes(engine.config.token_budget, model.num_heads // model.num_kv_heads)
+
+
 def shapes_to_measure(engine: Engine, max_context: int) -> list[BatchShape]:
     """For every bucket: chunks of every tile after short and long contexts, decodes of both, and both in one batch."""
     config = engine.config
     pool = engine.num_pages * config.page_size
+    sizes = tiles(engine)
     shapes: set[BatchShape] = set()
     below = 0
     for rows in config.row_buckets:
+        found: set[BatchShape] = set()
         beside = max(0, min(config.max_running, rows) - 1)  # decodes of a batch with a chunk
-        for size in {*TILES[1:], *(TILES[-1] + size for size in TILES[1:-1]), rows, rows - beside}:
+        for size in {*sizes[1:], *(sizes[-1] + size for size in sizes[1:-1]), below + 1, rows, rows - beside}:
             for start in (0, max_context // 4, max_context - size):
-                shapes |= {BatchShape(0, 0, size, start), BatchShape(beside, config.page_size, size, start)}
+                found |= {BatchShape(0, 0, size, start), BatchShape(beside, config.page_size, size, start)}
             fitting = min(beside, (pool - max_context) // (max_context // 4 + config.page_size))
-            shapes |= {BatchShape(fitting, max_context // 4, size, start) for start in (0, max_context // 2)}
-        for context in (config.page_size, max_context // 8, max_context // 2):
+            found |= {BatchShape(fitting, max_context // 4, size, start) for start in (0, max_context // 2)}
+        for context in (0, config.page_size, max_context // 8, max_context // 2):
             fitting = max(1, min(config.max_running, pool // (context + config.page_size)))
-            shapes |= {BatchShape(min(fitting, count), context, 0, 0) for count in (below + 1, rows)}
-        shapes = {shape for shape in shapes if shape.rows <= below or (shape.rows <= rows and shape.chunk_start >= 0)}
+            found |= {BatchShape(min(fitting, count), context, 0, 0) for count in (below + 1, rows)}
+        found = {shape for shape in found if below < shape.rows <= rows and _fits(engine, shape)}
+        if not found:
+            raise ValueError(
+                f"no batch of {below + 1} to {rows} rows fits into {engine.num_pages} pages and sequences of "
+                f"{engine.max_length} tokens: num_pages or max_length must be larger, or buckets less"
+            )
+        shapes |= found
         below = rows
-    return sorted(shape for shape in shapes if shape.rows and _pages(shape, config.page_size) <= engine.num_pages)
+    return sorted(shapes)
+
+
+def random_shapes(engine: Engine, max_context: int, count: int, seed: int = 0) -> list[BatchShape]:
+    """Random batches, none of them among those measured but by chance: what a predictor is to be judged by."""
+    rng: Any = np.random.default_rng(seed)
+    config = engine.config
+    least, most = np.log(min(16, max_context)), np.log(max(1, max_context // 2, min(16, max_context)))
+    shapes: list[BatchShape] = []
+    while len(shapes) < count:
+        decodes = int(rng.integers(0, config.max_running))
+        decode_context = int(np.exp(rng.uniform(least, most)))
+        chunk = int(rng.integers(0, config.token_budget - decodes + 1)) * bool(rng.random() < 0.8)
+        start = int(rng.integers(0, max(1, max_context - chunk)))
+        shape = BatchShape(decodes, decode_context, chunk, start)
+        if shape.rows and _fits(engine, shape):
+            shapes.append(shape)
+    return shapes
+
+
+def _fits(engine: Engine, shape: BatchShape) -> bool:
+    """Whether an engine may ever see such a batch."""
+    ends = [shape.decode_context + 1] * shape.decodes + [shape.chunk_start + shape.chunk] * (shape.chunk > 0)
+    pages = sum(-(-end // engine.config.page_size) for end in ends)
+    within = shape.chunk >= 0 and shape.chunk_start >= 0 and max(ends, default=0) <= context_room(engine)
+    return within and len(ends) <= engine.config.max_running and pages <= engine.num_pages
 
 
 def measure(
@@ -155,25 +196,3 @@ def _sequence(slot: int, length: int) -> Sequence:
     request = Request([0], params)
     sample = Sample(request, f"profile-{slot}", 0, length, tokens, 0, frozenset(), text, metrics, None)
     return Sequence(sample.request_id, slot, length, 1, data=sample, slot=slot)
-
-
-def _pages(shape: BatchShape, page_size: int) -> int:
-    return shape.decodes * -(-(shape.decode_context + 1) // page_size) + -(
-        -(shape.chunk_start + shape.chunk) // page_size
-    )
-
-
-def random_shapes(engine: Engine, max_context: int, count: int, seed: int = 0) -> list[BatchShape]:
-    """Random batches, none of them among those measured but by chance: what a predictor is to be judged by."""
-    rng: Any = np.random.default_rng(seed)
-    config = engine.config
-    shapes: list[BatchShape] = []
-    while len(shapes) < count:
-        decodes = int(rng.integers(0, config.max_running))
-        decode_context = int(np.exp(rng.uniform(np.log(16), np.log(max_context // 2))))
-        chunk = int(rng.integers(0, config.token_budget - decodes + 1)) * bool(rng.random() < 0.8)
-        start = int(rng.integers(0, max(1, max_context - chunk)))
-        shape = BatchShape(decodes, decode_context, chunk, start)
-        if shape.rows and _pages(shape, config.page_size) <= engine.num_pages:
-            shapes.append(shape)
-    return shapes

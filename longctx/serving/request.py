@@ -101,7 +101,7 @@ class Request:
       tenant: requests of different tenants never share pages.
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
-      priority: 0 or more; higher is more urgent. Like deadline and target it is for policies: `fcfs` heeds none.
+      priority: 0 or more; higher is more urgent. It comes before any policy.
     """
 
     prompt: str | Sequence[int]

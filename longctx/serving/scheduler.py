@@ -19,6 +19,9 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence, State, Tail
 from longctx.serving.slo import Slo
 
+# A change of predictions that is worth making them anew.
+_NOTABLE = 0.05
+
 
 class Scheduler:
     """Continuous batching: in every step all decodes, and chunks of prompts as the packer says."""
@@ -39,6 +42,7 @@ class Scheduler:
         self.decoding: list[Sequence] = []
         self.num_preempted = 0
         self.num_steps = 0
+        self._factor = packer.predictor.factor
         self._slots = list(range(max_running - 1, -1, -1))
         self._forks: list[tuple[Sequence, tuple[int, int]]] = []  # and the page that each copies, in the next step
 
@@ -68,11 +72,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence, with its followers, into the queue; ValueError as from `check`."""
         self.check(sequence.prompt_length, sequence.max_tokens, 1 + len(sequence.followers))
+        sequence.findable = self.count_cached(sequence.keys) if sequence.may_share else 0
+        self._promise(sequence)
         self._look_ahead(sequence)
-        for each in (sequence, *sequence.followers):
-            ttft = sequence.ttft_deadline if sequence.ttft_deadline is not None else self.slo.ttft(sequence.rest)
-            each.deadline, each.patience = each.arrival + ttft, ttft
-            each.tpot_target = self.slo.tpot if each.tpot_target is None else each.tpot_target
         bisect.insort(self.waiting, sequence, key=_arrival)
 
     def receive(self, sequence: Sequence) -> None:
@@ -98,11 +100,22 @@ class Scheduler:
             follower.to(State.FINISHED)
         sequence.followers = []
 
+    def _promise(self, sequence: Sequence) -> None:
+        """When its first token is due, and that of its followers, and how long each may take."""
+        ttft = sequence.ttft_deadline
+        if ttft is None:
+            rows = self.packer.chunking.tokens
+            ttft = self.slo.ttft(self.packer.predictor.prefill_seconds(0, sequence.prompt_length, rows))
+        for each in (sequence, *sequence.followers):
+            each.deadline, each.patience = each.arrival + ttft, ttft
+            each.tpot_target = self.slo.tpot if each.tpot_target is None else each.tpot_target
+
     # What goes out.
 
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""
         batch = Batch(self.num_steps)
+        self._heed_corrections()
         decodes = self._plan_decodes(batch)
         self._set_up_forks(batch)
         self._admit(batch, now)
@@ -124,7 +137,8 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> list[Sequence]:
         decodes = []
-        for sequence in list(self.decoding):
+        # The most dispensable last: whoever is put back for another is not in the batch yet.
+        for sequence in sorted(self.decoding, key=_dispensable):
             if sequence.state is not State.DECODING or sequence.is_drained:
                 continue  # put back for one before it, or all is planned
             if sequence.computed == len(sequence.pages) * self.page_size and not self._make_room(sequence):
@@ -156,8 +170,21 @@ class Scheduler:
 
     def _look_ahead(self, sequence: Sequence) -> None:
         """Predict how long its prompt takes from here on."""
-        predictor, most = self.packer.predictor, self.packer.chunking.tokens
-        sequence.rest = predictor.prefill_seconds(sequence.computed, sequence.length, most)
+        predictor, rows = self.packer.predictor, self.packer.chunking.tokens
+        start = min(max(sequence.computed, sequence.findable), sequence.length - 1)
+        sequence.rest = predictor.prefill_seconds(start, sequence.length, rows)
+
+    def _heed_corrections(self) -> None:
+        """Where the device turns out to be another than predicted, what was predicted for all prompts is, anew.
+
+        Else those who came before would be compared with those who came after by different measures.
+        """
+        factor = self.packer.predictor.factor
+        if abs(factor / self._factor - 1) > _NOTABLE:
+            self._factor = factor
+            for sequence in (*self.waiting, *self.prefilling):
+                self._promise(sequence)
+                self._look_ahead(sequence)
 
     def _begin_decoding(self, sequence: Sequence) -> None:
         """A prompt is planned to its end: its sequence decodes from the next step on, its followers fork off."""
@@ -177,6 +204,7 @@ class Scheduler:
             follower.registered = full
             follower.computed = follower.cached = follower.prompt_length - 1
             self._look_ahead(follower)
+            follower.slack = sequence.slack
             follower.to(State.PREFILLING)
             bisect.insort(self.prefilling, follower, key=_arrival)
             self._forks.append((follower, (sequence.pages[full], copy)))
@@ -232,6 +260,7 @@ class Scheduler:
         if tail is not None and sequence.tail is not None:
             sequence.computed += sequence.tail.tokens
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
+        sequence.findable = 0  # it is found
         self._look_ahead(sequence)
         sequence.slot = self._slots.pop()
         sequence.to(State.PREFILLING)
@@ -269,11 +298,14 @@ class Scheduler:
     # Memory.
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """See to it that a decode can have a page; False if it was itself put back for that."""
+        """See to it that a decode can have a page; False if it was itself put back for that.
+
+        Nobody who comes before it: the first decode of the highest priority always goes on.
+        """
         while sequence.reserved == 0 and self.pool.num_available == 0:
-            latest = max((*self.prefilling, *self.decoding), key=_arrival)
-            self._put_back(latest)
-            if latest is sequence:
+            victim = max((*self.prefilling, *self.decoding), key=_dispensable)
+            self._put_back(victim)
+            if victim is sequence:
                 return False
         return True
 
@@ -314,3 +346,8 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.order
+
+
+def _dispensable(sequence: Sequence) -> tuple[bool, int, int]:
+    """Prompts that are half read rather than decodes, the least priority, then who came last."""
+    return sequence.state is State.PREFILLING, -sequence.priority, sequence.order

@@ -54,12 +54,6 @@ class Sequence:
     followers: "list[Sequence]" = field(default_factory=list)  # other samples, that begin where its prompt ends
     data: Any = None
 
-    deadline: float = 0.0  # when its first token is due
-    patience: float = 1.0  # from its arrival to then
-    rest: float = 0.0  # seconds that the remaining tokens take alone, by prediction
-
-    slack: float = 0.0  # relative, when it was last admitted
-
     state: State = State.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -71,6 +65,13 @@ class Sequence:
     cached: int | None = None  # tokens found in the cache when first admitted
     preemptions: int = 0
     recomputed: int = 0  # tokens whose keys and values were thrown away
+
+    # What policies go by: seconds, promised and predicted.
+    deadline: float = 0.0  # when its first token is due
+    patience: float = 1.0  # from its arrival to then
+    rest: float = 0.0  # that the remaining tokens take alone
+    findable: int = 0  # tokens of its prompt that were in the cache when it came
+    slack: float | None = None  # relative, when it was last admitted
 
     def __post_init__(self) -> None:
         if self.prompt_length < 1 or self.max_tokens < 1:

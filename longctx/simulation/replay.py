@@ -18,6 +18,11 @@ class Served:
     ttft: float
     tpot: float | None
 
+    @property
+    def kept_ttft(self) -> bool | None:
+        """Whether the first token came in time, from when the request was due."""
+        return None if self.metrics.ttft_deadline is None else self.ttft <= self.metrics.ttft_deadline
+
 
 @dataclass
 class Record:

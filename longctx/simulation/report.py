@@ -11,6 +11,7 @@ import numpy as np
 from longctx.simulation.replay import Record
 
 PERCENTILES = (50, 90, 99)
+_PROMISES = ("kept_ttft", "in time"), ("kept_tpot", "within their TPOT")
 
 
 def summarize(record: Record) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def summarize(record: Record) -> dict[str, Any]:
         "tokens_per_second": (prompt_tokens + output_tokens) / record.seconds,
         "ttft": percentiles([served.ttft for served in record.served]),
         "tpot": percentiles([served.tpot for served in record.served if served.tpot is not None]),
-        "kept_ttft": share([served.metrics.kept_ttft for served in record.served]),
+        "kept_ttft": share([served.kept_ttft for served in record.served]),
         "kept_tpot": share([served.metrics.kept_tpot for served in record.served]),
         "prediction_error": _prediction_error(record),
         "engine": None if record.stats is None else dataclasses.asdict(record.stats),
@@ -42,8 +43,8 @@ def share(kept: List[bool | None]) -> float | None:
 
 
 def _prediction_error(record: Record) -> float | None:
-    """Mean of |predicted / measured - 1| over all steps."""
-    errors = [abs(step.predicted / step.seconds - 1) for step in record.steps if step.seconds > 0]
+    """Mean of |predicted / measured - 1| over all steps whose seconds are known."""
+    errors = [abs(step.predicted / step.seconds - 1) for step in record.steps if step.is_exact and step.seconds > 0]
     return float(np.mean(errors)) if errors else None
 
 
@@ -69,9 +70,10 @@ def table(summary: dict[str, Any]) -> str:
         found = summary[name]
         told = "-" if found is None else "  ".join(f"{p} {1e3 * value:,.1f} ms" for p, value in found.items())
         rows.append((name.upper(), told))
-    shares = ("kept_ttft", "in time"), ("kept_tpot", "within TPOT"), ("prediction_error", "predictions off by")
-    told = "  ".join(f"{name} {summary[key]:.1%}" for key, name in shares if summary[key] is not None)
-    rows.append(("promises", told or "-"))
+    kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
+    rows.append(("promises", ", ".join(kept) or "-"))
+    if summary["prediction_error"] is not None:
+        rows.append(("predictions", f"off by {summary['prediction_error']:.1%} in the mean"))
     if summary["engine"] is not None:
         engine = summary["engine"]
         counts = ("steps", "preemptions", "pages_evicted", "pages_cached")
@@ -127,6 +129,9 @@ def plot(record: Record, path: Path) -> None:
         _plot_steps(record, *axes[1])
     for each in axes.flat:
         each.grid(alpha=0.3)
+    summary = summarize(record)
+    kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
+    figure.suptitle(", ".join(kept))
     figure.savefig(path)
 
 
@@ -149,7 +154,8 @@ def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any
     if chunks:
         chunk_axes.plot(*zip(*chunks, strict=True), ".", markersize=3)
     chunk_axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
-    predicted, measured = ([getattr(step, name) for step in record.steps] for name in ("predicted", "seconds"))
+    steps = [step for step in record.steps if step.is_exact] or record.steps
+    predicted, measured = ([getattr(step, name) for step in steps] for name in ("predicted", "seconds"))
     step_axes.plot(measured, predicted, ".", markersize=3)
     ends = min(*predicted, *measured), max(*predicted, *measured)
     step_axes.plot(ends, ends, color="grey", linewidth=1)

@@ -82,7 +82,7 @@ def test_seeds_that_the_engine_draws_can_be_repeated() -> None:
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
-    chunking=st.sampled_from(["static", "static:5", "adaptive"]),
+    chunking=st.sampled_from(["static", "static:7", "adaptive"]),
 )
 def test_random_workloads(
     seed: int, run_ahead: int, admission: str, prefix_cache: bool, policy: str, chunking: str

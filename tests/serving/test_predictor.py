@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 from longctx.models import LlamaConfig
 from longctx.parallel.cost import Hardware
 from longctx.serving.batch import Chunk
-from longctx.serving.predictor import (
-    Corrected,
-    CurvePredictor,
-    RuntimePredictor,
-    Work,
-    fit,
-    load_profile,
-    roofline,
-    save_profile,
-)
-from longctx.serving.predictor.fit import relative_errors
-from longctx.serving.predictor.roofline import CPU, GPUS
-from longctx.serving.predictor.runtime import Program, keys_by_tile
+from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
+from longctx.serving.predictor.file import load_profile, save_profile
+from longctx.serving.predictor.fit import fit, relative_errors
+from longctx.serving.predictor.roofline import CPU, GPUS, roofline
+from longctx.serving.predictor.runtime import check_predictor, keys_by_tile
 from longctx.serving.predictor.tables import (
     attention_work,
     curve,
@@ -36,6 +28,7 @@ from longctx.serving.predictor.tables import (
     read_table,
 )
 
+TILES = (1, 16, 64, 256)
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128)
 PROGRAMS = RuntimePredictor(
     (
@@ -96,26 +89,26 @@ def test_a_fit_finds_what_times_were_made_of(seed: int) -> None:
         works.append(work.with_chunk(int(rng.integers(0, 8000)), chunk, bool(rng.integers(2))) if chunk else work)
     works += [Work().with_chunk(int(rng.integers(0, 8000)), count, False) for count in (2, 5, 8, 12, 30, 100, 128)]
     measured = [(work, PROGRAMS.seconds(work)) for work in works if work.rows]
-    found = fit(measured, (8, 128, 512))
+    found = fit(measured, (8, 128, 512), TILES)
     assert np.abs(relative_errors(found, measured)).max() < 1e-6
     # Beyond what it was fitted to, and despite noise.
     noisy = [(work, seconds * float(rng.uniform(0.9, 1.1))) for work, seconds in measured]
     far = [Work(20, 20, 10**6).with_chunk(10**6, 300, True), Work().with_chunk(500_000, 512, True)]
-    errors = relative_errors(fit(noisy, (8, 128, 512)), [(work, PROGRAMS.seconds(work)) for work in far])
+    errors = relative_errors(fit(noisy, (8, 128, 512), TILES), [(work, PROGRAMS.seconds(work)) for work in far])
     assert np.abs(errors).max() < 0.15
-    noisy_programs = fit(noisy, (8, 128, 512)).programs
+    noisy_programs = fit(noisy, (8, 128, 512), TILES).programs
     assert all(x >= 0 for program in noisy_programs for x in (program.fixed, *program.per_key, program.per_sample))
 
 
 def test_fit_refuses() -> None:
     good = (Work(4, 1, 10), 1.0)
     with pytest.raises(ValueError, match="no batch for the buckets of \\[16\\] rows"):
-        fit([good], (8, 16))
+        fit([good], (8, 16), TILES)
     with pytest.raises(ValueError, match="a batch of 17 rows, more than the largest"):
-        fit([good, (Work(17), 1.0)], (8, 16))
+        fit([good, (Work(17), 1.0)], (8, 16), TILES)
     for seconds in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):
-            fit([(Work(4), seconds)], (8,))
+            fit([(Work(4), seconds)], (8,), TILES)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +130,16 @@ def test_programs_refuse(change: dict, message: str) -> None:
         PROGRAMS.seconds(Work(513))
 
 
+def test_what_is_no_predictor() -> None:
+    assert check_predictor(CURVE, 512) is CURVE
+    with pytest.raises(TypeError, match="predictor must have `seconds` and `prefill_seconds`, got 3"):
+        check_predictor(3, 512)  # type: ignore[arg-type]
+    for wrong in (math.nan, math.inf, -1.0):
+        fake = type("Fake", (), {"seconds": lambda self, work, x=wrong: x, "prefill_seconds": lambda *_: 0.0})()
+        with pytest.raises(ValueError, match="predictor must give finite seconds"):
+            check_predictor(fake, 512)
+
+
 def test_correction_follows_a_device_that_is_slower_and_no_accident() -> None:
     corrected = Corrected(CURVE)
     work = Work().with_chunk(1000, 100, True)
@@ -148,6 +151,11 @@ def test_correction_follows_a_device_that_is_slower_and_no_accident() -> None:
     corrected.observe(work, 100.0)  # a compilation
     corrected.observe(work, 0.0)
     assert corrected.factor == 2
+    fresh = Corrected(CURVE)
+    for seconds in (3.0, 3.0, *[2 * CURVE.seconds(work)] * 10):  # compilations at first
+        fresh.observe(work, seconds)
+        assert fresh.factor in (1, 2)
+    assert fresh.factor == 2
     for _ in range(40):
         corrected.observe(work, CURVE.seconds(work))
     assert corrected.factor == 1
@@ -268,6 +276,12 @@ def test_a_predictor_from_the_tables() -> None:
     bound = roofline(LLAMA_8B, GPUS["A100"], 8192, stage=2, tensor=8, efficiency=1.0)
     for work in (Work(1, 1, 1000), Work().with_chunk(0, 4096, True), Work().with_chunk(100_000, 2048, False)):
         assert 1 < predictor.seconds(work) / bound.seconds(work) < 6
+    with pytest.raises(ValueError, match="linear must be of tensor=1 devices"):
+        from_tables(LLAMA_8B, linear, attention)
+    with pytest.raises(ValueError, match="linear must be of a hidden size of 8192"):
+        from_tables(dataclasses.replace(LLAMA_8B, hidden_size=8192), linear, attention, reduce, tensor=8)
+    with pytest.raises(ValueError, match="linear and attention must have rows"):
+        from_tables(LLAMA_8B, linear, [], reduce, tensor=8)
     with pytest.raises(ValueError, match="all_reduce must be given"):
         from_tables(LLAMA_8B, linear, attention, tensor=8)
     with pytest.raises(ValueError, match="stage must divide"):

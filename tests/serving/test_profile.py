@@ -42,9 +42,14 @@ def test_shapes_fit_into_the_engine() -> None:
         assert 1 <= shape.rows <= 32
         assert shape.decodes + (shape.chunk > 0) <= 6
         assert shape.decodes * (shape.decode_context // 8 + 1) + -(-(shape.chunk_start + shape.chunk) // 8) <= 24
-    for decodes in (1, 6):
-        tiny = dataclasses.replace(engine.config, max_running=decodes)
-        assert shapes_to_measure(Engine(MODEL, PARAMS, tiny), 64)
+    for decodes, context in ((1, 64), (6, 8), (6, 1), (6, 192)):
+        tiny = Engine(MODEL, PARAMS, dataclasses.replace(engine.config, max_running=decodes))
+        for shape in (*shapes_to_measure(tiny, context), *random_shapes(tiny, context, 10)):
+            assert shape.chunk_start >= 0
+            assert shape.chunk_start + shape.chunk <= 192
+    small = Engine(MODEL, PARAMS, dataclasses.replace(engine.config, num_pages=1, max_running=2))
+    with pytest.raises(ValueError, match="no batch of 9 to 32 rows fits into 1 pages"):
+        shapes_to_measure(small, 8)
 
 
 def test_features_are_those_of_the_batch() -> None:
@@ -59,6 +64,11 @@ def test_profile_refuses() -> None:
     for wrong, message in (({"max_context": 0}, "max_context must be 1 to 192"), ({"repeats": 0}, "repeats must be")):
         with pytest.raises(ValueError, match=message):
             profile(engine, **wrong)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        profile(engine, 16, 1, progress=lambda *_: engine.generate(PROMPT))
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        engine.submit(Request(PROMPT))
+    engine = make_engine()
     engine.submit(Request(PROMPT, GREEDY))
     with pytest.raises(RuntimeError, match="an engine is measured while it serves nobody: 1 have not ended"):
         profile(engine)

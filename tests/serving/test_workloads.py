@@ -18,7 +18,7 @@ from longctx.serving import Slo
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
-    chunking=st.sampled_from(["static", "static:5", "adaptive"]),
+    chunking=st.sampled_from(["static", "static:7", "adaptive"]),
     max_share=st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_random_workloads(

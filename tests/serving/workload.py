@@ -45,7 +45,14 @@ class Workload:
             ignore_eos=bool(rng.random() < 0.3),
         )
         request = Request(
-            prompt, params, session_id=session, tenant=str(rng.integers(2)), request_id=f"r{self.num_requests}"
+            prompt,
+            params,
+            request_id=f"r{self.num_requests}",
+            session_id=session,
+            tenant=str(rng.integers(2)),
+            ttft_deadline=float(rng.choice([1e-3, 1.0])) if rng.random() < 0.3 else None,
+            tpot_target=float(rng.choice([1e-3, 1.0])) if rng.random() < 0.3 else None,
+            priority=int(rng.choice([0, 0, 0, 1, 2])),
         )
         self.num_requests += 1
         self.engine.submit(request)

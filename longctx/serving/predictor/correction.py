@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 
-_MEMORY = 32  # batches
+_MEMORY, _ENOUGH = 32, 8  # batches
 
 
 class Corrected:
     """A predictor times one factor: the median of measured against predicted over the last batches, weighted by time.
 
-    A median, so that a compilation or another process does not count; by time, because long steps are what it is asked
-    about. The same reports in the same order give the same predictions.
+    From the eighth batch on. A median, so that a compilation or another process does not count; by time, because long
+    steps are what it is asked about. The same reports in the same order give the same predictions.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -32,7 +32,8 @@ class Corrected:
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
             self._seen.append((seconds / predicted, predicted))
-            self.factor = _weighted_median(self._seen)
+            if len(self._seen) >= _ENOUGH:
+                self.factor = _weighted_median(self._seen)
 
 
 def _weighted_median(values: Iterable[tuple[float, float]]) -> float:

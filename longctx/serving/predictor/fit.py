@@ -12,20 +12,20 @@ from longctx.serving.predictor.work import Work
 Measured = tuple[Work, float]
 """A batch, and its seconds."""
 
-TILES = (1, 16, 64, 256)
-"""Into which `paged_attention` cuts chunks on a CPU, in tokens; on a GPU tiles are these, or near enough."""
 
-
-def fit(measured: Sequence[Measured], buckets: Sequence[int]) -> RuntimePredictor:
+def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
     """The predictor with the least squared relative error, all of its coefficients being non-negative.
 
     Args:
       measured: batches, some for each bucket.
       buckets: numbers of rows that the engine's steps are compiled for, ascending.
+      tiles: into which attention cuts chunks, in tokens, ascending; in a bucket, those that it has rows for.
 
     Raises:
       ValueError: a time is not positive and finite, a bucket has no batch, or a batch no bucket.
     """
+    if not buckets or not tiles:
+        raise ValueError("buckets and tiles must not be empty")
     of_bucket: list[list[Measured]] = [[] for _ in buckets]
     for work, seconds in measured:
         if not 0 < seconds < np.inf:
@@ -35,12 +35,14 @@ def fit(measured: Sequence[Measured], buckets: Sequence[int]) -> RuntimePredicto
         of_bucket[bisect_left(buckets, work.rows)].append((work, seconds))
     if missing := [rows for rows, batches in zip(buckets, of_bucket, strict=True) if not batches]:
         raise ValueError(f"measured has no batch for the buckets of {missing} rows")
-    return RuntimePredictor(tuple(map(_fit_program, buckets, of_bucket)))
+    return RuntimePredictor(
+        tuple(_fit_program(rows, batches, tiles) for rows, batches in zip(buckets, of_bucket, strict=True))
+    )
 
 
-def _fit_program(rows: int, measured: Sequence[Measured]) -> Program:
-    largest = min(rows, TILES[-1])
-    tiles = (*(size for size in TILES if size < largest), largest)
+def _fit_program(rows: int, measured: Sequence[Measured], sizes: Sequence[int]) -> Program:
+    largest = min(rows, sizes[-1])
+    tiles = (*(size for size in sizes if size < largest), largest)
     seconds = np.array([time for _, time in measured])
     features = np.array([(1, *keys_by_tile(tiles, work), work.samples) for work, _ in measured], float)
     fixed, *per_key, per_sample = non_negative(features, seconds)

@@ -41,7 +41,8 @@ def roofline(
 
     Linear layers take the longer of their products and of reading the weights; then come two all-reduces a layer over
     `tensor`. Attention takes its products and the reading of keys and values, one after the other. With several
-    stages a batch takes one stage's time: others are in the other stages meanwhile.
+    stages a batch takes one stage's time: others are in the other stages meanwhile, and a token comes that many times
+    later. The head's rows are spread over all devices.
 
     Args:
       max_rows: of the largest batch that matters.
@@ -56,6 +57,7 @@ def roofline(
         raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
+    check_count("max_rows", max_rows, 1)
     if not 0 < efficiency <= 1 or overhead < 0:
         raise ValueError(f"efficiency must be above 0 and at most 1, overhead not negative: {efficiency}, {overhead}")
     hardware = dataclasses.replace(

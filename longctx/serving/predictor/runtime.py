@@ -23,6 +23,21 @@ class Predictor(Protocol):
         ...
 
 
+def check_predictor(predictor: Predictor, rows: int) -> Predictor:
+    """A predictor of steps of up to so many rows.
+
+    Raises:
+      TypeError: it lacks a method.
+      ValueError: it knows no step so large, or says something that is no number of seconds.
+    """
+    if not all(callable(getattr(predictor, name, None)) for name in ("seconds", "prefill_seconds")):
+        raise TypeError(f"predictor must have `seconds` and `prefill_seconds`, got {predictor!r}")
+    for seconds in (predictor.seconds(Work(rows)), predictor.prefill_seconds(0, 2 * rows, rows)):
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"predictor must give finite seconds of at least 0, got {seconds}")
+    return predictor
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The step compiled for so many rows: seconds = fixed + per_key . keys by tile + per_sample * samples.

@@ -113,13 +113,23 @@ def from_tables(
       all_reduce: by `size` in bytes; rows have 2 bytes an element. None where tensor is 1.
 
     Raises:
-      ValueError: stage does not divide the layers, or `all_reduce` is missing.
+      ValueError: stage does not divide the layers, `all_reduce` is missing, or `linear` is of another model or other
+        devices.
+
+    Not in it: what passes between stages, and the logits.
     """
-    if model.num_layers % stage:
+    if stage < 1 or model.num_layers % stage:
         raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    linear, attention = list(linear), list(attention)
+    if not linear or not attention:
+        raise ValueError("linear and attention must have rows")
+    if any(int(row["num_tensor_parallel_workers"]) != tensor for row in linear):
+        raise ValueError(f"linear must be of tensor={tensor} devices, the rows say otherwise")
+    if any(int(row["n_embd"]) != model.hidden_size for row in linear):
+        raise ValueError(f"linear must be of a hidden size of {model.hidden_size}, the rows say otherwise")
     if tensor > 1 and all_reduce is None:
         raise ValueError(f"all_reduce must be given for tensor={tensor}")
-    layers, attention = model.num_layers // stage, list(attention)
+    layers = model.num_layers // stage
     numbers, seconds = curve(linear, "num_tokens", layer_seconds)
     per_call, per_row, per_pair, per_key = fit_attention(attention)
     measured = attention[0]
