@@ -11,8 +11,9 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence
 
-# A chunk is efficient that reaches this share of the tokens per second of the best one.
-_EFFICIENT = 0.5
+# Shares of the tokens per second of the best chunk: below the first a chunk is a waste, above the second a larger one
+# gains nothing, but keeps whoever comes meanwhile waiting.
+_EFFICIENT, _BEST = 0.5, 0.95
 
 
 class Chunking(NamedTuple):
@@ -50,12 +51,13 @@ class Packer:
 
     With adaptive chunking a step takes the time that the tightest TPOT target of its decodes allows, by prediction; so
     chunks shrink as the context before them grows. They don't shrink below the smallest efficient chunk, whatever the
-    target. Without decodes, and with static chunking, tokens are what is shared out.
+    target, and where there is no target they are no larger than is of use. With static chunking, tokens are what is
+    shared out.
     """
 
     def __init__(self, policy: Policy, predictor: Corrected, chunking: Chunking) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
-        self._sizes = [1 << i for i in range(chunking.tokens.bit_length())]
+        self._sizes = sorted({*(1 << i for i in range(chunking.tokens.bit_length())), chunking.tokens})
 
     def pack(
         self, prompts: List[Sequence], decodes: List[Sequence], work: Work, now: float
@@ -65,8 +67,12 @@ class Packer:
         if not prompts or tokens <= 0:
             return []
         head, *others = rank(self.policy, prompts, now)
-        step = _Step(self.predictor, work, tokens, self._time(decodes))
-        least = min(self._smallest_efficient(head.computed), head.remaining, tokens) if step.limit < math.inf else 1
+        seconds, least = self._time(decodes), 1
+        if seconds < math.inf:
+            least = min(self._smallest(head.computed, _EFFICIENT), head.remaining, tokens)
+        elif self.chunking.adaptive:
+            tokens = min(self._smallest(head.computed, _BEST), tokens)
+        step = _Step(self.predictor, work, tokens, seconds)
         lent, borrowers = self._lend(head, others, now)
         if lent > 0:
             # Beside what the head keeps. It may end within that: then it lends nothing, and they get what is left.
@@ -85,11 +91,11 @@ class Packer:
             return math.inf
         return min([s.tpot_target for s in decodes if s.tpot_target is not None], default=math.inf)
 
-    def _smallest_efficient(self, start: int) -> int:
-        """The smallest chunk after `start` tokens that is about as fast as a large one, read alone."""
+    def _smallest(self, start: int, efficient: float) -> int:
+        """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
         seconds = [self.predictor.seconds(Work().with_chunk(start, size, False)) for size in self._sizes]
         least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
-        return next(size for size, time in zip(self._sizes, seconds, strict=True) if _EFFICIENT * time <= least * size)
+        return next(size for size, time in zip(self._sizes, seconds, strict=True) if efficient * time <= least * size)
 
     def _lend(self, head: Sequence, others: List[Sequence], now: float) -> tuple[float, list[Sequence]]:
         """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
