@@ -67,6 +67,7 @@ class TestMosaicGpu(AttentionTestBase):
             got = attention(q, k, v)
         self.compare(got, attention(q, k, v, implementation="reference"))
 
+    @pytest.mark.slow
     def test_shared_keys_in_one_array_after_a_state(self) -> None:
         """As in the hops of a ring."""
         q, kv, out = (self.rng.standard_normal(shape) for shape in ((2, 5, 2, 64), (2, 1, 140, 1, 64), (2, 5, 2, 64)))

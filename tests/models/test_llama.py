@@ -43,8 +43,10 @@ def close(actual: Any, expected: Any, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tied"),
+    [(jnp.float32, True), pytest.param(jnp.float32, False, marks=pytest.mark.slow), (jnp.bfloat16, False)],
+)
 def test_init_fills_abstract_params(dtype: Any, tied: bool) -> None:
     model = Llama(dataclasses.replace(CONFIG, tie_embeddings=tied, qkv_bias=True))
     weights = model.init(jax.random.key(0), dtype, initializer_range=0.5)

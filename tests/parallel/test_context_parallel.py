@@ -42,7 +42,9 @@ def compare(mesh: jax.sharding.Mesh, q: jax.Array, k: jax.Array, v: jax.Array, *
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "auto"])
+@pytest.mark.parametrize(
+    "method", ["pass_q", *(pytest.param(x, marks=pytest.mark.slow) for x in METHODS if x != "pass_q"), "auto"]
+)
 def test_one_axis_and_a_cached_prefix(method: str) -> None:
     """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
     positions = {"q_positions": 21 + np.arange(37), "kv_positions": np.arange(58)}
@@ -51,7 +53,12 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "layout", "kv_heads"),
-    [("pass_kv", "striped", 2), ("pass_q", "contiguous", 8), ("all_gather", "zigzag", 2), ("kvp", "striped", 2)],
+    [
+        ("pass_kv", "striped", 2),
+        pytest.param("pass_q", "contiguous", 8, marks=pytest.mark.slow),
+        ("all_gather", "zigzag", 2),
+        ("kvp", "striped", 2),
+    ],
 )
 def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
     """One ring for each KV head group; with fewer KV heads than tensor ranks, they are repeated."""
@@ -101,7 +108,7 @@ def test_packed_sequences() -> None:
     compare(make_mesh(context=3), *arrays(4, 4, 36, 0), method="pass_kv", **tokens)
 
 
-@pytest.mark.parametrize("use_mesh", [False, True])
+@pytest.mark.parametrize("use_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_explicit_axes(use_mesh: bool) -> None:
     """Inputs whose types carry their sharding: the result's type carries the queries'."""
     mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=(AxisType.Explicit,) * 2)
