@@ -27,7 +27,7 @@ EXCHANGES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
 }
 RANKS = (1, 2, 3, 4, 5, 8)
 HEADS = {1: (2, 2), 4: (8, 2), 8: (8, 1)}  # query and KV heads by their ratio
-# Of the grid, each exchange with all ranks or some, and with two of the head ratios.
+# Of the grid, two numbers of ranks and two head ratios with each exchange; all of them occur.
 SUBSET = [
     (exchange, ranks, ratio)
     for i, exchange in enumerate(EXCHANGES)
