@@ -219,6 +219,7 @@ def main() -> None:
         contents = {"predictor": errors, "loads": loads, "pareto": pareto}
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     if options.figures is not None:
+        options.figures.mkdir(parents=True, exist_ok=True)
         plot_loads(loads, options.figures / "mixed_load.svg")
         if pareto:
             plot_pareto(pareto, options.figures / "adaptive_chunks.svg")
