@@ -15,6 +15,7 @@ reading all weights once for each token of the longest output.
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import subprocess
@@ -32,9 +33,12 @@ import transformers
 from benchmarks.model import CONFIG
 from benchmarks.timing import matmul_gflops, read_gbytes
 from longctx.models import Llama, load_checkpoint, save_checkpoint
-from longctx.serving import Engine, EngineConfig, Request, SamplingParams
-from longctx.serving import step as programs
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
+from longctx.serving.device import MeshDevice
 from longctx.serving.executor import DeviceExecutor
+from longctx.serving.plan import Shape
+from longctx.serving.step import step
 from longctx.simulation.workloads import Lengths, synthesize
 
 Workload = list[tuple[list[int], int]]  # prompts, and tokens to generate
@@ -52,20 +56,21 @@ def make_workload(prompt_tokens: str, output_tokens: str) -> Workload:
     return [(request.tokens(CONFIG.vocab_size).tolist(), request.output_tokens) for request in requests]
 
 
-class RecordingExecutor(DeviceExecutor):
+class RecordingDevice(MeshDevice):
     """Keeps what each step was told, to run the same steps without scheduler and engine."""
 
-    steps: list[tuple[np.ndarray, programs.Shape]]
+    steps: list[tuple[np.ndarray, np.ndarray, Shape]]
 
-    def _step(self, packed: np.ndarray, shape: programs.Shape):  # type: ignore[no-untyped-def]
-        self.steps.append((packed, shape))
-        return super()._step(packed, shape)
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape):  # type: ignore[no-untyped-def]
+        self.steps.append((rows, samples, shape))
+        return super().step(rows, samples, shape)
 
     def run_bare(self) -> float:
         """Seconds of the recorded steps, one call after the other."""
         start = time.perf_counter()
-        for packed, shape in self.steps:
-            self.state, drawn, _ = programs.step(self._model, self._params, self.state, packed, shape)
+        for rows, samples, shape in self.steps:
+            told = self.model, self.mesh, self.params, self.state, rows, samples, shape, self._sections
+            self.state, drawn, _ = step(*told)
         jax.block_until_ready((self.state, drawn))
         return time.perf_counter() - start
 
@@ -83,15 +88,18 @@ class LongctxEngine:
             max_length=MAX_LENGTH,
             prefix_cache=False,
         )
-        self.executor = RecordingExecutor(model, params, config, NUM_PAGES, MAX_LENGTH, jax.devices()[0])
-        self.executor.steps = []
-        self.engine = Engine(model, params, config, executor=self.executor)
+        make = functools.partial(RecordingDevice, model, params, make_mesh(), NUM_PAGES, PAGE)
+        executor = DeviceExecutor(model.config, config, ParallelPlan(), NUM_PAGES, MAX_LENGTH, make)
+        self.device = executor.device
+        assert isinstance(self.device, RecordingDevice)
+        self.device.steps = []
+        self.engine = Engine(model, params, config, executor=executor)
         start = time.perf_counter()
         self.engine.warm_up()
         tell(f"compiled in {time.perf_counter() - start:.0f} s")
 
     def serve(self, workload: Workload) -> tuple[float, list[list[int]]]:
-        self.executor.steps = []
+        self.device.steps = []
         requests = [Request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in workload]
         start = time.perf_counter()
         outputs = self.engine.generate(requests)
@@ -214,9 +222,9 @@ def compare_bare(engine: LongctxEngine, workloads: dict[str, Workload], rounds: 
         pairs = []
         for _ in range(rounds + 1):
             seconds, _ = engine.serve(workload)
-            pairs.append((seconds, engine.executor.run_bare()))
+            pairs.append((seconds, engine.device.run_bare()))
         ours, bare = (statistics.median(x) for x in zip(*pairs[1:], strict=True))
-        steps = len(engine.executor.steps)
+        steps = len(engine.device.steps)
         ratio = statistics.median(ours / bare for ours, bare in pairs[1:])
         print(f"| {name} | {steps} | {1e3 * ours / steps:.2f} | {1e3 * bare / steps:.2f} | {ratio:.3f}x |")
 

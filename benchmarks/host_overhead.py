@@ -9,6 +9,7 @@ that in every step two of the 128 begin a page. All contexts take turns, in roun
 """
 
 import argparse
+import functools
 import resource
 import time
 from typing import NamedTuple
@@ -17,12 +18,15 @@ import jax
 import numpy as np
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import EngineConfig, Metrics, Request, SamplingParams
+from longctx.parallel import make_mesh
+from longctx.serving import EngineConfig, Metrics, ParallelPlan, Request, SamplingParams
 from longctx.serving.batch import Batch
+from longctx.serving.device import MeshDevice
 from longctx.serving.executor import DeviceExecutor
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
 from longctx.serving.policy import make_policy
+from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import CPU, roofline
 from longctx.serving.prefix import KEY_BYTES, PageHash
 from longctx.serving.sample import Sample
@@ -57,7 +61,9 @@ class Host:
         config = EngineConfig(page_size=PAGE, max_running=RUNNING, token_budget=BUDGET)
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
-        self.executor = DeviceExecutor(MODEL, params, config, 1, max(lengths) + steps + 1 + chunks, jax.devices()[0])
+        longest = max(lengths) + steps + 1 + chunks
+        make = functools.partial(MeshDevice, MODEL, params, make_mesh(), 1, PAGE)
+        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
         self.hash = PageHash(bytes(32), PAGE)
         self.scheduler = Scheduler(_packer(sum(lengths)), PagePool(pages), PAGE, RUNNING)
         num_keys = 0
@@ -77,18 +83,20 @@ class Host:
 
     def step(self) -> Parts:
         """Plan and assemble one step, and take the results of the one before."""
-        state = self.executor.state
+        device = self.executor.device
+        assert isinstance(device, MeshDevice)
+        state = device.state
         begin = time.perf_counter_ns()
         batch = self.scheduler.schedule(0.0)
         assert batch is not None
         scheduled = time.perf_counter_ns()
-        packed, _, _ = self.executor.assemble(batch)
+        rows, samples, _ = self.executor.assemble(batch)
         assembled = time.perf_counter_ns()
         self._receive(self._before)
         received = time.perf_counter_ns()
         self._before = batch
-        assert self.executor.state is state, "something was sent ahead of the step"
-        self.bytes_sent.add(packed.nbytes)
+        assert device.state is state, "something was sent ahead of the step"
+        self.bytes_sent.add(rows.nbytes + samples.nbytes)
         return Parts(*(ns / 1e3 for ns in (scheduled - begin, assembled - scheduled, received - assembled)))
 
     def _receive(self, batch: Batch) -> None:
@@ -102,7 +110,8 @@ class Host:
 
 
 def _packer(budget: int) -> Packer:
-    return Packer(make_policy("ilrs", 0.5), roofline(MODEL.config, CPU, budget), Chunking(False, budget))
+    predictor = Corrected(roofline(MODEL.config, CPU, budget))
+    return Packer(make_policy("ilrs", 0.5), predictor, Chunking(False, budget))
 
 
 def _sequence(order: int, prompt_length: int, max_tokens: int, keys: list[bytes]) -> Sequence:
@@ -142,7 +151,7 @@ def main() -> None:
         for context, parts in times.items():
             schedule, assemble, results = np.median(parts, 0)
             both = [part.planning for part in parts]
-            (sent,) = hosts[context].bytes_sent
+            sent = max(hosts[context].bytes_sent)
             print(
                 f"| {name} | {context:,} | {schedule:.0f} | {assemble:.0f} | {np.median(both):.0f} "
                 f"| {np.percentile(both, 99):.0f} | {max(both):.0f} | {np.median(both) / first:.2f}x "

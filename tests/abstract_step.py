@@ -1,34 +1,91 @@
-"""The shapes of an engine's state with a cache of some size, to compile a step without anything being there."""
+"""The shapes of an engine's step on a mesh with a cache of some size, to compile it without anything being there."""
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import step as programs
+from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.cache import PagedCache
+from longctx.serving.plan import RowPlan, SamplePlan, Shape
+from longctx.serving.step import DeviceState, state_specs, step
 
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
 PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8
 LAYER = NUM_PAGES * PAGE_SIZE * CONFIG.num_kv_heads * CONFIG.head_dim
+TOP = 2
 
 
-def abstract_state(dtype: object, num_pages: int = NUM_PAGES, config: LlamaConfig = CONFIG) -> programs.DeviceState:
+def make_shape(
+    mesh: Mesh, rows: tuple[int, int, int] = (0, 0, 16), num_pages: int = NUM_PAGES, **options: Any
+) -> Shape:
+    return Shape.of(rows, SLOTS, PAGE_SIZE, num_pages, TOP, mesh.shape["context"], **options)
+
+
+def abstract_state(
+    mesh: Mesh,
+    dtype: object,
+    config: LlamaConfig = CONFIG,
+    num_pages: int = NUM_PAGES,
+    sections: tuple[int, int, int] = (64, 64, 64),
+) -> DeviceState:
+    stages, ranks = mesh.shape["stage"], mesh.shape["context"]
+    specs, each = state_specs(stages, ranks), stages * ranks
+    spread = device_config(config, mesh)
+    pool = (ranks * config.num_layers * num_pages, PAGE_SIZE, spread.num_kv_heads, config.head_dim)
     entries = config.max_positions // PAGE_SIZE
-    return programs.DeviceState(
-        jax.eval_shape(functools.partial(PagedCache.empty, config, num_pages, PAGE_SIZE, dtype)),
-        jax.ShapeDtypeStruct((SLOTS, entries), jnp.int32),
+    shapes: DeviceState = DeviceState(
+        PagedCache(*(jax.ShapeDtypeStruct(pool, bits_dtype(dtype)),) * 2),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32),
+        jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32) if ranks > 1 else None,
+        jax.ShapeDtypeStruct((each, sum(sections), config.hidden_size), dtype) if stages > 1 else None,  # type: ignore
         jax.ShapeDtypeStruct((SLOTS,), jnp.int32),
         jax.ShapeDtypeStruct((SLOTS, config.vocab_size), jnp.uint8),
     )
+    return jax.tree.map(lambda x, spec: on_mesh(mesh, x, spec), shapes, specs)
 
 
-def abstract_params(dtype: object, unrolled: bool) -> dict:
-    params = Llama(CONFIG).abstract_params(dtype)
-    if unrolled:  # as `arrange_for_cpu` makes them
-        layer = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in params["layers"].items()}
-        params["layers"] = (layer,) * CONFIG.num_layers
-    elif dtype == jnp.bfloat16:
-        params["layers"] = {n: jax.ShapeDtypeStruct(x.shape, jnp.uint16) for n, x in params["layers"].items()}
+def on_mesh(mesh: Mesh, x: Any, spec: P) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def abstract_params(mesh: Mesh, dtype: object, config: LlamaConfig = CONFIG, unrolled: bool = False) -> dict:
+    params = abstract_sharded_params(config, mesh, dtype)
+    if unrolled:  # as `shard_params` makes them on a CPU
+        layer = {
+            name: on_mesh(mesh, jax.ShapeDtypeStruct((mesh.shape["stage"], *x.shape[1:]), x.dtype), x.sharding.spec)
+            for name, x in params["layers"].items()
+        }
+        params["layers"] = (layer,) * (config.num_layers // mesh.shape["stage"])
+    elif dtype == jnp.bfloat16 and mesh.devices.flat[0].platform == "cpu":
+        params["layers"] = {
+            name: on_mesh(mesh, jax.ShapeDtypeStruct(x.shape, jnp.uint16), x.sharding.spec)
+            for name, x in params["layers"].items()
+        }
     return params
+
+
+def compile_step(
+    mesh: Mesh,
+    shape: Shape,
+    dtype: object,
+    config: LlamaConfig = CONFIG,
+    unrolled: bool = False,
+    sections: tuple[int, int, int] = (64, 64, 64),
+) -> Any:
+    """The step, compiled for what the mesh is made of."""
+    told = [
+        on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), spec)
+        for size, spec in (
+            ((mesh.shape["stage"], mesh.shape["context"], RowPlan.length(shape)), P("stage", "context")),
+            ((SamplePlan.length(shape),), P()),
+        )
+    ]
+    state = abstract_state(mesh, dtype, config, shape.num_pages, sections)
+    params = abstract_params(mesh, dtype, config, unrolled)
+    starts = (sections[0], sections[0] + sections[1])
+    return step.lower(Llama(config), mesh, params, state, *told, shape, starts).compile()

@@ -2,14 +2,22 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 OPCODES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 # What may have a result the size of a cache that is updated in place.
 IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)(?<=[)}\]]) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_CALL = re.compile(r"\b(body|true_computation|false_computation)=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_STRIDED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 class Collective(NamedTuple):
@@ -17,41 +25,79 @@ class Collective(NamedTuple):
     sent: float  # bytes that a rank sends to others
     is_async: bool
     hidden_by: tuple[str, ...]  # opcodes between start and done, in the order in which they are issued
+    # What it is in, the outermost first: "body of 16" (a loop of 16 trips), "true_computation", "false_computation".
+    within: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]  # of devices that talk to each other; of a permute, pairs; none: all
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Those of a mesh with axes of these sizes that it goes over: along which devices of a group differ."""
+        groups = [np.unravel_index(group, tuple(sizes.values())) for group in self.groups]
+        return tuple(name for at, name in enumerate(sizes) if any(np.ptp(group[at]) for group in groups))
 
 
 def collectives(text: str, num_ranks: int) -> list[Collective]:
+    """All of a module; `num_ranks`: how many devices talk to each other, where the text doesn't say."""
     found = []
-    lines = [match.groups() for match in map(_INSTRUCTION.match, text.splitlines()) if match]
-    for at, (name, shapes, opcode, rest) in enumerate(lines):
+    lines, callers = _parse(text)
+    for at, (computation, name, shapes, opcode, rest) in enumerate(lines):
         kind = next((kind for kind in OPCODES if opcode in (kind, f"{kind}-start")), None)
         if kind is None:
             continue
         is_async, between = opcode.endswith("-start"), ()
         if is_async:
             done = next(
-                i for i in range(at, len(lines)) if lines[i][2].endswith("-done") and f"%{name})" in lines[i][3] + ")"
+                i for i in range(at, len(lines)) if lines[i][3].endswith("-done") and f"%{name})" in lines[i][4] + ")"
             )
-            between = tuple(opcode for _, _, opcode, _ in lines[at + 1 : done])
-        found.append(
-            Collective(
-                kind, _sent(kind, shapes, num_ranks, is_async), is_async and 'is_sync":true' not in rest, between
-            )
-        )
+            between = tuple(opcode for _, _, _, opcode, _ in lines[at + 1 : done])
+        groups = _groups(rest)
+        members = len(groups[0]) if groups and kind != "collective-permute" else num_ranks
+        sent = _sent(kind, shapes, members, is_async)
+        is_async = is_async and 'is_sync":true' not in rest
+        within: list[str] = []
+        while computation in callers:
+            how, computation = callers[computation]
+            within.insert(0, how)
+        found.append(Collective(kind, sent, is_async, between, tuple(within), groups))
     return found
 
 
+def _parse(text: str) -> tuple[list[tuple[str, str, str, str, str]], dict[str, tuple[str, str]]]:
+    """Of each instruction its computation, name, shapes, opcode and the rest; and where loops and branches are run."""
+    lines, callers, computation = [], {}, ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            computation = match[1]
+        elif match := _INSTRUCTION.match(line):
+            name, shapes, opcode, rest = match.groups()
+            lines.append((computation, name, shapes, opcode, rest))
+            for how, called in _CALL.findall(rest):
+                trips = _TRIPS.search(rest)
+                callers[called] = (f"{how} of {trips[1]}" if how == "body" and trips else how, computation)
+    return lines, callers
+
+
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    if match := _GROUPS.search(rest):
+        return tuple(tuple(map(int, group.split(","))) for group in match[1].strip("{}").split("},{"))
+    if match := _STRIDED_GROUPS.search(rest):
+        shape, dims, order = ([int(x) for x in part.split(",")] if part else [] for part in match.groups())
+        groups = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(shape)
+        return tuple(map(tuple, groups.tolist()))
+    return ()
+
+
 def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
-    """From the shape of the result, which for an asynchronous one stands beside its operands'."""
-    sizes = [BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _SHAPE.findall(shapes)]
+    """From the shape of the result, which for an asynchronous one stands beside its operands', but for all-reduce."""
+    size = sum(BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _SHAPE.findall(shapes))
     if kind == "collective-permute":
-        return sum(sizes) / (2 if is_async else 1)
+        return size / (2 if is_async else 1)
     if kind == "all-gather":
-        return (max(sizes) if is_async else sum(sizes)) * (n - 1) / n
+        return size * (n - 1) / (n + 1 if is_async else n)
     if kind == "all-to-all":
-        return sum(sizes) / (2 if is_async else 1) * (n - 1) / n
-    if kind == "reduce-scatter":
-        return sum(sizes) * (n - 1)
-    raise NotImplementedError(f"bytes of {kind}")
+        return size / (2 if is_async else 1) * (n - 1) / n
+    if kind == "all-reduce":
+        return 2 * size * (n - 1) / n
+    return size * (n - 1)
 
 
 def opcodes_of_size(text: str, elements: int) -> set[str]:

@@ -32,6 +32,7 @@ def model(example: ModuleType) -> tuple[nnx.GraphDef, Any]:
     return nnx.split(example.Transformer(config, nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_loss_curve_is_that_of_one_device(example: ModuleType, model: tuple[nnx.GraphDef, Any]) -> None:
     graph, params = model
     mesh = make_mesh(context=8)

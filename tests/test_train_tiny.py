@@ -44,6 +44,7 @@ def test_answers_follow_from_what_a_question_sees(step: int) -> None:
         assert set(batch.targets[row][answers]) <= {*b"0123456789", tiny_batches.EOS}
 
 
+@pytest.mark.slow
 def test_heads_start_by_looking_back() -> None:
     import train_tiny
 

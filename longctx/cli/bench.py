@@ -15,10 +15,13 @@ from tqdm import tqdm
 from longctx.cli.engine_flags import (
     add_engine_arguments,
     add_model_arguments,
+    add_plan_arguments,
     add_scheduling_arguments,
     engine_config,
     flag,
     make_engine,
+    parallel_plan,
+    plan_mesh,
 )
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineStats, StepMetrics
@@ -52,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--max-length", type=int, metavar="N", help="skip longer requests (prompt and output)")
 
     add_engine_arguments(parser)
+    add_plan_arguments(parser)
     add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     requests = _workload(options)
-    model, params = load_checkpoint(options.model, dtype=options.dtype)
+    model, params = load_checkpoint(options.model, plan_mesh(parallel_plan(options)), options.dtype)
     requests = _encode(requests, options.model)
     context = model.config.max_positions
     requests, num_skipped = _fitting(requests, options.max_length, context)
@@ -72,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
     steps: list[StepMetrics] = []
     engine = make_engine(options, model, params, config, monitor=steps.append)
     needed = -(-(longest - 1) // config.page_size)
-    if needed > engine.num_pages:
-        raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {engine.num_pages}")
+    pages = engine.num_pages * engine.plan.context
+    if needed > pages:
+        raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {pages}")
 
     print("compiling ...", end="", file=sys.stderr, flush=True)
     start = time.monotonic()
@@ -91,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
         settings = {"model": str(options.model), "workload": str(options.workload or "synthetic")}
         shown = dataclasses.asdict(config)
         del shown["hash_key"]
-        contents = settings | {"config": shown, "summary": summary} | report.details(record)
+        plan = dataclasses.asdict(engine.plan)
+        contents = settings | {"config": shown, "plan": plan, "summary": summary} | report.details(record)
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     if options.plot is not None:
         report.plot(record, options.plot)

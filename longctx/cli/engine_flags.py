@@ -3,14 +3,20 @@
 import argparse
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from longctx.models import Llama
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
-from longctx.serving import Engine, EngineConfig, Slo
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Slo
+from longctx.serving.parallel_plan import EXCHANGES, PLACEMENTS
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profile import subject
 
@@ -35,6 +41,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
 
 
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = parser.add_argument_group("devices")
+    for name, about in (("stage", "of the sequence pipeline"), ("context", "ranks of pages"), ("tensor", "heads")):
+        plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
+    plan.add_argument("--exchange", choices=EXCHANGES, default="auto", help="across --context; default: auto")
+    plan.add_argument("--placement", choices=PLACEMENTS, default="grow", help="of pages over --context; default: grow")
+    plan.add_argument("--rank-tokens", type=int, metavar="N", help="of a request on a rank before it grows")
+
+
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     scheduling = parser.add_argument_group("scheduling")
     defaults, slo = EngineConfig(), Slo()
@@ -56,21 +71,38 @@ def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
     if options.buckets is not None and not re.fullmatch(r"\d+(,\d+)*", options.buckets):
         raise ValueError(f"--buckets must be integers with commas between them, got {options.buckets!r}")
     with naming_flags():
-        fields = {name: getattr(options, name) for name in (*_SIZES, *_CHOICES) if hasattr(options, name)}
+        given = {name: getattr(options, name) for name in (*_SIZES, *_CHOICES) if hasattr(options, name)}
         if hasattr(options, "tpot"):
-            fields["slo"] = Slo(**{name: getattr(options, name) for name in _SLO})
+            given["slo"] = Slo(**{name: getattr(options, name) for name in _SLO})
         if options.buckets is not None:
-            fields["buckets"] = tuple(map(int, options.buckets.split(",")))
-        return EngineConfig(prefix_cache=not options.no_prefix_cache, **fields, **more)
+            given["buckets"] = tuple(map(int, options.buckets.split(",")))
+        return EngineConfig(prefix_cache=not options.no_prefix_cache, **given, **more)
+
+
+def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
+    """The plan that the flags ask for."""
+    return ParallelPlan(**{field.name: getattr(options, field.name) for field in fields(ParallelPlan)})
+
+
+def plan_mesh(plan: ParallelPlan) -> Mesh | None:
+    """Where a checkpoint's parameters go; None: to one device. CPUs become as many devices as the plan needs."""
+    if plan.num_devices == 1:
+        return None
+    with suppress(RuntimeError):  # JAX has looked for its devices already, as in tests
+        jax.config.update("jax_num_cpu_devices", plan.num_devices)
+    return make_mesh(plan.stage, plan.context, plan.tensor)
 
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
-    """With the predictor of `--profile`, if it is given."""
+    """With the predictor of `--profile`, if it is given, and spread over devices, if that is asked for."""
     predictor = None
     if getattr(options, "profile", None) is not None:
+        if hasattr(options, "stage") and parallel_plan(options).num_devices > 1:
+            raise ValueError("--profile is of an engine on one device: not with --stage, --context or --tensor")
         predictor = load_profile(options.profile, subject(model, params, config))
     with naming_flags():
-        return Engine(model, params, config, predictor=predictor, **more)
+        plan = parallel_plan(options) if hasattr(options, "stage") else None
+        return Engine(model, params, config, predictor=predictor, plan=plan, **more)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from longctx.cli import reading
+from longctx.cli.engine_flags import add_plan_arguments, parallel_plan, plan_mesh
 from longctx.models import Llama, load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineConfig, Event, Output, Request, SamplingParams
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="from those that make up probability X")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="from those X times as likely as the top")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    add_plan_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,9 +44,10 @@ def run(options: argparse.Namespace) -> int:
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    model, params = load_checkpoint(options.model, dtype=options.dtype)
+    plan = parallel_plan(options)
+    model, params = load_checkpoint(options.model, mesh=plan_mesh(plan), dtype=options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)
-    engine = Engine(model, params, config, tokenizer=tokenizer)
+    engine = Engine(model, params, config, tokenizer=tokenizer, plan=plan)
     compiling = reading.warm_up(engine)
 
     request_id = engine.submit(Request(tokens, sampling))

@@ -93,8 +93,26 @@ class Llama:
         """The hidden states after the final norm, `[*B, T, D]` in the parameters' dtype, and the cache.
 
         `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving calls under
-        jit. The parameters may come as `cpu_weights.arrange_for_cpu` makes them. The cache goes through the scan over
+        jit. The parameters may come as `sharded_params.local_params` makes them. The cache goes through the scan over
         layers as carry, because scanned-over inputs and outputs would be copied whole.
+        """
+        x, cache = self.run_layers(params["layers"], params["embed"][tokens], positions, attend, cache)
+        return self.norm(params, x), cache
+
+    def run_layers(
+        self,
+        layers: Any,
+        x: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        add_up: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states `[*B, T, D]` through some consecutive layers, `params["layers"]` or some of them; `attend`
+        counts them from 0.
+
+        Under tensor parallelism a device has some columns of wq, wk, wv, w_gate and w_up and the rows of wo and w_down
+        that go with them; `add_up` sums what these two give over the devices.
         """
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
@@ -108,22 +126,23 @@ class Llama:
             k = apply_rope(project(normed, weights["wk"], weights.get("bk")), cos, sin)
             v = project(normed, weights["wv"], weights.get("bv"))
             out, cache = attend(cache, index, q, k, v)
-            x = x + project(out, weights["wo"], axes=2)
+            x = x + add_up(project(out, weights["wo"], axes=2))
             normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
             gated = jax.nn.silu(project(normed, weights["w_gate"])) * project(normed, weights["w_up"])
-            x = x + project(gated, weights["w_down"])
+            x = x + add_up(project(gated, weights["w_down"]))
             return (x, cache), None
 
-        x = params["embed"][tokens]
-        indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-        if isinstance(params["layers"], tuple):
+        if isinstance(layers, tuple):
             carry = (x, cache)
-            for scanned in zip(indices, params["layers"], strict=True):
-                carry, _ = layer(carry, scanned)
-            x, cache = carry
-        else:
-            (x, cache), _ = lax.scan(layer, (x, cache), (indices, params["layers"]))
-        return rms_norm(x, params["final_norm"], config.norm_eps), cache
+            for index, weights in enumerate(layers):
+                carry, _ = layer(carry, (jnp.int32(index), weights))
+            return carry
+        indices = jnp.arange(layers["attn_norm"].shape[0], dtype=jnp.int32)
+        return lax.scan(layer, (x, cache), (indices, layers))[0]
+
+    def norm(self, params: Params, x: jax.Array) -> jax.Array:
+        """The norm after the last layer."""
+        return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Float32 logits `[..., vocab]` of hidden states `[..., D]`."""

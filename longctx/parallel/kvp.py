@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,18 +69,41 @@ def kvp_attention(
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
-    if merge == "auto":
-        state = 4 * (q.size + q.size // q.shape[-1])
-        gather, by_rows = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
-        merge = "all_to_all" if gather - by_rows > _BYTES_OF_A_COLLECTIVE else "gather"
+    by_rows = _is_by_rows(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
     if group_ids is None and num_ranks > 1 and varies(q, axis_name):
         raise ValueError(
             f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
             'with jax.lax.all_gather(..., to="invarying")'
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
-    exchange = KVP(axis_name, kernel, merge == "all_to_all", out_dtype)
+    exchange = KVP(axis_name, kernel, by_rows, out_dtype)
     return leave(attend(exchange, vary_alike(GroupedOperands(*operands, groups), axis_name)), q, out_dtype)
+
+
+def merge_over_ranks(
+    out: Array, lse: Array, group_ids: Array, axis_name: str = "context", out_dtype: DTypeLike | None = None
+) -> tuple[Array, Array]:
+    """KVP's second half: states that ranks have of the same queries, merged as `kvp_attention` does with `"auto"`.
+
+    Args:
+      out: `[T, N, H]`, float32.
+      lse: `[T, N]`, float32.
+      group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, where it is the same query.
+
+    Returns:
+      (out as out_dtype, by default float32; lse).
+    """
+    out, lse, group_ids = vary_alike((out, lse, group_ids), axis_name)
+    dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    exchange = KVP(axis_name, by_rows=_is_by_rows(out, lax.axis_size(axis_name), dtype))
+    out, lse = exchange.meet((out[None], lse[None]), group_ids, _merge, dtype)
+    return out[0].astype(dtype), lse[0]
+
+
+def _is_by_rows(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
+    state = 4 * (q.size + q.size // q.shape[-1])
+    gather, by_rows = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
+    return gather - by_rows > _BYTES_OF_A_COLLECTIVE
 
 
 class GroupedOperands(NamedTuple):
@@ -106,22 +129,22 @@ def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int)
 
 @dataclasses.dataclass(frozen=True)
 class KVP(Exchange):
-    by_rows: bool
-    out_dtype: jnp.dtype
+    by_rows: bool = False
+    out_dtype: Any = jnp.float32
 
     def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
         state = self.kernel.forward(Operands(*operands[:5]))
-        return self._meet(state, operands.groups, _merge, self.out_dtype)
+        return self.meet(state, operands.groups, _merge, self.out_dtype)
 
     def backward(
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
         if operands.groups is not None or not varies(operands.q, self.axis_name):
-            d_out, row_terms = self._meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
+            d_out, row_terms = self.meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
         return self.kernel.backward(*vary_alike((Operands(*operands[:5]), lse, row_terms, d_out)))
 
-    def _meet(
+    def meet(
         self, state: tuple[Array, Array], groups: Array | None, combine: Combine, dtype: DTypeLike
     ) -> tuple[Array, Array]:
         """All ranks' pairs `[B, T, N, H]` and `[B, T, N]` combined over each row's group, the first as dtype."""

@@ -1,10 +1,15 @@
 """The mesh of three axes that everything else names."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 AXES = ("stage", "context", "tensor")
 
@@ -25,3 +30,61 @@ def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
     if needed > len(devices):
         raise ValueError(f"stage * context * tensor must be at most the number of devices, {len(devices)}, got {sizes}")
     return Mesh(np.array(devices[:needed]).reshape(stage, context, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` over the axes that have more than one device; over none of them, the function itself.
+
+    XLA's CPU backend keeps collectives among one device, and types would ask for them. So inside, `size_of` and
+    `index_of` tell of axes, whether there or not, and nothing is exchanged over one that is not.
+    """
+    trimmed = trim_mesh(mesh)
+    if trimmed.size == 1:
+        return function
+    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+    specs = jax.tree.map(functools.partial(_trim, trimmed), (in_specs, out_specs), is_leaf=is_spec)
+    return jax.shard_map(function, mesh=trimmed, in_specs=specs[0], out_specs=specs[1])
+
+
+def named_sharding(mesh: Mesh, spec: P) -> NamedSharding:
+    """Over the axes of more than one device, as `shard_map` has them: others would be another sharding to `jax.jit`."""
+    trimmed = trim_mesh(mesh)
+    return NamedSharding(trimmed, _trim(trimmed, spec))
+
+
+@functools.cache
+def trim_mesh(mesh: Mesh) -> Mesh:
+    """The mesh without axes of one device; if all are, with the first."""
+    names = [name for name in mesh.axis_names if mesh.shape[name] > 1] or mesh.axis_names[:1]
+    sizes = [mesh.shape[name] for name in names]
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _trim(trimmed: Mesh, spec: P) -> P:
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    kept = [tuple(name for name in entry if name in trimmed.axis_names) or None for entry in entries]
+    while kept and kept[-1] is None:
+        kept.pop()
+    return P(*kept)
+
+
+def size_of(axis: str) -> int:
+    """Inside `shard_map`: how many devices an axis has, 1 if it is not there."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def index_of(*axes: str) -> Array | int:
+    """Inside `shard_map`: this device's number along some axes, the first the slowest."""
+    index: Array | int = 0
+    for axis in axes:
+        if size_of(axis) > 1:
+            index = index * size_of(axis) + lax.axis_index(axis)
+    return index
+
+
+def present(*axes: str) -> tuple[str, ...]:
+    """Those of some axes that have more than one device."""
+    return tuple(axis for axis in axes if size_of(axis) > 1)

@@ -1,5 +1,6 @@
 """Ring pass-KV: every rank keeps its queries, keys and values go round."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,12 +68,16 @@ def ring_pass_kv(
 
 class PassKV(Ring):
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        q, k, v, queries, keys = operands
+        return self.fetch_round(operands, self.tokens_by_hop(operands.keys))
+
+    def fetch_round(self, operands: Operands, keys_of: Callable[[int], Tokens]) -> tuple[Array, Array]:
+        """The state of one's queries over all ranks' keys, which are known beforehand."""
+        q, k, v, queries, _ = operands
 
         def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
             return self.kernel.forward(Operands(q, kv, kv, queries, keys), state)
 
-        return self.ring(jnp.stack([k, v]), keys, step)
+        return self.ring(jnp.stack([k, v]), keys_of, step)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands

@@ -1,6 +1,7 @@
 """Ring pass-Q: keys and values stay where they are, queries go round, and partial results go home."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -62,18 +63,28 @@ def ring_pass_q(
 
 @dataclasses.dataclass(frozen=True)
 class PassQ(Ring):
-    decode: bool
+    decode: bool = False
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, k, v, queries, keys = operands
+        attend = lambda q, queries: self._attend(Operands(q, k, v, queries, keys))  # noqa: E731
+        return self.ask_round(q, self.tokens_by_hop(queries), attend)
 
-        def step(partials: Array | None, q: Array, queries: Tokens, source: Array) -> Array:
-            part = pack(*self._attend(Operands(q, k, v, queries, keys)), 1)
+    def ask_round(
+        self, q: Array, queries_of: Callable[[int], Any], attend: Callable[[Array, Any], tuple[Array, Array]]
+    ) -> tuple[Array, Array]:
+        """The state of one's queries over all ranks' keys: `attend(q, queries)` is that of some rank's over one's own.
+
+        `queries_of(hop)`: what is known of the queries that are here after so many hops.
+        """
+
+        def step(partials: Array | None, q: Array, queries: Any, source: Array) -> Array:
+            part = pack(*attend(q, queries), 1)
             if partials is None:
                 partials = jnp.zeros_like(part, shape=(self.num_ranks, part.size))
             return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
-        partials = self.ring(q, queries, step)
+        partials = self.ring(q, queries_of, step)
         partials = lax.all_to_all(partials, self.axis_name, 0, 0, tiled=True)
         return merge_states(*unpack(partials, q.shape))
 

@@ -108,6 +108,14 @@ def plan_varseq(
     )
 
 
+def deal_tokens(
+    new_lengths: Sequence[int], cached_lengths: Sequence[int], num_shards: int, layout: str = "zigzag"
+) -> list[np.ndarray]:
+    """Each rank's new tokens, ascending, as `plan_varseq` deals them; its work doesn't grow with what is cached."""
+    new, cached = _check_lengths("new_lengths", new_lengths), _check_lengths("cached_lengths", cached_lengths)
+    return _deal(new, cached, num_shards, layout)[0]
+
+
 def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
     """Which rank computes, and keeps, the token that each sequence decodes in this step.
 

@@ -39,13 +39,15 @@ class Ring(Exchange):
         """Whose block is here after that many hops."""
         return (lax.axis_index(self.axis_name) - hop) % self.num_ranks
 
-    def ring(self, block: Array, tokens: Tokens, step: Callable[[Any, Array, Tokens, Array], Any]) -> Any:
+    def ring(self, block: Array, tokens_of: Callable[[int], Any], step: Callable[[Any, Array, Any, Array], Any]) -> Any:
         """Fold `state = step(state, block, tokens, source)` over all ranks' blocks, from None and one's own block on.
+
+        `tokens_of(hop)`: what is known of the block that is here after so many hops, as from `tokens_by_hop`.
 
         N - 1 permutes, each issued before the step that hides it. Without the barrier a compiler issues them all at
         once, holds N blocks, and hides the last alone. (XLA's CPU backend drops the barrier.)
         """
-        state, tokens_of = None, self.tokens_by_hop(tokens)
+        state = None
         for hop in range(self.num_ranks):
             is_last = hop == self.num_ranks - 1
             arriving = (block,) if is_last else self.shift(block)

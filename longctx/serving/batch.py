@@ -1,5 +1,6 @@
 """What a step computes: plain data that the scheduler makes and an executor runs."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ from longctx.serving.sequence import Sequence
 class Chunk(NamedTuple):
     """Consecutive tokens of one sequence: positions `start` to `start + num_tokens - 1`.
 
-    `samples`: whether the token after them is sampled. `decodes`: whether they are the one token that the step
-    before has sampled, which the host need not know yet.
+    `samples`: whether the token after them is sampled. `decodes`: whether they are the one token that was sampled
+    last, which the host need not know yet. `ranks`: the context ranks that compute them: one alone, or several, each
+    all of them (KV parallelism), or, where `dealt`, all ranks, each a part.
     """
 
     sequence: Sequence
@@ -20,6 +22,28 @@ class Chunk(NamedTuple):
     num_tokens: int
     samples: bool
     decodes: bool
+    ranks: tuple[int, ...] = (0,)
+    dealt: bool = False
+
+    def share(self, num_ranks: int, dealt_before: int = 0) -> tuple[int, int]:
+        """(tokens before, tokens) that each of its ranks has to do with, about; dealt after so many other tokens."""
+        if self.dealt:
+            rows = -(-(dealt_before + self.num_tokens) // num_ranks) + -dealt_before // num_ranks
+            return self.start, rows
+        return self.start // len(self.ranks), self.num_tokens
+
+
+def parts_of(chunks: Iterable[Chunk], rank: int, num_ranks: int) -> Iterator[tuple[int, int, bool]]:
+    """(tokens before, tokens, whether one is sampled) of what a rank computes, for `Work.of`."""
+    if num_ranks == 1:
+        yield from ((chunk.start, chunk.num_tokens, chunk.samples) for chunk in chunks)
+        return
+    dealt = 0
+    for chunk in chunks:
+        start, count = chunk.share(num_ranks, dealt)
+        dealt += chunk.num_tokens if chunk.dealt else 0
+        if rank in chunk.ranks and count:
+            yield start, count, chunk.samples and rank == chunk.ranks[0]
 
 
 class TableRun(NamedTuple):
@@ -34,7 +58,7 @@ class TableRun(NamedTuple):
 class Batch:
     """One step. `copies` (source, target) and `tables` are done first, in order; `admitted` have new slots.
 
-    `work` is what it asks of the device, `predicted` the seconds that it should take.
+    `work` is what it asks of the device that has most to do, `predicted` the seconds that it should take.
     """
 
     index: int

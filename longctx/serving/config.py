@@ -17,16 +17,17 @@ class EngineConfig:
 
     Attributes:
       page_size: tokens of a page.
-      num_pages: pages of the cache. None: what fits, see `longctx.serving.cache.default_num_pages`.
+      num_pages: pages of the cache, on each context rank. None: what fits.
       max_running: sequences that are read or written at a time.
       max_length: prompt and output of the longest sequence, in tokens. None: the model's context.
-      token_budget: rows of a step at most, decodes and chunks of prompts together.
+      token_budget: rows of a step at most, on a rank; decodes and chunks of prompts together.
       policy: whose prompt is read next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"ilrs"`, or a `Policy` of one's own.
       chunking: `"static"` fills the token budget in every step, `"static:N"` N rows of it; `"adaptive"` as many as keep
         the TPOT targets of running decodes, by prediction.
       max_share: the share of a step that a long prompt leaves to short ones at most, under `ilrs`, 0 to 1.
       slo: what is due to requests that bring no `ttft_deadline` or `tpot_target`.
-      buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget.
+      buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget. With several context
+        ranks, of each kind of rows (docs/parallel_plans.md), whose combinations are programs: growing by 8 then.
       run_ahead: steps that are planned before the result of the first is there, 1 to 8, at most; none ahead of steps
         that should take 50 ms.
       admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt
@@ -91,7 +92,13 @@ class EngineConfig:
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """The numbers of rows that are compiled, ascending."""
+        return self.growing_buckets(2)
+
+    def growing_buckets(self, factor: int) -> tuple[int, ...]:
+        """`buckets`, or if there are none, growing by a factor from 8 to the token budget."""
         if self.buckets is not None:
             return self.buckets
-        doubling = (8 << i for i in range(self.token_budget.bit_length()))
-        return (*(rows for rows in doubling if rows < self.token_budget), self.token_budget)
+        rows = [8]
+        while rows[-1] < self.token_budget:
+            rows.append(rows[-1] * factor)
+        return (*(x for x in rows if x < self.token_budget), self.token_budget)

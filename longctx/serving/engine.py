@@ -5,7 +5,6 @@ the oldest are taken before one more is begun.
 """
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -15,14 +14,12 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.serving.batch import Batch
-from longctx.serving.cache import default_num_pages
 from longctx.serving.config import EngineConfig
 from longctx.serving.door import Door
 from longctx.serving.door import Prompt as PromptTokens
@@ -31,22 +28,22 @@ from longctx.serving.monitor import StepMetrics
 from longctx.serving.output import Event, FinishReason, Output
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.policy import make_policy
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import hardware_of, roofline
-from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.predictor.runtime import Predictor, check_predictor, readable_tokens
 from longctx.serving.prefix import PageHash
 from longctx.serving.request import Request, SamplingParams
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
 from longctx.serving.sequence import Sequence, State
 from longctx.serving.slo import check_possible, check_slo
+from longctx.serving.spread import find_mesh, fitting_pages
 from longctx.serving.stream import Job, TokenStream
+from longctx.serving.under_way import UnderWay
 
 Prompt = str | List[int] | Request
-
-# Planning ahead hides some hundred microseconds. For longer than these seconds it isn't worth what an arrival waits.
-_AHEAD = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,28 @@ class EngineStats:
     pages_cached: int
     running: int
     waiting: int
+    idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
 
 
 class Engine:
-    """Serves a model on one device. Any thread may call any method; whoever waits for tokens runs the steps.
+    """Serves a model, on one device or many. Any thread may call any method; whoever waits for tokens runs the steps.
 
     Args:
       model, params: as from `load_checkpoint`.
       config: sizes and rules, see `EngineConfig`.
-      mesh: None, or a mesh of one device.
+      mesh: of the axes stage, context and tensor, as from `make_mesh`. None: the first devices that the plan needs, or
+        where the parameters are.
       tokenizer: needed for prompts that are text, for text in outputs, and for stop strings.
       executor: runs the batches instead of the device, for tests and simulations; `params` may then be None.
       clock: seconds; what metrics and policies go by.
       predictor: of this engine's batches, see `longctx.serving.profile`. None: a roofline of the device. Either is
         corrected by a factor as batches run.
       monitor: is called with the `StepMetrics` of every step that has ended.
+      plan: how it is spread, see `ParallelPlan`. None: as the mesh says, pages growing.
 
     Raises:
-      ValueError: sizes that contradict the model or the memory, parameters on another device than the mesh's, a
-        predictor that knows no step of `token_budget` rows.
-      NotImplementedError: a mesh or parameters of several devices.
+      ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
+        devices, a predictor that knows no step of `token_budget` rows.
 
     An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: from
     then on every call raises RuntimeError.
@@ -99,42 +98,55 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         predictor: Predictor | None = None,
         monitor: Callable[[StepMetrics], object] | None = None,
+        plan: ParallelPlan | None = None,
     ) -> None:
         config = config or EngineConfig()
-        device = _one_device(params, mesh)
+        self.plan, self.mesh = plan, mesh = find_mesh(model, params, mesh, plan)
         positions = model.config.max_positions
         max_length = config.max_length or positions
         if max_length > positions:
             raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
         self.config, self.model, self.tokenizer, self.max_length = config, model, tokenizer, max_length
-        self.num_pages = config.num_pages or _fitting_pages(model, params, config, max_length, device)
+        self.num_pages = fitting_pages(model, params, config, max_length, mesh)
         if executor is None:
-            if params is None or device is None:
+            if params is None or mesh is None:
                 raise ValueError("params must be given, unless an executor is")
-            executor = DeviceExecutor(model, params, config, self.num_pages, max_length, device)
+            executor = DeviceExecutor.on_mesh(model, params, config, plan, mesh, self.num_pages, max_length)
         self._executor, self._clock = executor, clock
         self._hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
-        self._door = Door(model.config, config, max_length, tokenizer, self._hash, self.num_pages)
-        self._monitor, self._is_profiled = monitor, predictor is not None
+        self._door = Door(model.config, config, max_length, tokenizer, self._hash, self.num_pages * plan.context)
+        self._is_profiled = predictor is not None
         if predictor is None:
-            predictor = roofline(model.config, hardware_of(device), config.token_budget)
+            hardware = hardware_of(None if mesh is None else mesh.devices.flat[0])
+            predictor = roofline(model.config, hardware, config.token_budget, stage=plan.stage, tensor=plan.tensor)
         self.predictor = Corrected(check_predictor(predictor, config.token_budget))
         if self._is_profiled:
             check_slo(config.slo, predictor)
         chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
         self.scheduler = Scheduler(
-            Packer(make_policy(config.policy, config.max_share), self.predictor, chunking),
-            PagePool(self.num_pages),
+            Packer(
+                make_policy(config.policy, config.max_share),
+                self.predictor,
+                chunking,
+                plan,
+                config.page_size,
+                config.growing_buckets(2 if plan.context == 1 else 8),
+            ),
+            PagePool(self.num_pages, plan.context),
             config.page_size,
             config.max_running,
             config.admission,
             config.slo,
+            plan.placer(
+                config.page_size,
+                config.token_budget,
+                readable_tokens(predictor, config.slo.tpot, plan.stage, max_length),
+            ),
         )
+        self._under_way = UnderWay(self.scheduler, executor, clock, config.run_ahead, self._note_planned, monitor)
         self._jobs: dict[str, Job] = {}
         self._left: deque[list[Job]] = deque()  # by streams that are gone; to be cancelled
         self._events: deque[Event] = deque()  # of requests that no stream waits for
-        self._under_way: deque[tuple[Batch, Any, float]] = deque()  # and when it was begun
-        self._idle_since = -math.inf  # when the last step ended
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._num_requests = 0
@@ -180,8 +192,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every program that serving needs; nothing is compiled after it."""
         with self._lock:
-            while self._under_way:
-                self._step()
+            self._drain()
             self._executor.warm_up()
 
     @contextlib.contextmanager
@@ -194,8 +205,7 @@ class Engine:
         with self._lock:
             self._check_alive()
             self._cancel_left()
-            while self._under_way:
-                self._step()
+            self._drain()
             if self._jobs:
                 raise RuntimeError(f"an engine is measured while it serves nobody: {len(self._jobs)} have not ended")
             self.scheduler.pool.clear()
@@ -278,6 +288,7 @@ class Engine:
                 pages_cached=pool.num_cached,
                 running=len(scheduler.prefilling) + len(scheduler.decoding),
                 waiting=len(scheduler.waiting),
+                idle_stage_steps=self._under_way.num_idle,
             )
 
     # Requests.
@@ -364,51 +375,26 @@ class Engine:
         self._check_alive()
         self._cancel_left()
         try:
-            while self._may_run_ahead():
-                now = self._clock()
-                batch = self.scheduler.schedule(now)
-                if batch is None:
-                    break
-                self._note_admitted(batch, now)
-                self._under_way.append((batch, self._executor.submit(batch), now))
-            if not self._under_way and self.scheduler.waiting:
-                raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+            self._under_way.fill()
             if self._under_way:
-                batch, pending, begun = self._under_way.popleft()
-                before = self._clock()
-                results = self._executor.wait(pending)
-                self._measure(batch, begun, before)
-                self._receive(batch, results)
+                self._receive(*self._under_way.wait())
+            elif self.scheduler.waiting and not self.scheduler.is_held_up:
+                raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
         except BaseException as error:
             self._error = error
             self._jobs.clear()
             raise
 
-    def _may_run_ahead(self) -> bool:
-        """Whether one more step shall be planned before the results of those under way are there."""
-        if len(self._under_way) >= self.config.run_ahead:
-            return False
-        return sum(batch.predicted for batch, *_ in self._under_way) < _AHEAD
-
-    def _measure(self, batch: Batch, begun: float, before: float) -> None:
-        """A step has ended, for which we waited from `before` on: the predictor and the monitor are told."""
-        now = self._clock()
-        seconds = now - max(begun, self._idle_since)
-        self._idle_since = now
-        # Nobody knows when it ended if we came late, as when whoever takes the tokens takes their time.
-        is_exact = now - before >= seconds / 2
-        if is_exact:
-            self.predictor.observe(batch.work, seconds)
-        if self._monitor is not None:
-            chunks = tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks if not chunk.decodes)
-            decodes = len(batch.chunks) - len(chunks)
-            self._monitor(StepMetrics(batch.index, now, seconds, is_exact, batch.predicted, decodes, chunks))
-
     def _check_alive(self) -> None:
         if self._error is not None:
             raise RuntimeError("the engine has failed, and its requests with it") from self._error
 
-    def _note_admitted(self, batch: Batch, now: float) -> None:
+    def _drain(self) -> None:
+        """Wait for all that is under way, and what that leads to."""
+        while self._under_way:
+            self._step()
+
+    def _note_planned(self, batch: Batch, now: float) -> None:
         for sequence in batch.admitted:
             metrics = sequence.data.metrics
             if metrics.admitted is None:
@@ -464,22 +450,3 @@ def _naming(argument: str | None) -> Iterator[None]:
             raise
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{argument}: {error}") from error
-
-
-def _one_device(params: Params | None, mesh: Mesh | None) -> jax.Device | None:
-    """Where the parameters are, or where the mesh is."""
-    devices = set() if params is None else params["embed"].devices()
-    if len(devices) > 1 or (mesh is not None and mesh.size > 1):
-        raise NotImplementedError("mesh and params must be of one device: the engine runs on one")
-    if mesh is not None and devices and devices != set(mesh.devices.flat):
-        raise ValueError(f"params are on {devices}, and mesh is {mesh.devices.tolist()}")
-    return next(iter(devices), None)
-
-
-def _fitting_pages(
-    model: Llama, params: Params | None, config: EngineConfig, max_length: int, device: jax.Device | None
-) -> int:
-    most = config.max_running * -(-max_length // config.page_size)
-    if params is None or device is None:
-        return most
-    return default_num_pages(model.config, config.page_size, params["embed"].dtype, device, most)

@@ -16,54 +16,67 @@ Key = bytes | int
 class PagePool:
     """Pages 0 to num_pages - 1. A page is free, held (one or more references), or idle: unheld, but found by its key.
 
-    Promises (`reserve`) are counts: pages themselves are allocated as they are needed, so that a step's work depends
-    on what the step adds and not on how long a sequence is.
+    The first `per_rank` pages live on context rank 0, the next on rank 1, and so on. Promises (`reserve`) are counts:
+    pages themselves are allocated as they are needed, so that a step's work depends on what the step adds and not on
+    how long a sequence is.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-        self.num_pages = num_pages
-        self.num_reserved = 0
+    def __init__(self, per_rank: int, num_ranks: int = 1) -> None:
+        if per_rank < 1:
+            raise ValueError(f"num_pages must be at least 1, got {per_rank}")
+        self.per_rank, self.num_ranks, self.num_pages = per_rank, num_ranks, per_rank * num_ranks
+        self.reserved = [0] * num_ranks
         self.num_evicted = 0
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
-        self._key_of: list[Key | None] = [None] * num_pages
+        self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
+        self._references = [0] * self.num_pages
+        self._key_of: list[Key | None] = [None] * self.num_pages
         self._page_of: dict[Key, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+
+    def rank_of(self, page: int) -> int:
+        return page // self.per_rank
+
+    def available(self, rank: int) -> int:
+        """Pages of a rank that can still be reserved."""
+        return len(self._free[rank]) + len(self._idle[rank]) - self.reserved[rank]
 
     @property
     def num_available(self) -> int:
-        """Pages that can still be reserved."""
-        return len(self._free) + len(self._idle) - self.num_reserved
+        return sum(map(self.available, range(self.num_ranks)))
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(self.reserved)
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - len(self._free) - len(self._idle)
+        return self.num_pages - sum(map(len, self._free)) - sum(map(len, self._idle))
 
     @property
     def num_cached(self) -> int:
         """Pages that can be found by a key, held or idle."""
         return len(self._page_of)
 
-    def reserve(self, count: int) -> None:
-        """Promise pages; `allocate(reserved=True)` and `unreserve` take the promise back."""
-        assert 0 <= count <= self.num_available, f"{count} pages reserved of {self.num_available} available"
-        self.num_reserved += count
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Promise pages of each rank; `allocate(reserved=True)` and `unreserve` take the promise back."""
+        for rank, count in enumerate(counts):
+            available = self.available(rank)
+            assert 0 <= count <= available, f"{count} pages reserved of {available} available on rank {rank}"
+            self.reserved[rank] += count
 
-    def unreserve(self, count: int) -> None:
-        assert 0 <= count <= self.num_reserved
-        self.num_reserved -= count
+    def unreserve(self, counts: Sequence[int]) -> None:
+        for rank, count in enumerate(counts):
+            assert 0 <= count <= self.reserved[rank]
+            self.reserved[rank] -= count
 
-    def allocate(self, reserved: bool) -> int:
-        """One page, held once, with nothing of use in it: a free one, else the least recently used idle one."""
-        if reserved:
-            self.unreserve(1)
-        assert self.num_available > 0 or reserved, "no page is available"
-        if self._free:
-            page = self._free.pop()
+    def allocate(self, rank: int, reserved: bool) -> int:
+        """A page of a rank, held once, with nothing of use in it: a free one, else the least recently used idle one."""
+        self.reserved[rank] -= reserved
+        assert self.available(rank) > 0, f"no page is available on rank {rank}"
+        if self._free[rank]:
+            page = self._free[rank].pop()
         else:
-            page, _ = self._idle.popitem(last=False)
+            page, _ = self._idle[rank].popitem(last=False)
             self.forget(page)
             self.num_evicted += 1
         assert self._references[page] == 0
@@ -74,12 +87,12 @@ class PagePool:
         return self._page_of.get(key)
 
     def is_idle(self, page: int) -> bool:
-        return page in self._idle
+        return page in self._idle[self.rank_of(page)]
 
     def share(self, page: int) -> None:
         """Hold a page that is held or idle once more."""
         if self._references[page] == 0:
-            del self._idle[page]
+            del self._idle[self.rank_of(page)][page]
         self._references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -88,10 +101,11 @@ class PagePool:
             assert self._references[page] > 0, f"page {page} is not held"
             self._references[page] -= 1
             if self._references[page] == 0:
+                rank = self.rank_of(page)
                 if self._key_of[page] is not None:
-                    self._idle[page] = None
+                    self._idle[rank][page] = None
                 else:
-                    self._free.append(page)
+                    self._free[rank].append(page)
 
     def register(self, page: int, key: Key) -> None:
         """Let a held page be found by a key, unless another page already is."""
@@ -108,9 +122,11 @@ class PagePool:
 
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""
-        count = len(self._idle)
-        for page in self._idle:
-            self.forget(page)
-            self._free.append(page)
-        self._idle.clear()
+        count = 0
+        for free, idle in zip(self._free, self._idle, strict=True):
+            count += len(idle)
+            for page in idle:
+                self.forget(page)
+                free.append(page)
+            idle.clear()
         return count

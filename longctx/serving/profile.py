@@ -13,7 +13,7 @@ import numpy as np
 from longctx.kernels.paged_attention.xla import tile_sizes
 from longctx.models import Llama
 from longctx.models.params import Params
-from longctx.serving.batch import Batch, Chunk, TableRun
+from longctx.serving.batch import Batch, Chunk, TableRun, parts_of
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine import Engine
 from longctx.serving.output import Metrics
@@ -30,7 +30,10 @@ def subject(model: Llama, params: Params, config: EngineConfig) -> dict[str, Any
     """What an engine's times depend on, for `save_profile` and `load_profile`."""
     shape = dataclasses.asdict(model.config)
     names = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-    (device,) = params["embed"].devices()
+    devices = params["embed"].devices()
+    if len(devices) > 1:
+        raise ValueError(f"profile is of an engine on one device, and the parameters are on {len(devices)}")
+    (device,) = devices
     return {name: shape[name] for name in names} | {
         "dtype": str(params["embed"].dtype),
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} threads",
@@ -159,6 +162,8 @@ def measure(
     times: list[list[float]] = [[] for _ in shapes]
     works = [Work()] * len(shapes)
     order = [int(i) for _ in range(repeats) for i in rng.permutation(len(shapes))]
+    if engine.plan.num_devices > 1:
+        raise NotImplementedError("profile measures engines of one device")
     with engine.lend_executor() as executor:
         for done, i in enumerate(order):
             batch = _batch(engine, shapes[i])
@@ -167,7 +172,7 @@ def measure(
             start = time.perf_counter()
             executor.wait(executor.submit(batch))
             times[i].append(time.perf_counter() - start)
-            works[i] = Work.of(batch.chunks)
+            works[i] = Work.of(parts_of(batch.chunks, 0, 1))
             if progress is not None:
                 progress(done + 1, len(order))
     return list(zip(works, map(median, times), strict=True))
@@ -182,7 +187,8 @@ def _batch(engine: Engine, shape: BatchShape) -> Batch:
         sequence = _sequence(slot, start + count)
         decodes = slot < shape.decodes
         batch.admitted.append(sequence)
-        batch.tables.append(TableRun(slot, 0, list(range(first_page, first_page + pages))))
+        sequence.pages = list(range(first_page, first_page + pages))
+        batch.tables.append(TableRun(slot, 0, sequence.pages))
         # The chunk is one in the midst of a prompt.
         batch.chunks.append(Chunk(sequence, slot, start, count, samples=decodes, decodes=decodes))
         first_page += pages

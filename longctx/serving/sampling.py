@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
     top_logprobs: Array
 
 
-def draw(logits: Array, seen: Array, controls: Controls, positions: Array, num_top: int, plain: Array) -> Drawn:
+def draw(logits: Array, seen: Array, controls: Controls, positions: Array, num_top: int) -> Drawn:
     """The next token of every row.
 
     Args:
@@ -57,20 +57,9 @@ def draw(logits: Array, seen: Array, controls: Controls, positions: Array, num_t
       seen: uint8 `[R, V]`, which tokens are in prompt and output (`IN_PROMPT`, `IN_OUTPUT`).
       positions: int32 `[R]`, of the new tokens. With seed and sample it is all that a draw depends on.
       num_top: L, how many likeliest tokens to tell of.
-      plain: bool; if true every row takes its likeliest token, and no probabilities are computed.
     """
-
-    def likeliest(_: None) -> Drawn:
-        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-        rows = logits.shape[0]
-        none = jnp.zeros((rows, num_top))
-        return Drawn(tokens, jnp.zeros(rows), none.astype(jnp.int32), none)
-
-    def full(_: None) -> Drawn:
-        tokens = _draw_rows(logits, seen, controls, positions)
-        return Drawn(tokens, *token_logprobs(logits, tokens, num_top))
-
-    return lax.cond(plain, likeliest, full, None)
+    tokens = _draw_rows(logits, seen, controls, positions)
+    return Drawn(tokens, *token_logprobs(logits, tokens, num_top))
 
 
 def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:

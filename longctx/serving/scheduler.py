@@ -2,18 +2,23 @@
 
 It plans ahead of results: a sampled token's value is not needed to plan its successor's row. So `computed` and
 `length` of a sequence run ahead, and a sequence that turns out to have ended leaves some rows in steps already under
-way, whose results nobody takes. That is safe, because steps run in order: what a later step writes into a page or a
-slot that was given back comes after.
+way, whose results nobody takes. That is safe, because steps run in order: what a later step writes into a page that was
+given back comes after, in every stage. What is done ahead of a step, in all stages at once, is not in that order: so
+slots, and copies of pages, wait until no batch under way has to do with them.
 
-Source: continuous batching with chunked prefill after Mnemosyne, section 4.1, and Medha, sections 3.1 and 4.1.
+Source: continuous batching with chunked prefill after Mnemosyne, sections 4.1 and 4.3 (a chunk follows the one before
+it into the pipeline at once), and Medha, sections 3.1, 4.1 and 4.3.
 """
 
 import bisect
+from collections import deque
 from typing import Any, Literal
 
-from longctx.serving.batch import Batch, Chunk, TableRun
+from longctx.serving.batch import Batch, Chunk, TableRun, parts_of
 from longctx.serving.packing import Packer
 from longctx.serving.pages import PagePool
+from longctx.serving.parallel_plan import is_dealt
+from longctx.serving.placement import Grown, Need, Placement, Placer
 from longctx.serving.policy import rank, relative_slack
 from longctx.serving.predictor.work import Work
 from longctx.serving.sequence import Sequence, State, Tail
@@ -34,8 +39,11 @@ class Scheduler:
         max_running: int,
         admission: Literal["reserve", "optimistic"] = "reserve",
         slo: Slo | None = None,
+        placer: Placer | None = None,
     ) -> None:
         self.packer, self.pool, self.page_size = packer, pool, page_size
+        self.plan, self.placer = packer.plan, placer or Placer()
+        self._all_ranks = tuple(range(self.plan.context))
         self.max_running, self.admission, self.slo = max_running, admission, slo or Slo()
         self.waiting: list[Sequence] = []  # these three in order of arrival
         self.prefilling: list[Sequence] = []
@@ -44,7 +52,10 @@ class Scheduler:
         self.num_steps = 0
         self._factor = packer.predictor.factor
         self._slots = list(range(max_running - 1, -1, -1))
-        self._forks: list[tuple[Sequence, tuple[int, int]]] = []  # and the page that each copies, in the next step
+        self._resting: deque[tuple[int, int]] = (
+            deque()
+        )  # slots that were given back, and from which step on they are free
+        self._forks: list[tuple[Sequence, tuple[int, int]]] = []  # and the page that each copies, once it is written
 
     # What comes in.
 
@@ -57,12 +68,16 @@ class Scheduler:
         own = self._pages_of(prompt_length + max_tokens - 1)
         at_first = own if self.admission == "reserve" else self._pages_of(prompt_length)
         shared = self._shared_by_followers(prompt_length)
-        needed = max(own, at_first + (samples - 1) * (at_first - shared))
-        if needed > self.pool.num_pages:
-            raise ValueError(
-                f"prompt and max_tokens need {needed} pages of {self.page_size} tokens, "
-                f"more than the {self.pool.num_pages} that the engine has"
-            )
+        empty = [self.pool.per_rank] * self.pool.num_ranks
+        for stop, followers in ((own, 0), (at_first, samples - 1)):
+            need = Need(0, stop, shared, followers, (0,) * self.pool.num_ranks, None)
+            if self.placer.place(0, need, empty, [0.0] * self.pool.num_ranks) is None:
+                pages = stop + followers * (stop - shared)
+                raise ValueError(
+                    f"prompt and max_tokens need {pages} pages of {self.page_size} tokens, "
+                    f"more than the {self.pool.num_pages} that the engine has"
+                    + (f", {self.pool.per_rank} on each rank" if self.pool.num_ranks > 1 else "")
+                )
 
     def count_cached(self, keys: list[Any]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""
@@ -104,8 +119,7 @@ class Scheduler:
         """When its first token is due, and that of its followers, and how long each may take."""
         ttft = sequence.ttft_deadline
         if ttft is None:
-            rows = self.packer.chunking.tokens
-            ttft = self.slo.ttft(self.packer.predictor.prefill_seconds(0, sequence.prompt_length, rows))
+            ttft = self.slo.ttft(self._prefill_seconds(0, sequence.prompt_length))
         for each in (sequence, *sequence.followers):
             each.deadline, each.patience = each.arrival + ttft, ttft
             each.tpot_target = self.slo.tpot if each.tpot_target is None else each.tpot_target
@@ -116,11 +130,13 @@ class Scheduler:
         """The next step, or None if there is nothing to compute."""
         batch = Batch(self.num_steps)
         self._heed_corrections()
-        decodes = self._plan_decodes(batch)
+        while self._resting and self._resting[0][0] <= batch.index:
+            self._slots.append(self._resting.popleft()[1])
+        self._plan_decodes(batch)
         self._set_up_forks(batch)
         self._admit(batch, now)
-        work = Work.of(batch.chunks)
-        for sequence, count in self.packer.pack(self.prefilling, decodes, work, now):
+        prompts = [sequence for sequence in self.prefilling if sequence.ready <= batch.index]
+        for sequence, count in self.packer.pack(prompts, batch.chunks, now):
             assert 0 < count <= sequence.remaining
             self._plan(batch, sequence, count)
             self._look_ahead(sequence)
@@ -130,49 +146,89 @@ class Scheduler:
         for chunk in batch.chunks:
             if chunk.samples and not chunk.decodes:
                 self._begin_decoding(chunk.sequence)
-        batch.work = Work.of(batch.chunks)
-        batch.predicted = self.packer.predictor.seconds(batch.work)
+        self._predict(batch)
+        self.packer.note(batch.chunks)
         self.num_steps += 1
         return batch
 
-    def _plan_decodes(self, batch: Batch) -> list[Sequence]:
-        decodes = []
+    def idle(self) -> Batch:
+        """A step that computes nothing, so that batches in later stages go on."""
+        self.num_steps += 1
+        self.packer.note([])
+        return Batch(self.num_steps - 1)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether those who wait may be admitted after some idle steps."""
+        return bool(self.waiting and self._resting)
+
+    def _predict(self, batch: Batch) -> None:
+        """Its work is that of the rank that it takes longest."""
+        num_ranks, seconds = self.plan.context, self.packer.predictor.seconds
+        works = [Work.of(parts_of(batch.chunks, rank, num_ranks)) for rank in range(num_ranks)]
+        batch.work = works[0] if num_ranks == 1 else max(works, key=seconds)
+        batch.predicted = seconds(batch.work)
+
+    def _plan_decodes(self, batch: Batch) -> None:
         # The most dispensable last: whoever is put back for another is not in the batch yet.
         for sequence in sorted(self.decoding, key=_dispensable):
-            if sequence.state is not State.DECODING or sequence.is_drained:
-                continue  # put back for one before it, or all is planned
+            if sequence.state is not State.DECODING or sequence.is_drained or sequence.ready > batch.index:
+                continue  # put back for one before it, or all is planned, or its token is still in the stages
             if sequence.computed == len(sequence.pages) * self.page_size and not self._make_room(sequence):
                 continue
             self._plan(batch, sequence, 1)
-            decodes.append(sequence)
-        return decodes
 
     def _plan(self, batch: Batch, sequence: Sequence, count: int) -> None:
         """Add the next tokens of a sequence to the batch."""
         start = sequence.computed
         first = len(sequence.pages)
         assert sequence.slot is not None
+        assert sequence.placement is not None
         if start + count > first * self.page_size:
-            for _ in range(first, self._pages_of(start + count)):
-                reserved = sequence.reserved > 0
-                sequence.reserved -= reserved
-                sequence.pages.append(self.pool.allocate(reserved))
+            for number in range(first, self._pages_of(start + count)):
+                rank = sequence.placement.rank(number)
+                reserved = sequence.reserved[rank] > 0
+                sequence.reserved[rank] -= reserved
+                sequence.pages.append(self.pool.allocate(rank, reserved))
+                if rank not in sequence.ranks:
+                    sequence.ranks = tuple(sorted((*sequence.ranks, rank)))
             batch.tables.append(TableRun(sequence.slot, first, sequence.pages[first:]))
         samples = count == sequence.remaining
         decodes = sequence.state is State.DECODING
-        batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, decodes))
+        dealt = self._is_dealt(sequence)
+        ranks = self._all_ranks if dealt else sequence.ranks
+        batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, decodes, ranks, dealt))
         sequence.computed += count
         if samples:
             sequence.length += 1
             sequence.in_flight += 1
+            sequence.ready = batch.index + self.plan.stage
         if sequence.registered < sequence.computed // self.page_size:
             self._register(sequence)
 
+    def _is_dealt(self, sequence: Sequence) -> bool:
+        if not self.plan.deals_rows:
+            return False
+        decodes = sequence.state is State.DECODING
+        return is_dealt(self.plan, decodes, sequence.remaining, self.packer.chunking.tokens)
+
+    def _ranks(self, sequence: Sequence) -> tuple[int, ...]:
+        """That compute its next tokens."""
+        assert sequence.placement is not None
+        if self._is_dealt(sequence):
+            return self._all_ranks
+        return sequence.ranks or (sequence.placement.rank(0),)
+
     def _look_ahead(self, sequence: Sequence) -> None:
         """Predict how long its prompt takes from here on."""
-        predictor, rows = self.packer.predictor, self.packer.chunking.tokens
         start = min(max(sequence.computed, sequence.findable), sequence.length - 1)
-        sequence.rest = predictor.prefill_seconds(start, sequence.length, rows)
+        sequence.rest = self._prefill_seconds(start, sequence.length)
+
+    def _prefill_seconds(self, start: int, stop: int) -> float:
+        """Of reading a prompt's tokens alone; those that are dealt, all ranks read."""
+        rows = self.packer.chunking.tokens
+        dealt = is_dealt(self.plan, False, stop - start, rows)
+        return self.packer.predictor.prefill_seconds(start, stop, rows) / (self.plan.context if dealt else 1)
 
     def _heed_corrections(self) -> None:
         """Where the device turns out to be another than predicted, what was predicted for all prompts is, anew.
@@ -194,12 +250,16 @@ class Scheduler:
         full = self._shared_by_followers(sequence.prompt_length)
         for follower in sequence.followers:
             # Full pages are shared. The one with the prompt's last token is copied, since every sample goes on in it
-            # differently, and that token is computed again: its logits are drawn from once more.
-            for page in sequence.pages[:full]:
+            # differently, and that token is computed again: its logits are drawn from once more. It is held until then.
+            for page in sequence.pages[: full + 1]:
                 self.pool.share(page)
-            follower.reserved -= 1
-            copy = self.pool.allocate(reserved=True)
+            rank = self.pool.rank_of(sequence.pages[full])
+            follower.reserved[rank] -= 1
+            copy = self.pool.allocate(rank, reserved=True)
             follower.pages = [*sequence.pages[:full], copy]
+            follower.ranks = tuple(sorted({*map(self.pool.rank_of, follower.pages)}))
+            follower.placement = sequence.placement
+            follower.ready = sequence.ready
             follower.keys = list(sequence.keys)
             follower.registered = full
             follower.computed = follower.cached = follower.prompt_length - 1
@@ -211,12 +271,15 @@ class Scheduler:
         sequence.followers = []
 
     def _set_up_forks(self, batch: Batch) -> None:
-        for follower, copy in self._forks:
-            if follower.slot is not None:  # not cancelled or put back meanwhile
-                batch.admitted.append(follower)
-                batch.copies.append(copy)
-                batch.tables.append(TableRun(follower.slot, 0, list(follower.pages)))
-        self._forks = []
+        """Followers whose leader's prompt has been through all stages."""
+        ready = [fork for fork in self._forks if fork[0].ready <= batch.index]
+        self._forks = [fork for fork in self._forks if fork[0].ready > batch.index]
+        for follower, copy in ready:
+            assert follower.slot is not None
+            self.pool.release([copy[0]])
+            batch.admitted.append(follower)
+            batch.copies.append(copy)
+            batch.tables.append(TableRun(follower.slot, 0, list(follower.pages)))
 
     # Admission.
 
@@ -235,25 +298,28 @@ class Scheduler:
         # All that it may ever compute, or only what it has to before it can sample.
         reach = sequence.prompt_length + sequence.max_tokens - 1
         total = self._pages_of(reach if self.admission == "reserve" else min(sequence.length, reach))
-        of_follower = total - self._shared_by_followers(sequence.prompt_length)
-        # Where nothing is promised, running sequences shall not be put back at once for a new one.
-        running = len(self.prefilling) + len(self.decoding) if self.admission == "optimistic" else 0
-        needed = total + of_follower * len(sequence.followers) + running
+        fork, followers = self._shared_by_followers(sequence.prompt_length), len(sequence.followers)
+        needed = total + (total - fork) * followers
         if needed - min(len(sequence.keys) + 1, self.pool.num_held) > self.pool.num_available:
             return False  # whatever might be found: so a long prompt's keys are not looked up in vain in every step
         shared = self._find_prefix(sequence)
         tail = self._find_tail(sequence, len(shared))
         found = shared if tail is None else [*shared, tail]
-        needed -= len(found)
-        if needed > self.pool.num_available - sum(map(self.pool.is_idle, found)):
+        placement = self._place(sequence, found, total, fork)
+        if placement is None and not (self.prefilling or self.decoding):
+            # Nobody will give room back: what was found lies where the rest has none.
+            shared, tail, found = [], None, []
+            placement = self._place(sequence, found, total, fork)
+        if placement is None:
             return False
 
         for page in found:
             self.pool.share(page)
         if tail is not None:
             self.pool.forget(tail)  # it is written to from now on
-        self.pool.reserve(needed - running)
-        sequence.reserved = total - len(found)
+        sequence.placement = placement
+        sequence.reserved = placement.counts(len(found), total)
+        sequence.ranks = tuple(sorted({*map(self.pool.rank_of, found)}))
         sequence.pages = found
         sequence.registered = len(shared)
         sequence.computed = len(shared) * self.page_size
@@ -266,11 +332,35 @@ class Scheduler:
         sequence.to(State.PREFILLING)
         bisect.insort(self.prefilling, sequence, key=_arrival)
         for follower in sequence.followers:
-            follower.slot, follower.reserved = self._slots.pop(), of_follower
+            follower.slot, follower.reserved = self._slots.pop(), placement.counts(fork, total)
+        for holder in (sequence, *sequence.followers):
+            self.pool.reserve(holder.reserved)
         if found:
             batch.tables.append(TableRun(sequence.slot, 0, list(found)))
         batch.admitted.append(sequence)
         return True
+
+    def _place(self, sequence: Sequence, found: list[int], total: int, fork: int) -> Placement | None:
+        """Where its pages are to be, from those that were found to `total`; None if memory does not suffice now."""
+        pool, running = self.pool, (*self.prefilling, *self.decoding)
+        available = [pool.available(rank) for rank in range(pool.num_ranks)]
+        held, load = [0] * pool.num_ranks, [0.0] * pool.num_ranks
+        for page in found:
+            held[pool.rank_of(page)] += 1
+            available[pool.rank_of(page)] -= pool.is_idle(page)
+        if min(available) < 0:
+            return None  # idle pages that were found may be promised to others
+        for other in running:
+            assert other.placement is not None
+            # Where nothing is promised, running sequences shall not be put back at once for a new one.
+            available[other.placement.rank(len(other.pages))] -= self.admission == "optimistic"
+            if other.state is State.PREFILLING:
+                ranks = self._ranks(other)
+                for rank in ranks:
+                    load[rank] += other.rest / len(ranks)
+        last = pool.rank_of(found[-1]) if found else None
+        need = Need(len(found), total, fork, len(sequence.followers), tuple(held), last)
+        return self.placer.place(sequence.order, need, [max(0, pages) for pages in available], load)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """The pages of its longest prefix that is in the cache; at least one token is left to compute."""
@@ -289,6 +379,7 @@ class Scheduler:
         if (
             tail is None
             or not sequence.may_share
+            or sequence.followers
             or num_full != tail.number
             or num_full * self.page_size + tail.tokens >= sequence.length
         ):
@@ -302,12 +393,31 @@ class Scheduler:
 
         Nobody who comes before it: the first decode of the highest priority always goes on.
         """
-        while sequence.reserved == 0 and self.pool.num_available == 0:
-            victim = max((*self.prefilling, *self.decoding), key=_dispensable)
+        rank = self._next_rank(sequence)
+        while sequence.reserved[rank] == 0 and self.pool.available(rank) == 0:
+            holders = (s for s in (*self.prefilling, *self.decoding) if rank in s.ranks or s is sequence)
+            victim = max(holders, key=_dispensable)
             self._put_back(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _next_rank(self, sequence: Sequence) -> int:
+        """Where its next page goes: where it was meant to, or if memory is short there, to where there is some."""
+        number, placement, pool = len(sequence.pages), sequence.placement, self.pool
+        assert placement is not None
+        rank = placement.rank(number)
+        if sequence.reserved[rank] or not isinstance(placement, Grown):
+            return rank
+        if pool.available(rank) and placement.counts(0, number)[rank] < self.placer.limit:
+            return rank
+        others = [other for other in range(pool.num_ranks) if other != rank and pool.available(other)]
+        if others:
+            rank = min(others, key=lambda other: (other in sequence.ranks, -pool.available(other)))
+            # A copy: followers have the same placement, but not the same pages.
+            sequence.placement = Grown(placement.num_ranks, [run for run in placement.runs if run[0] < number])
+            sequence.placement.grow(number, rank)
+        return rank
 
     def _put_back(self, sequence: Sequence) -> None:
         self.num_preempted += 1
@@ -323,11 +433,17 @@ class Scheduler:
         (self.decoding if sequence.state is State.DECODING else self.prefilling).remove(sequence)
         for holder in (sequence, *sequence.followers):
             assert holder.slot is not None
-            self._slots.append(holder.slot)
+            if self.plan.stage == 1:
+                self._slots.append(holder.slot)
+            else:
+                self._resting.append((self.num_steps - 1 + self.plan.stage, holder.slot))
             self.pool.unreserve(holder.reserved)
-            holder.slot, holder.reserved = None, 0
+            holder.slot, holder.reserved = None, []
+        for fork in [fork for fork in self._forks if fork[0] is sequence]:
+            self._forks.remove(fork)
+            self.pool.release([fork[1][0]])
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.registered, sequence.computed = [], 0, 0
+        sequence.pages, sequence.registered, sequence.computed, sequence.ranks, sequence.ready = [], 0, 0, (), 0
 
     def _register(self, sequence: Sequence) -> None:
         """Offer full pages, whose tokens are known and planned to be computed, for sharing."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longctx.serving.pages import Key
+from longctx.serving.placement import Placement
 
 
 class State(enum.Enum):
@@ -57,7 +58,10 @@ class Sequence:
     state: State = State.WAITING
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    reserved: int = 0
+    placement: Placement | None = None  # of pages to come
+    ranks: tuple[int, ...] = ()  # that its pages are on
+    reserved: list[int] = field(default_factory=list)  # pages of each rank
+    ready: int = 0  # the first step that its next rows may be in
     registered: int = 0  # pages that have been offered for sharing, or were shared
     length: int = 0
     computed: int = 0

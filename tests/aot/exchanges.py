@@ -80,6 +80,7 @@ def test_bytes_on_the_wire() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_gradients_travel_hidden() -> None:
     """7 permutes forward; backward 7 of keys and values, of which 5 also hold gradients, and 2 of gradients alone.
 
@@ -91,6 +92,7 @@ def test_gradients_travel_hidden() -> None:
     assert sum(x.sent for x in found) == 7 * (KV_BYTES + KV_BYTES + 2 * KV_BYTES)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_ranks() -> None:
     """Beyond what one rank needs: two shards of keys and values, and the state that is merged into."""
     one, eight = (program(ring_pass_kv, n).memory_analysis().temp_size_in_bytes for n in (1, 8))

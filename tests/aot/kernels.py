@@ -149,7 +149,7 @@ def test_gradients(head_size: int, dumped: Path) -> None:
     check_kernels(dumped, "attention_of_keys")
 
 
-@pytest.mark.parametrize("ring", [ring_pass_kv, pytest.param(ring_pass_q, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ring", [pytest.param(ring, marks=pytest.mark.slow) for ring in (ring_pass_kv, ring_pass_q)])
 def test_rings_take_the_kernel_by_themselves(ring: Any, dumped: Path) -> None:
     """Inside `shard_map` with checked types, on a mesh of 8; every hop calls it."""
     mesh = h100_mesh(context=8)

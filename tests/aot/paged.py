@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from paged_step import arguments, check_in_place, step
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_step_of_several_layers_is_in_place(dtype: str) -> None:
     there = NamedSharding(h100_mesh(context=1), P())
     check_in_place(step.lower(*arguments(jnp.dtype(dtype), there)).compile(), jnp.dtype(dtype))

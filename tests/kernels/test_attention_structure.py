@@ -76,6 +76,7 @@ def test_work_follows_what_is_visible() -> None:
     np.testing.assert_allclose(lse, np.log(1001) + 8**0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_inside_shard_map_with_operands_that_vary_differently() -> None:
     """`check_vma=True`; the gradient of what was replicated is summed over the mesh."""
     mesh = jax.make_mesh((4, 2), ("context", "data"), axis_types=(AxisType.Auto,) * 2)

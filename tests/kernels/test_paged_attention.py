@@ -27,7 +27,7 @@ def test_reference_is_attention_to_contiguous_keys(case: Case) -> None:
 
 class TestXla(PagedAttentionTestBase):
     implementation = "xla"
-    examples, half_examples, merge_examples = 15, 4, 5
+    examples, half_examples, merge_examples = 8, 2, 3
 
 
 # Pages smaller and larger than a block of keys; sequences that end in mid page.

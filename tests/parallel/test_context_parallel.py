@@ -108,6 +108,7 @@ def test_packed_sequences() -> None:
     compare(make_mesh(context=3), *arrays(4, 4, 36, 0), method="pass_kv", **tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_explicit_axes(use_mesh: bool) -> None:
     """Inputs whose types carry their sharding: the result's type carries the queries'."""
@@ -135,6 +136,7 @@ def test_no_queries_or_no_keys() -> None:
     assert not out.any()
 
 
+@pytest.mark.slow
 def test_half_precision_stays_wide_until_the_last_merge() -> None:
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays(4, 2, 64, 0))
     out = context_parallel_attention(q, k, v, mesh=make_mesh(context=2))

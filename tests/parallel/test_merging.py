@@ -71,7 +71,9 @@ def oracle(arrays, groups, q_segments, kv_segments, d_out, d_lse):  # type: igno
     return jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
 
 
-@pytest.mark.parametrize(("merge", "whole"), [("gather", False), ("all_to_all", True)])
+@pytest.mark.parametrize(
+    ("merge", "whole"), [("all_to_all", True), pytest.param("gather", False, marks=pytest.mark.slow)]
+)
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=4)
 def test_rows_merge_within_their_group(merge: str, whole: bool, seed: int) -> None:
@@ -97,6 +99,7 @@ def test_rows_merge_within_their_group(merge: str, whole: bool, seed: int) -> No
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compute", [ring_pass_kv, *(pytest.param(x, marks=pytest.mark.slow) for x in (ring_pass_q, all_gather_kv))]
 )
@@ -145,6 +148,7 @@ def test_a_decode_row_reads_its_own_sequence_alone(decode: bool) -> None:
     assert bool((lse[2:] == -jnp.inf).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [ring_pass_kv, kvp_attention])
 def test_gradients_without_type_checks(compute) -> None:  # type: ignore[no-untyped-def]
     """`check_vma=False` says nothing about what is replicated: gradients are right all the same."""
@@ -168,6 +172,7 @@ def test_gradients_without_type_checks(compute) -> None:  # type: ignore[no-unty
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_ring_over_one_batch_with_positions_for_all_and_segments_for_each() -> None:
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 24, 2, 8))
     positions, segments = jnp.arange(24), jnp.array([[0] * 10 + [1] * 14, [0] * 24])

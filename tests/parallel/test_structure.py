@@ -79,6 +79,7 @@ def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
     """Once more keys and values, then dK and dV in float32: in N - 2 messages one behind the keys, and one home."""

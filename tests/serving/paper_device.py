@@ -1,24 +1,27 @@
-"""A device on paper: pages hold tokens, and what is sampled depends on every token that a row sees through its table.
+"""Devices on paper: pages hold tokens, and what is sampled depends on every token that a row sees through its tables.
 
-So a page that is lost, doubled, overwritten or read too early changes the tokens of some request, as on a real device,
-at the price of a few list operations.
+So a page that is lost, doubled, overwritten or read too early, in any stage or on any rank, changes the tokens of some
+request, as on real devices, at the price of a few list operations. They are told what real ones are told.
 """
 
 import zlib
+from typing import Any
 
 import numpy as np
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, SamplingParams
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 from longctx.serving.batch import Batch
-from longctx.simulation import VirtualExecutor
+from longctx.serving.executor import DeviceExecutor, Pending, Results
+from longctx.serving.plan import RowPlan, SamplePlan, Shape
+from longctx.serving.sampling import Controls, Drawn
 
-VOCAB, EOS = 50, 7
-MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 1, 1, 1, 8, max_positions=256, eos_ids=(EOS,)))
+VOCAB, EOS, LENGTH = 50, 7, 256
+MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 12, 4, 4, 8, max_positions=LENGTH, eos_ids=(EOS,)))
 
 
 def next_token(tokens: np.ndarray, seed: int, sample: int) -> int:
-    """What the paper device samples after tokens `[T]`."""
+    """What paper devices sample after tokens `[T]`."""
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + sample) % VOCAB
 
 
@@ -26,48 +29,178 @@ def continuation(prompt: list[int], params: SamplingParams, sample: int = 0, eos
     """The answer to a prompt: the oracle."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + params.max_tokens:
-        tokens.append(next_token(np.array(tokens), params.seed or 0, sample))
+        tokens.append(next_token(np.array(tokens), (params.seed or 0) if params.temperature else 0, sample))
         if tokens[-1] == eos and not params.ignore_eos:
             break
     return tokens[len(prompt) :]
 
 
-class PaperDevice(VirtualExecutor):
-    def __init__(self, num_pages: int, page_size: int, slots: int, entries: int, seconds: float = 1e-3) -> None:
-        super().__init__(lambda batch: seconds * (1 + batch.num_tokens / 64), VOCAB)
-        self.pages = np.full((num_pages, page_size), -1)
-        self.table = np.full((slots, entries), -1)
+class PaperDevice:
+    """Stages and ranks; a stage's row of tokens goes on to the next."""
+
+    def __init__(
+        self, plan: ParallelPlan, num_pages: int, page_size: int, slots: int, entries: int, sections: tuple[int, ...]
+    ) -> None:
+        self.plan, self.page_size = plan, page_size
+        each = plan.stage, plan.context
+        self.pages = np.full((*each, num_pages, page_size), -1)
+        self.table = np.full((*each, slots, entries), -1)
+        self.numbers = np.full((*each, slots, entries), -1)
         self.last = np.full(slots, -1)
-        self.page_size = page_size
+        # Tokens `[ranks, rows]` by kind, as they leave each stage, and a hash of what each row saw in it.
+        self.between: list[Any] = [None] * plan.stage
         self.num_rows = 0
+        self.shapes: set[Shape] = set()
 
-    def run(self, batch: Batch) -> list[int]:
-        assert all(sequence.slot is not None for sequence in batch.admitted)
-        entries = [(slot, first + i) for slot, first, pages in batch.tables for i in range(len(pages))]
-        assert len(entries) == len(set(entries)), "an entry of a page table is set twice, in no order"
-        for source, target in batch.copies:
-            self.pages[target] = self.pages[source]
-        for slot, first, pages in batch.tables:
-            self.table[slot, first : first + len(pages)] = pages
-        self.num_rows += batch.num_tokens
+    def clear_slot(self, slot: int) -> None:
+        self.numbers[:, :, slot] = -1
+
+    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, numbers: np.ndarray) -> None:
+        for rank in range(self.plan.context):
+            for i in np.flatnonzero(pages[rank] >= 0):
+                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], numbers[rank, i])
+
+    def set_seen(self, slot: int, seen: np.ndarray) -> None:
+        pass
+
+    def copy_page(self, rank: int, source: int, target: int) -> None:
+        self.pages[:, rank, target] = self.pages[:, rank, source]
+
+    def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> Any:
+        none = np.zeros((targets.size, shape.num_top))
+        return none[:, 0], none.astype(int), none
+
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, None]:
+        self.shapes.add(shape)
+        arrived = [None, *self.between[:-1]]
+        for stage in range(self.plan.stage):
+            self.between[stage] = self._compute(stage, RowPlan.views(rows[stage], shape), shape, arrived[stage])
+        plan = SamplePlan.views(samples, shape)
+        tokens = np.zeros(plan.slots.shape, int)
+        last = RowPlan.views(rows[-1], shape)
+        for rank, number in np.argwhere(plan.slots >= 0):
+            row, slot = plan.rows[rank, number], plan.slots[rank, number]
+            assert last.slots[rank, row] == slot
+            position = last.positions[rank, row]
+            assert plan.positions[rank, number] == position + 1
+            seen = self._seen(self.plan.stage - 1, rank, row, slot, position, last, shape)
+            controls = dict(zip(Controls._fields, plan.controls[rank, number].tolist(), strict=True))
+            seed = controls["seed"] if controls["temperature"] else 0
+            tokens[rank, number] = next_token(seen, seed, controls["sample"])
+        for rank, number in np.argwhere(plan.slots >= 0):
+            self.last[plan.slots[rank, number]] = tokens[rank, number]
+        return Drawn(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
+
+    def _compute(self, stage: int, plan: RowPlan, shape: Shape, arrived: Any) -> Any:
+        """Update tables, write tokens; -> the tokens by kind, in places that don't depend on the bucket."""
+        for rank in range(self.plan.context):
+            told = set()
+            for slot, entry, page, number in zip(*(part[rank] for part in plan[-4:]), strict=True):
+                if slot >= 0:
+                    assert (slot, entry) not in told, "an entry of a page table is set twice, in no order"
+                    told.add((slot, entry))
+                    self._set_entry(stage, rank, slot, entry, page, number)
+        if stage == 0:
+            tokens = np.where(plan.tokens < 0, self.last[np.maximum(plan.slots, 0)], plan.tokens)
+            self.num_rows += int((plan.slots >= 0).sum())
+        else:
+            parts = () if arrived is None else (arrived[0][kind][:, :count] for kind, count in enumerate(shape[:3]))
+            tokens = np.zeros_like(plan.tokens) if arrived is None else np.concatenate(list(parts), 1)
+        if shape.message:
+            self._check_message(stage, plan, shape)
+        dealt, others = shape.dealt, (shape.ranks - 1) * shape.dealt
         # As on a device, all rows are written before any is read.
-        for sequence, slot, start, count, _, decodes in batch.chunks:
-            tokens = [self.last[slot]] if decodes else sequence.data.tokens[start : start + count]
-            at = np.arange(start, start + count)
-            self.pages[self.table[slot, at // self.page_size], at % self.page_size] = tokens
-        sampled = []
-        for sequence, slot, start, count, samples, _ in batch.chunks:
-            if samples:
-                at = np.arange(start + count)
-                seen = self.pages[self.table[slot, at // self.page_size], at % self.page_size]
-                sample = sequence.data
-                self.last[slot] = next_token(seen, sample.params.seed or 0, sample.index)
-                sampled.append(int(self.last[slot]))
-        return sampled
+        for rank in range(self.plan.context):
+            written = np.concatenate([tokens[:, :dealt].reshape(-1), tokens[rank, dealt:]])
+            slots = np.concatenate([plan.slots[:, :dealt].reshape(-1), plan.slots[rank, dealt:]])
+            assert len(written) == shape.written == others + shape.rows
+            own = plan.pages[rank] >= 0
+            assert (slots[own] >= 0).all()
+            self.pages[stage, rank, plan.pages[rank][own], plan.offsets[rank][own]] = written[own]
+        ends, kinds = np.cumsum(shape[:3]), []
+        for end, count in zip(ends, shape[:3], strict=True):
+            kinds.append(np.pad(tokens[:, end - count : end], ((0, 0), (0, 1000))))
+        seen: dict[Any, int] = {}
+        if self.plan.stage > 1:
+            for rank, row in np.argwhere(plan.slots >= 0):
+                slot, position = plan.slots[rank, row], plan.positions[rank, row]
+                seen[slot, position] = next_token(self._seen(stage, rank, row, slot, position, plan, shape), 0, 0)
+            assert arrived is None or seen == arrived[1], "what a row sees is not the same in every stage"
+        return kinds, seen
+
+    def _check_message(self, stage: int, plan: RowPlan, shape: Shape) -> None:
+        """That pass-KV's message has room for all that is cached of the dealt sequences."""
+        slots, positions = plan.slots[:, : shape.dealt], plan.positions[:, : shape.dealt]
+        asking = set(slots[slots >= 0].tolist())
+        assert set(plan.message_slots[0]) - {-1} == asking
+        for rank in range(self.plan.context):
+            pages = 0
+            for slot in asking:
+                numbers = self.numbers[stage, rank, slot]
+                pages += int(((numbers >= 0) & (numbers * self.page_size < positions[slots == slot].min())).sum())
+            assert pages <= shape.message
+
+    def _set_entry(self, stage: Any, rank: int, slot: int, entry: int, page: int, number: int) -> None:
+        self.table[stage, rank, slot, entry], self.numbers[stage, rank, slot, entry] = page, number
+
+    def _seen(
+        self, stage: int, rank: int, row: int, slot: int, position: int, plan: RowPlan, shape: Shape
+    ) -> np.ndarray:
+        """The tokens up to a position that a row sees: on its rank, on those that share it, or on all."""
+        if row < shape.dealt:
+            ranks = list(range(shape.ranks))
+        elif row < shape.dealt + shape.shared:
+            groups = plan.groups[rank].reshape(shape.ranks, shape.shared)
+            ranks = np.flatnonzero(groups[:, row - shape.dealt] == slot).tolist()
+        else:
+            ranks = [rank]
+        seen = np.full(position + 1, -2)
+        for other in ranks:
+            before = -1
+            for page, number in zip(self.table[stage, other, slot], self.numbers[stage, other, slot], strict=True):
+                if number < 0 and shape.ranks > 1:
+                    break
+                number = number if shape.ranks > 1 else before + 1
+                assert number > before, "pages of a sequence are not in order"
+                before = number
+                start = number * self.page_size
+                if start > position:
+                    break
+                part = self.pages[stage, other, page][: position + 1 - start]
+                assert (seen[start : start + len(part)] == -2).all(), "a page is on two ranks"
+                seen[start : start + len(part)] = part
+        assert (seen >= 0).all(), "a token that is not there"
+        return seen
 
 
-def make_engine(num_pages: int = 24, page_size: int = 4, **options: object) -> Engine:
+class PaperExecutor(DeviceExecutor):
+    """In virtual time: a step takes as long as its rows say."""
+
+    def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, seconds: float = 1e-3) -> None:
+        def make(slots: int, entries: int, sections: tuple[int, int, int]) -> PaperDevice:
+            return PaperDevice(plan, num_pages, config.page_size, slots, entries, sections)
+
+        super().__init__(MODEL.config, config, plan, num_pages, LENGTH, make)
+        self.now = self._free = 0.0
+        self._seconds = seconds
+        self._ready: dict[int, float] = {}
+
+    def clock(self) -> float:
+        return self.now
+
+    def submit(self, batch: Batch) -> Pending:
+        pending = super().submit(batch)
+        self._free = max(self.now, self._free) + self._seconds * (1 + batch.num_tokens / 64)
+        self._ready[self._stages[0].layout.batch.index] = self._free
+        return pending
+
+    def wait(self, pending: Pending) -> Results:
+        self.now = max(self.now, self._ready[pending.layout.batch.index])
+        return super().wait(pending)
+
+
+def make_engine(num_pages: int = 24, page_size: int = 4, plan: ParallelPlan | None = None, **options: object) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
-    device = PaperDevice(num_pages, page_size, config.max_running, -(-256 // page_size))
-    return Engine(MODEL, None, config, executor=device, clock=device.clock)
+    executor = PaperExecutor(config, plan or ParallelPlan(), num_pages)
+    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan)

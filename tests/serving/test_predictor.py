@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from longctx.models import LlamaConfig
 from longctx.parallel.cost import Hardware
-from longctx.serving.batch import Chunk
 from longctx.serving.predictor import Corrected, CurvePredictor, Program, RuntimePredictor, Work
 from longctx.serving.predictor.file import load_profile, save_profile
 from longctx.serving.predictor.fit import fit, relative_errors
@@ -41,12 +40,7 @@ CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
 
 
 def test_work_is_that_of_the_chunks() -> None:
-    chunks = [
-        Chunk(None, 0, 99, 1, True, True),
-        Chunk(None, 1, 1000, 50, False, False),
-        Chunk(None, 2, 0, 1, True, False),
-    ]  # type: ignore[arg-type]
-    work = Work.of(chunks)
+    work = Work.of([(99, 1, True), (1000, 50, False), (0, 1, True)])
     assert work == Work(52, 2, 101, ((1000, 50),))
     assert work == Work().with_chunk(99, 1, True).with_chunk(1000, 50, False).with_chunk(0, 1, True)
     assert work.pairs == 100 + sum(range(1001, 1051)) + 1

@@ -130,7 +130,7 @@ def test_frequencies_follow_the_temperature(temperature: float, seed: int) -> No
     controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 8)))
     logits = np.broadcast_to(np.log(PROBABILITIES).astype(np.float32), (count, 4))
     seen = np.zeros((count, 4), np.uint8)
-    tokens = jit_draw(logits, seen, controls, jnp.arange(count), 0, False).tokens
+    tokens = jit_draw(logits, seen, controls, jnp.arange(count), 0).tokens
     weights = np.where(PROBABILITIES > 0.1, PROBABILITIES, 0) ** (1 / temperature)
     frequencies = np.bincount(tokens, minlength=4) / count
     np.testing.assert_allclose(frequencies, weights / weights.sum(), rtol=0, atol=0.05)
@@ -145,7 +145,7 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
         params[2] = SamplingParams(temperature=1.0, seed=seed)
         controls = controls_of(params, [0, 0, sample, 0, 0, 0])
         positions = np.arange(20)[:, None] + np.array([5, 9, 0, 1, 1, 3])
-        return [int(jit_draw(logits, seen, controls, at, 0, False).tokens[2]) for at in positions]
+        return [int(jit_draw(logits, seen, controls, at, 0).tokens[2]) for at in positions]
 
     assert draws(1, 0, others=0) == draws(1, 0, others=7)
     assert draws(1, 0, 0) != draws(2, 0, 0)
@@ -153,14 +153,11 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
     assert len(set(draws(1, 0, 0))) > 3
 
 
-def test_the_plain_path_is_the_full_one_at_temperature_zero() -> None:
+def test_temperature_zero_takes_the_likeliest() -> None:
     logits, seen = random_rows(0, ties=True)
     params = [SamplingParams()] * ROWS
-    plain, full = (
-        jit_draw(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0, plain) for plain in (True, False)
-    )
-    np.testing.assert_array_equal(plain.tokens, logits.argmax(-1))
-    np.testing.assert_array_equal(plain.tokens, full.tokens)
+    drawn = jit_draw(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
+    np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
 
 
 def test_penalties_move_the_likeliest_token() -> None:
@@ -172,13 +169,13 @@ def test_penalties_move_the_likeliest_token() -> None:
         SamplingParams(presence_penalty=1.0),  # which heeds the output alone
         SamplingParams(presence_penalty=1.0),
     ]
-    tokens = jit_draw(logits, seen, controls_of(params), np.zeros(3, np.int32), 0, False).tokens
+    tokens = jit_draw(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
     assert tokens.tolist() == [1, 0, 1]
 
 
 def test_log_probabilities_are_those_before_any_cut() -> None:
     logits, seen = random_rows(4)
-    drawn = jit_draw(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3, False)
+    drawn = jit_draw(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(drawn.logprobs, expected[np.arange(ROWS), drawn.tokens], atol=1e-5)
     np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :3])

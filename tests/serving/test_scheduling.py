@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingParams, Slo, StepMetrics
-from longctx.serving.batch import Batch
+from longctx.serving.batch import Batch, Chunk
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.policy import POLICIES, make_policy, rank
 from longctx.serving.predictor import CurvePredictor, Work
@@ -187,7 +187,7 @@ def test_priority_comes_before_urgency() -> None:
 def test_more_than_can_be_done_of_a_mix() -> None:
     """As in Medha's figure 22: medians of TTFT over that alone, 1 prompt in 20 being long, 1.5 times the capacity."""
     rng = np.random.default_rng(1)
-    lengths = [30_000 if i % 20 == 10 else int(rng.integers(20, 600)) for i in range(2000)]
+    lengths = [30_000 if i % 20 == 10 else int(rng.integers(20, 600)) for i in range(1000)]
     load = sum(DEVICE.prefill_seconds(0, length, BUDGET) for length in lengths) / len(lengths)
     arrivals = np.cumsum(rng.exponential(load / 1.5, len(lengths)))
     requests = [
@@ -264,7 +264,7 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
     for max_share, now in itertools.product((0.0, 0.25, 0.5, 1.0), (10.0, 12.0, 14.0, 16.0)):
         packer = Packer(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
-        shares = dict(packer.pack([long, short], [], Work(), now))
+        shares = dict(packer.pack([long, short], [], now))
         used = 1 - (20.0 - now - short.rest) / 10.0
         if next(rank(packer.policy, [long, short], now)) is short:
             assert shares == {short: BUDGET}
@@ -272,19 +272,19 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)
             assert shares[long] == BUDGET - shares.get(short, 0)
     lrs = Packer(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    assert dict(lrs.pack([long, short], [], Work(), 12.0)) == {long: BUDGET}
+    assert dict(lrs.pack([long, short], [], 12.0)) == {long: BUDGET}
 
 
 def test_by_predicted_time_where_chunks_are_adaptive() -> None:
     """The long one's tokens take longer each: half of the time is not half of the tokens."""
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
     long.computed = 90_000
-    decode = Sequence("d", 2, 10, 100, tpot_target=0.1)
+    decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
     work = Work(1, 1, 20)
     packer = Packer(make_policy("ilrs", 0.5), DEVICE, Chunking(True, BUDGET))
     long.rest = DEVICE.prefill_seconds(90_000, 100_000, BUDGET)
     long.deadline = 25.0  # more urgent than the short one
-    shares = dict(packer.pack([long, short], [decode], work, 18.0))
+    shares = dict(packer.pack([long, short], [decode], 18.0))
     with_long = work.with_chunk(90_000, shares[long], False)
     total = DEVICE.seconds(with_long.with_chunk(0, shares[short], False))
     begin = DEVICE.seconds(work)
@@ -296,10 +296,10 @@ def test_by_predicted_time_where_chunks_are_adaptive() -> None:
 def test_what_a_long_prompt_lends_and_nobody_needs_is_its_own() -> None:
     long, tiny, longer = prompt(0, 100_000), prompt(1, 3, arrival=-2.0), prompt(2, 150_000, ttft=50.0)
     packer = Packer(make_policy("ilrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    shares = dict(packer.pack([long, longer], [], Work(), 5.0))
+    shares = dict(packer.pack([long, longer], [], 5.0))
     assert shares == {long: BUDGET}  # those that need more do not borrow
     long.deadline = 0.5  # by far the most urgent
-    assert dict(packer.pack([long, tiny, longer], [], Work(), 5.0)) == {long: BUDGET - 3, tiny: 3}
+    assert dict(packer.pack([long, tiny, longer], [], 5.0)) == {long: BUDGET - 3, tiny: 3}
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -331,8 +331,8 @@ def test_what_is_no_policy() -> None:
 
 def test_a_device_that_takes_no_time() -> None:
     packer = Packer(make_policy("ilrs", 0.5), CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), Chunking(True, BUDGET))
-    decode = Sequence("d", 2, 10, 100, tpot_target=0.1)
-    assert dict(packer.pack([prompt(0, 100)], [decode], Work(1, 1, 20), 0.0)).popitem()[1] == 100
+    decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
+    assert dict(packer.pack([prompt(0, 100)], [decode], 0.0)).popitem()[1] == 100
 
 
 # What is promised.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_device import VOCAB, PaperDevice, continuation, make_engine
+from paper_device import VOCAB, PaperExecutor, continuation, make_engine
 
 from longctx.serving import Request, SamplingParams
 from longctx.serving.pages import PagePool
@@ -42,8 +42,9 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 @pytest.mark.parametrize("length", [45, 40, 41, 3])
 def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
     engine = make_engine(page_size=8)
-    device = engine._executor
-    assert isinstance(device, PaperDevice)
+    executor = engine._executor
+    assert isinstance(executor, PaperExecutor)
+    device = executor.device
     params = SamplingParams(max_tokens=6, temperature=1.0, n=4, seed=3, ignore_eos=True)
     events = engine.stream(PROMPT[:length], params)
     most, answers = 0, {}
@@ -94,10 +95,10 @@ def test_a_tail_without_its_prefix_is_of_no_use() -> None:
     engine = make_engine(page_size=16, num_pages=40)
     (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
     pool = engine.scheduler.pool
-    head = next(page for page in reversed(pool._idle))  # the head of the chain goes last: take it by force
+    head = next(page for page in reversed(pool._idle[0]))  # the head of the chain goes last: take it by force
     pool.forget(head)
-    del pool._idle[head]
-    pool._free.append(head)
+    del pool._idle[0][head]
+    pool._free[0].append(head)
     (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids + [1], TEN, session_id="s")])
     assert second.metrics.cached_tokens == 0
     assert second.token_ids == continuation(PROMPT[:21] + first.token_ids + [1], TEN)
@@ -114,14 +115,14 @@ def test_an_idle_conversation_makes_room() -> None:
 
 def test_least_recently_used_pages_go_first_and_tails_before_heads() -> None:
     pool = PagePool(6)
-    chains = [[pool.allocate(False) for _ in range(3)] for _ in range(2)]
+    chains = [[pool.allocate(0, False) for _ in range(3)] for _ in range(2)]
     for name, chain in zip("ab", chains, strict=True):
         for i, page in enumerate(chain):
             pool.register(page, f"{name}{i}".encode())
         pool.release(chain)
     pool.share(chains[0][0])  # the head of a is used once more
     pool.release([chains[0][0]])
-    order = [pool.allocate(False) for _ in range(6)]
+    order = [pool.allocate(0, False) for _ in range(6)]
     assert order == [chains[0][2], chains[0][1], *reversed(chains[1]), chains[0][0]]
     assert pool.num_evicted == 6
     assert pool.num_cached == 0

@@ -9,7 +9,7 @@ from workload import Workload
 from longctx.serving import Slo
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**20),
     num_pages=st.integers(40, 80),
@@ -53,9 +53,9 @@ def test_tens_of_thousands_of_events(admission: str) -> None:
     """With a pool so small that memory decides what runs."""
     engine = make_engine(90, 2, admission=admission)
     workload = Workload(engine, 3)
-    workload.run(15_000)
-    assert workload.num_requests > 1000
+    workload.run(8_000)
+    assert workload.num_requests > 500
     stats = engine.stats()
     assert stats.cached_tokens > 0
     assert stats.pages_evicted > 0
-    assert (stats.preemptions > 30) == (admission == "optimistic")
+    assert (stats.preemptions > 10) == (admission == "optimistic")

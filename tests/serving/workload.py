@@ -100,13 +100,16 @@ class Workload:
         scheduler = self.engine.scheduler
         running = [*scheduler.prefilling, *scheduler.decoding]
         held = Counter(page for sequence in running for page in sequence.pages)
+        held += Counter(source for _, (source, _) in scheduler._forks)  # until it is copied
         pool = scheduler.pool
         assert {page: n for page, n in enumerate(pool._references) if n} == held
         holders = [h for s in running for h in (s, *s.followers)]
-        assert pool.num_reserved == sum(h.reserved for h in holders)
-        slots = [h.slot for h in holders] + scheduler._slots
+        assert pool.reserved == [sum(h.reserved[rank] for h in holders) for rank in range(pool.num_ranks)]
+        slots = [h.slot for h in holders] + scheduler._slots + [slot for _, slot in scheduler._resting]
         assert sorted(slots) == list(range(self.engine.config.max_running))
-        assert len(pool._free) + len(pool._idle) + len(held) == pool.num_pages
+        assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
+        for sequence in running:
+            assert sequence.ranks == tuple(sorted({pool.rank_of(page) for page in sequence.pages}))
 
     def finish(self) -> None:
         while self.engine.has_work:
@@ -119,7 +122,7 @@ class Workload:
         assert not any(pool._references)
         pool.clear()
         assert pool.num_cached == 0
-        assert sorted(pool._free) == list(range(pool.num_pages))
+        assert sorted(page for free in pool._free for page in free) == list(range(pool.num_pages))
 
     def run(self, events: int) -> None:
         for _ in range(events):

@@ -38,6 +38,26 @@ def check_predictor(predictor: Predictor, rows: int) -> Predictor:
     return predictor
 
 
+def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most: int) -> float:
+    """How many tokens one decode alone can read within its target, which `stages` steps share.
+
+    Infinite beyond `most`, and where it can't be met with one either: then more ranks don't help.
+
+    Source: the limit at which a request takes on one more rank, Mnemosyne 4.4.
+    """
+
+    def is_met(tokens: int) -> bool:
+        return predictor.seconds(Work(1, 1, tokens)) <= tpot / stages  # type: ignore[operator]
+
+    if tpot is None or is_met(most) or not is_met(1):
+        return math.inf
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The step compiled for so many rows: seconds = fixed + per_key . keys by tile + per_sample * samples.

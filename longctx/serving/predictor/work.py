@@ -1,7 +1,7 @@
 """What a batch asks of a device: `Work`."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 
 class Work(NamedTuple):
@@ -20,11 +20,11 @@ class Work(NamedTuple):
     chunks: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, chunks: Iterable[tuple[Any, int, int, int, bool, bool]]) -> Self:
-        """Of a step's `Chunk`s."""
+    def of(cls, parts: Iterable[tuple[int, int, bool]]) -> Self:
+        """Of a step's chunks, each so many tokens after others, and whether a token is sampled."""
         rows = samples = decode_keys = 0
         longer = []
-        for _, _, start, count, does_sample, _ in chunks:
+        for start, count, does_sample in parts:
             rows += count
             samples += does_sample
             if count == 1:

@@ -1,0 +1,163 @@
+"""Engines on meshes of CPU devices: under every plan the tokens of one device, in float32."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from dense_oracle import LENGTH, Oracle, make_engine, make_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workload import Workload
+
+from longctx.parallel import tensor
+from longctx.serving import Engine, ParallelPlan, Request, SamplingParams
+from longctx.serving.batch import Batch, Chunk
+
+POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) <= 8]
+ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
+WAYS = [("grow", "kvp"), ("grow", "auto"), ("deal", "pass_q"), ("deal", "pass_kv")]
+ALL = [(sizes, way) for sizes in POWERS + ODD for way in (WAYS if sizes[1] > 1 else WAYS[:1])]
+# The others are slow. Beside these, all three axes at once in random workloads, and sessions under "auto".
+SOME = [((1, 3, 1), ("deal", "pass_kv"))]
+
+
+@functools.cache
+def oracle_of(stage: int, tensor: int) -> Oracle:
+    """Of a model that can be spread so: 2 KV heads, repeated where there are more devices; or as many as devices."""
+    heads = {3: (6, 3, 48), 5: (5, 1, 60)}.get(tensor, (8, 2, 48))
+    return Oracle(make_model(stage, *heads))
+
+
+def spread_engine(plan: ParallelPlan, **options: object) -> Engine:
+    shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
+    return make_engine(None, oracle_of(plan.stage, plan.tensor), plan, **(shapes | options))
+
+
+class Recorded:
+    """What an engine's steps consisted of."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.chunks: list[Chunk] = []
+        submit = engine._executor.submit
+
+        def record(batch: Batch) -> Any:
+            self.chunks += batch.chunks
+            return submit(batch)
+
+        engine._executor.submit = record  # type: ignore[method-assign]
+
+    def grew(self, decodes: bool) -> bool:
+        """Whether a sequence took on one more rank in the midst of its prompt, or of its decodes."""
+        ranks: dict[str, tuple[int, ...]] = {}
+        for chunk in self.chunks:
+            name = chunk.sequence.name
+            before = ranks.get(name)
+            if chunk.decodes == decodes and before is not None and len(chunk.ranks) > len(before):
+                return True
+            ranks[name] = chunk.ranks
+        return False
+
+
+def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, events: int = 60) -> None:
+    placement, exchange = way
+    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
+    engine = spread_engine(plan)
+    recorded = Recorded(engine)
+    Workload(engine, seed, oracle_of(plan.stage, plan.tensor).continuation).run(events)
+    kinds = {"dealt" if chunk.dealt else "shared" if len(chunk.ranks) > 1 else "own" for chunk in recorded.chunks}
+    if plan.context == 1:
+        assert kinds == {"own"}
+    elif placement == "deal":
+        assert kinds == {"dealt"}
+    else:
+        assert kinds >= {"own", "shared"}
+        assert recorded.grew(decodes=True)
+        assert recorded.grew(decodes=False) or exchange == "auto"
+
+
+@pytest.mark.parametrize(("sizes", "way"), SOME, ids=str)
+def test_tokens_are_those_of_one_device(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
+    """Prompts and decodes mixed, sessions, shared prefixes, several samples, cancels."""
+    check(sizes, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "way"), [case for case in ALL if case not in SOME], ids=str)
+def test_tokens_on_every_mesh(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
+    check(sizes, way, events=150)
+
+
+@settings(max_examples=2)
+@given(
+    seed=st.integers(0, 2**20),
+    way=st.sampled_from(WAYS[:1]),
+    run_ahead=st.integers(1, 4),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    policy=st.sampled_from(["fcfs", "ilrs"]),
+    rank_tokens=st.sampled_from([8, 16, 40]),
+)
+def test_random_workloads_on_all_three_axes(
+    seed: int, way: tuple[str, str], run_ahead: int, admission: str, policy: str, rank_tokens: int
+) -> None:
+    plan = ParallelPlan(2, 2, 2, exchange=way[1], placement=way[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
+    engine = spread_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
+    Workload(engine, seed, oracle_of(2, 2).continuation).run(30)
+
+
+def test_four_turns_whatever_made_their_pages() -> None:
+    """A session's pages stay where they are between turns, and each turn's prompt finds them."""
+    plan = ParallelPlan(1, 2, 1, exchange="auto", rank_tokens=12)
+    engine, oracle = spread_engine(plan), oracle_of(1, 1)
+    recorded, params = Recorded(engine), SamplingParams(max_tokens=7, ignore_eos=True)
+    conversation: list[int] = []
+    for turn, length in enumerate((40, 3, 30, 1)):
+        conversation += [(7 * i + turn) % 50 for i in range(length)]
+        (output,) = engine.generate([Request(list(conversation), params, session_id="s")])
+        assert output.token_ids == oracle.continuation(conversation, params)
+        # The last token of a turn was never an input, and nothing else is computed again.
+        assert output.metrics.cached_tokens == (len(conversation) - length - 1 if turn else 0)
+        conversation += output.token_ids
+    assert {chunk.dealt for chunk in recorded.chunks} == {False, True}
+
+
+@pytest.mark.slow
+def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) -> None:
+    plan = ParallelPlan(1, 2, 1, exchange="kvp", rank_tokens=8)
+    engine = spread_engine(plan)
+    engine.warm_up()
+    with jax.log_compiles():
+        Workload(engine, 1, oracle_of(1, 1).continuation).run(40)
+    compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+    assert not [x for x in compiled if any(name in x for name in ("step", "set_entries", "copy_page", "clear_slot"))]
+
+
+@pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2)), 3])
+def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types don't see it: of the embedding, of a layer's two products, of the last stage's rows."""
+    sums = itertools.count()
+    add_up = tensor.add_up
+
+    def doubled(x: Any, *axes: str) -> Any:
+        return add_up(x, *axes) * (2 if next(sums) == number else 1)
+
+    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=1, logprobs=0)
+    oracle, plan = oracle_of(2, 2), ParallelPlan(2, 1, 2)
+    logits = oracle.logits_after(tuple(prompt)).astype(float)
+    expected = logits.max() - np.log(np.exp(logits).sum())
+
+    def error() -> float:
+        jax.clear_caches()
+        (output,) = spread_engine(plan).generate([prompt], params)
+        return abs(output.logprobs[0].logprob - expected)
+
+    assert error() < 1e-4
+    monkeypatch.setattr(tensor, "add_up", doubled)
+    monkeypatch.setattr("longctx.serving.step.add_up", doubled)
+    try:
+        assert error() > 1e-3
+    finally:
+        jax.clear_caches()
+    assert next(sums) > number, "there is no such sum"

@@ -1,0 +1,313 @@
+"""Engines spread over stages and ranks, on paper: right tokens under every plan, nothing lost or read early."""
+
+import bisect
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paper_device import MODEL, continuation, make_engine
+from workload import Workload
+
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo, exchange
+from longctx.serving.batch import Batch
+from longctx.serving.cache import default_num_pages, page_bytes
+from longctx.serving.filling import Step
+from longctx.serving.placement import Dealt, Grown, Need, Placer
+from longctx.serving.predictor import CurvePredictor
+from longctx.serving.sequence import Sequence
+from longctx.serving.spread import check_memory, param_bytes
+
+exchange._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
+
+PLANS = st.builds(
+    ParallelPlan,
+    stage=st.sampled_from([1, 2, 3, 4]),
+    context=st.sampled_from([1, 2, 3, 4, 5]),
+    exchange=st.sampled_from(["auto", "kvp", "pass_q", "pass_kv"]),
+    placement=st.sampled_from(["grow", "deal"]),
+    rank_tokens=st.sampled_from([None, 4, 16, 40]),
+)
+
+
+@settings(max_examples=15)
+@given(
+    plan=PLANS,
+    seed=st.integers(0, 2**20),
+    num_pages=st.integers(20, 60),
+    page_size=st.sampled_from([1, 2, 4, 8]),
+    run_ahead=st.integers(1, 4),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    prefix_cache=st.booleans(),
+    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
+    chunking=st.sampled_from(["static", "static:7", "adaptive"]),
+)
+def test_random_workloads(
+    plan: ParallelPlan,
+    seed: int,
+    num_pages: int,
+    page_size: int,
+    run_ahead: int,
+    admission: str,
+    prefix_cache: bool,
+    policy: str,
+    chunking: str,
+) -> None:
+    engine = make_engine(
+        num_pages * 4 // min(page_size, 4),
+        page_size,
+        plan,
+        buckets=(4, 16),
+        run_ahead=run_ahead,
+        admission=admission,
+        prefix_cache=prefix_cache,
+        policy=policy,
+        chunking=chunking,
+        slo=Slo(ttft_least=1e-4 if seed % 2 else 1.0, tpot=2e-3 if seed % 3 else 1.1e-3),
+    )
+    Workload(engine, seed).run(150)
+
+
+@pytest.mark.parametrize("placement", ["grow", "deal"])
+@pytest.mark.parametrize("admission", ["reserve", "optimistic"])
+def test_thousands_of_events(admission: str, placement: str) -> None:
+    """With pools so small that memory decides what runs."""
+    plan = ParallelPlan(2, 3, exchange="auto", placement=placement, rank_tokens=30)
+    engine = make_engine(36, 2, plan, admission=admission, buckets=(4, 16))
+    workload = Workload(engine, 3)
+    workload.run(1200)
+    stats = engine.stats()
+    assert stats.cached_tokens > 0
+    assert stats.pages_evicted > 0
+    assert (stats.preemptions > 0) == (admission == "optimistic")
+
+
+def test_a_prompt_goes_through_the_stages_without_gaps() -> None:
+    """M chunks take M + S - 1 steps; S * (S - 1) times a stage is idle."""
+    stages, chunks = 4, 7
+    engine = make_engine(60, 2, ParallelPlan(stages))
+    batches = record(engine)
+    engine.submit(Request([1] * (16 * chunks), SamplingParams(max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    assert [bool(batch.chunks) for batch in batches] == [True] * chunks + [False] * (stages - 1)
+    assert engine.stats().idle_stage_steps == stages * (stages - 1)
+
+
+def test_others_fill_the_gaps_of_decodes() -> None:
+    """A long prompt beside short requests and decodes: stages are idle at the beginning and at the end alone."""
+    stages = 4
+    engine = make_engine(300, 2, ParallelPlan(stages))
+    batches = record(engine)
+    engine.submit(Request([1] * 200, SamplingParams(max_tokens=4, ignore_eos=True)))
+    for prompt in ([2] * 5, [3] * 9, [4] * 3):
+        engine.submit(Request(prompt, SamplingParams(max_tokens=4, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    last = max(batch.index for batch in batches if any(not chunk.decodes for chunk in batch.chunks))
+    assert all(batch.chunks for batch in batches[: last + 1])
+    after = sum(not batch.chunks for batch in batches)
+    assert engine.stats().idle_stage_steps == stages * (stages - 1) // 2 + sum(
+        sum(not b.chunks for b in batches[max(0, i - stages + 1) : i + 1]) for i in range(len(batches))
+    )
+    assert after <= 4 * stages
+
+
+def test_a_follower_that_is_put_back_before_its_fork() -> None:
+    """Under every number of stages, with memory that runs out again and again."""
+    for stages in (1, 3, 4):
+        engine = make_engine(14, 2, ParallelPlan(stages), admission="optimistic", prefix_cache=True)
+        params = SamplingParams(max_tokens=8, temperature=1.0, n=2, seed=5, ignore_eos=True)
+        prompts = [[i, 1, 2, 3, 4] for i in range(5)]
+        outputs = engine.generate(prompts, params)
+        expected = [continuation(prompt, params, n) for prompt in prompts for n in range(2)]
+        assert [output.token_ids for output in outputs] == expected
+        assert engine.stats().preemptions > 0
+
+
+def test_found_pages_that_leave_no_room_for_the_rest_are_computed_again() -> None:
+    engine = make_engine(4, 4, ParallelPlan(1, 2, placement="deal"))
+    first = Request([1] * 9, SamplingParams(max_tokens=7, ignore_eos=True))
+    for prompt in ([1] * 9, [2] * 3, [1] * 12, [1] * 20):
+        (output,) = engine.generate([Request(prompt, first.sampling)])
+        assert output.token_ids == continuation(prompt, first.sampling)
+
+
+def test_a_token_comes_after_all_stages() -> None:
+    """So a sequence decodes once in as many steps, and others fill the steps between."""
+    stages = 3
+    engine = make_engine(60, 2, ParallelPlan(stages))
+    batches = record(engine)
+    outputs = engine.generate([[1, 2], [3], [4, 5, 6]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [
+        continuation(prompt, SamplingParams(max_tokens=8)) for prompt in ([1, 2], [3], [4, 5, 6])
+    ]
+    steps = [batch.index for batch in batches if any(chunk.decodes for chunk in batch.chunks)]
+    assert min(b - a for a, b in itertools.pairwise(steps)) >= 1
+    by_sequence: dict[str, list[int]] = {}
+    for batch in batches:
+        for chunk in batch.chunks:
+            by_sequence.setdefault(chunk.sequence.name, []).append(batch.index)
+    assert all(b - a >= stages for found in by_sequence.values() for a, b in itertools.pairwise(found))
+
+
+def test_rows_under_way_grow_by_one_bucket_in_as_many_steps_as_stages() -> None:
+    stages, buckets = 3, (1, 2, 4, 8, 16)
+    engine = make_engine(200, 2, ParallelPlan(stages), buckets=buckets)
+    batches = record(engine)
+    engine.submit(Request([1], SamplingParams(max_tokens=60, ignore_eos=True)))
+    for _ in range(10):
+        engine.step()
+    begin = len(batches)
+    engine.submit(Request([2] * 200, SamplingParams(max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    sizes = [
+        bisect.bisect_left(buckets, batch.num_tokens) if batch.chunks else -1 for batch in batches[begin - stages :]
+    ]
+    shapes = [max(sizes[max(0, i - stages + 1) : i + 1]) for i in range(len(sizes))]  # of a step: its stages' largest
+    for i in range(stages, len(shapes)):
+        assert shapes[i] <= max(shapes[i - stages], 0) + 1
+    assert max(shapes) == len(buckets) - 1
+
+
+def test_short_requests_go_where_there_is_least_to_do() -> None:
+    """While ranks cooperate on nothing, each batches its own."""
+    engine = make_engine(60, 2, ParallelPlan(1, 3, exchange="kvp"))
+    batches = record(engine)
+    prompts = [[i] * 12 for i in range(6)]
+    engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    homes: dict[str, set[tuple[int, ...]]] = {}
+    for batch in batches:
+        for chunk in batch.chunks:
+            homes.setdefault(chunk.sequence.name, set()).add(chunk.ranks)
+    assert all(len(ranks) == 1 for ranks in homes.values())
+    assert Counter(next(iter(ranks)) for ranks in homes.values()) == {(0,): 2, (1,): 2, (2,): 2}
+    assert len(batches[0].chunks) == 3  # one rank's rows are not another's
+
+
+def record(engine: Engine) -> list[Batch]:
+    """The batches that an engine submits from now on."""
+    batches: list[Batch] = []
+    submit = engine._executor.submit
+
+    def note(batch: Batch) -> object:
+        batches.append(batch)
+        return submit(batch)
+
+    engine._executor.submit = note  # type: ignore[method-assign]
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "devices", "message"),
+    [
+        (ParallelPlan(4, 4, 1), {}, 8, "4 \\* 4 \\* 1 = 16 devices, and there are 8"),
+        (ParallelPlan(5), {}, 8, "stage must divide the model's 12 layers, got 5"),
+        (ParallelPlan(1, 1, 3), {}, 8, "tensor must divide the model's 4 query heads, got 3"),
+        (ParallelPlan(1, 1, 4), {"intermediate_size": 6}, 8, "6 feed-forward columns"),
+        (ParallelPlan(1, 1, 4), {"num_heads": 12, "num_kv_heads": 6}, 8, "6 KV heads or be a multiple of them, got 4"),
+    ],
+)
+def test_plans_that_do_not_fit(plan: ParallelPlan, model: dict[str, int], devices: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.check(dataclasses.replace(MODEL.config, **model), devices)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stage": 0}, ValueError, "stage must be"),
+        ({"context": 2.5}, TypeError, "context must be"),
+        ({"exchange": "ring"}, ValueError, "exchange must be one of auto, kvp, pass_q, pass_kv"),
+        ({"placement": "random"}, ValueError, "placement must be one of grow, deal"),
+        ({"rank_tokens": 0}, ValueError, "rank_tokens must be"),
+    ],
+)
+def test_what_is_no_plan(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ParallelPlan(**options)
+
+
+class Gpu:
+    """That has so many bytes."""
+
+    platform, device_kind = "gpu", "tiny"
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": self.limit, "bytes_in_use": self.limit // 10}
+
+
+def test_what_does_not_fit_into_memory() -> None:
+    mesh = make_mesh(2, 1, 2)
+    needed = param_bytes(MODEL, mesh, np.float32)
+    check_memory(MODEL, mesh, np.float32, Gpu(needed))  # type: ignore[arg-type]
+    for limit, pages in ((needed - 1, 0), (needed, 1)):
+        with pytest.raises(ValueError, match=r"GiB of parameters and .* GiB of pages on each device, and"):
+            check_memory(MODEL, mesh, np.float32, Gpu(limit), pages, 4)  # type: ignore[arg-type]
+
+
+def test_room_for_pages_beside_what_is_yet_to_be_placed() -> None:
+    page = page_bytes(8, 4, np.float32)
+    for besides, pages in ((0, 81), (100 * page // 2, 36)):
+        assert default_num_pages(8, 4, np.float32, Gpu(100 * page), 1000, besides) == pages  # type: ignore[arg-type]
+    assert default_num_pages(8, 4, np.float32, Gpu(100 * page), 7) == 7  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no memory left for a page of 4 tokens"):
+        default_num_pages(8, 4, np.float32, Gpu(100 * page), 7, 95 * page)  # type: ignore[arg-type]
+
+
+def test_there_is_room_for_what_is_on_a_rank_of_its_own() -> None:
+    """A prompt that will span two ranks, beside a step's worth of another's rows on the second of them."""
+    step = Step(ParallelPlan(context=2, exchange="kvp"), 16, CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), 64, [])
+    here, there = Sequence("here", 0, 400, 1), Sequence("there", 1, 240, 1)
+    here.placement, there.placement = Grown(2, [(0, 0), (16, 1)]), Grown(2, [(0, 1)])
+    step.take(there, 64)
+    assert step.room(here) == 64
+    step.take(here, 64)
+    assert step.room(here) == step.room(there) == 0
+
+
+@given(stop=st.integers(0, 30), first=st.integers(0, 30), home=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_placements_count_what_they_place(stop: int, first: int, home: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    starts = sorted({0, *rng.integers(1, 30, 3).tolist()})
+    for placement in (Dealt(4, home), Grown(4, [(at, int(rng.integers(4))) for at in starts])):
+        ranks = [placement.rank(number) for number in range(80)]
+        assert placement.counts(first, stop) == [ranks[first:stop].count(rank) for rank in range(4)]
+        some = tuple(set(ranks[first : first + 2]))
+        other = next((number for number in range(first, 80) if ranks[number] not in some), np.inf)
+        assert placement.until(first, some) == other
+
+
+@given(
+    pages=st.integers(1, 60),
+    followers=st.integers(0, 2),
+    limit=st.sampled_from([1, 3, 10, np.inf]),
+    seed=st.integers(0, 1000),
+    deal=st.booleans(),
+)
+def test_what_is_placed_fits_and_what_fits_is_placed(
+    pages: int, followers: int, limit: float, seed: int, deal: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    available, load = rng.integers(0, 40, 3).tolist(), rng.random(3).tolist()
+    need = Need(0, pages, max(0, pages - 2), followers, (0, 0, 0), None)
+    placement = Placer(3, deal, limit).place(0, need, available, load)
+    total = pages + followers * min(2, pages)
+    if placement is None:
+        # What is forked has one place, whatever room is left here and there.
+        assert deal or sum(available) < total + 3 * followers * 2
+        return
+    needed = need.of(placement)
+    assert sum(needed) == total
+    assert all(x <= y for x, y in zip(needed, available, strict=True))
+    if not deal and limit * 3 >= pages and min(available) >= limit * (1 + followers):
+        assert max(placement.counts(0, pages)) <= limit
