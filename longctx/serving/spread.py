@@ -65,8 +65,8 @@ def check_memory(model: Llama, mesh: Mesh, dtype: DTypeLike, device: jax.Device,
     if needed + cache > memory["bytes_limit"]:
         params, limit = needed / 2**30, memory["bytes_limit"] / 2**30
         raise ValueError(
-            f"plan puts {params:.1f} GiB of parameters and {cache / 2**30:.1f} GiB of pages on each device, and {device} "
-            f"has {limit:.1f}: more stages or a larger tensor would spread them further"
+            f"plan puts {params:.1f} GiB of parameters and {cache / 2**30:.1f} GiB of pages on each device, and "
+            f"{device} has {limit:.1f}: more stages or a larger tensor would spread them further"
         )
 
 
