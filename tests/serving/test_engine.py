@@ -14,7 +14,8 @@ from models.hf_reference import Case, greedy
 from workload import Workload
 
 from longctx.models import ByteTokenizer, load_checkpoint
-from longctx.serving import Engine, EngineConfig, Request, SamplingParams
+from longctx.parallel.mesh import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (1, 8, 33, 17, 70)]
@@ -142,13 +143,24 @@ def test_logprobs(dtype: object) -> None:
         np.testing.assert_allclose([value for _, value in top], best, atol=allowed)
 
 
-@pytest.mark.parametrize("case", [Case(), Case("qwen2", kv_heads=4, tied=True, rope="yarn")], ids=str)
-def test_as_transformers(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        (Case(), ParallelPlan()),
+        (Case("qwen2", kv_heads=4, tied=True, rope="yarn"), ParallelPlan(1, 2, 4, exchange="kvp", rank_tokens=24)),
+        pytest.param(Case(rope="llama3"), ParallelPlan(3, 2, 1, rank_tokens=24), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_as_transformers(case: Case, plan: ParallelPlan, tmp_path: Path) -> None:
     reference = case.write(tmp_path)
-    model, params = load_checkpoint(tmp_path)
+    mesh = make_mesh(plan.stage, plan.context, plan.tensor)
+    model, params = load_checkpoint(tmp_path, mesh)
     config = EngineConfig(page_size=8, num_pages=24, max_running=4, token_budget=32, buckets=(32,))
     prompts = [RNG.integers(3, case.vocab_size, length) for length in (5, 40, 64, 23)]
-    outputs = Engine(model, params, config).generate([x.tolist() for x in prompts], GREEDY)
+    engine = Engine(model, params, config, mesh, plan=plan)
+    outputs = engine.generate([x.tolist() for x in prompts], GREEDY)
+    params = jax.device_get(params)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = greedy(reference, prompt[None], 12)[0].tolist()
         if output.token_ids != expected:
