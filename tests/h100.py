@@ -1,5 +1,8 @@
 """A mesh of H100s to compile for, where there is none: facts of the hardware, in XLA's words."""
 
+import math
+
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -33,8 +36,14 @@ dnn_version_info { major: 9 minor: 10 }
 """
 
 
+def h100_devices(hosts: int, each: int) -> list[jax.Device]:
+    """Of some hosts, each a process."""
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x{hosts}x{each}", target_config=_TARGET)
+    return list(topology.devices)
+
+
 def h100_mesh(**sizes: int) -> Mesh:
     """Axes and their sizes, all on one host."""
     shape = tuple(sizes.values())
-    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{np.prod(shape)}", target_config=_TARGET)
-    return Mesh(np.array(topology.devices).reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+    devices = np.array(h100_devices(1, math.prod(shape)))
+    return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))

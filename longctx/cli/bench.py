@@ -21,10 +21,11 @@ from longctx.cli.engine_flags import (
     flag,
     make_engine,
     parallel_plan,
-    plan_mesh,
 )
+from longctx.cli.host_flags import add_host_arguments, join, spread
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineStats, StepMetrics
+from longctx.serving.hosts import Hosts
 from longctx.simulation import report
 from longctx.simulation.replay import Record, replay
 from longctx.simulation.workloads import (
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_engine_arguments(parser)
     add_plan_arguments(parser)
+    add_host_arguments(parser)
     add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
@@ -65,8 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
+    with join(options) as hosts:
+        return _run(options, hosts)
+
+
+def _run(options: argparse.Namespace, hosts: Hosts) -> int:
     requests = _workload(options)
-    model, params = load_checkpoint(options.model, plan_mesh(parallel_plan(options)), options.dtype)
+    mesh = spread(options, parallel_plan(options), hosts)
+    model, params = load_checkpoint(options.model, mesh, options.dtype)
     requests = _encode(requests, options.model)
     context = model.config.max_positions
     requests, num_skipped = _fitting(requests, options.max_length, context)
@@ -74,11 +82,14 @@ def run(options: argparse.Namespace) -> int:
 
     config = engine_config(options, max_length=options.max_length or longest, seed=options.seed)
     steps: list[StepMetrics] = []
-    engine = make_engine(options, model, params, config, monitor=steps.append)
+    engine = make_engine(options, model, params, config, mesh=mesh, monitor=steps.append, hosts=hosts)
     needed = -(-(longest - 1) // config.page_size)
     pages = engine.num_pages * engine.plan.context
     if needed > pages:
         raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {pages}")
+    if not hosts.is_first:
+        engine.follow()
+        return 0
 
     print("compiling ...", end="", file=sys.stderr, flush=True)
     start = time.monotonic()

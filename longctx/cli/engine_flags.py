@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -85,12 +85,17 @@ def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
-    """Where a checkpoint's parameters go; None: to one device. CPUs become as many devices as the plan needs."""
+    """Where a checkpoint's parameters go; None: to one device."""
     if plan.num_devices == 1:
         return None
-    with suppress(RuntimeError):  # JAX has looked for its devices already, as in tests
-        jax.config.update("jax_num_cpu_devices", plan.num_devices)
+    make_cpu_devices(plan.num_devices)
     return make_mesh(plan.stage, plan.context, plan.tensor)
+
+
+def make_cpu_devices(count: int) -> None:
+    """CPUs become as many devices as a plan needs."""
+    with suppress(RuntimeError):  # JAX has looked for its devices already, as in tests
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
@@ -106,13 +111,13 @@ def make_engine(options: argparse.Namespace, model: Llama, params: Params, confi
 
 
 @contextmanager
-def naming_flags() -> Iterator[None]:
+def naming_flags(arguments: Sequence[str] = (*_SIZES, *_CHOICES, *_SLO, "buckets")) -> Iterator[None]:
     """Errors of the engine name its arguments; let them name the flags."""
-    names = "|".join((*_SIZES, *_CHOICES, *_SLO, "buckets"))
+    names = "|".join(arguments)
     try:
         yield
-    except ValueError as error:
-        raise ValueError(re.sub(rf"\b({names})\b", lambda name: flag(name[0]), str(error))) from None
+    except (ValueError, TimeoutError) as error:
+        raise type(error)(re.sub(rf"\b({names})\b", lambda name: flag(name[0]), str(error))) from None
 
 
 def flag(name: str) -> str:

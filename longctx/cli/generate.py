@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 from longctx.cli import reading
-from longctx.cli.engine_flags import add_plan_arguments, parallel_plan, plan_mesh
+from longctx.cli.engine_flags import add_plan_arguments, parallel_plan
+from longctx.cli.host_flags import add_host_arguments, join, spread
 from longctx.models import Llama, load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineConfig, Event, Output, Request, SamplingParams
+from longctx.serving.hosts import Hosts
 
 SUMMARY = "Continue a prompt with a Llama 3 or Qwen2.5 checkpoint."
 PAGE_SIZE = 64
@@ -30,9 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="from those X times as likely as the top")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     add_plan_arguments(parser)
+    add_host_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    with join(options) as hosts:
+        return _run(options, hosts)
+
+
+def _run(options: argparse.Namespace, hosts: Hosts) -> int:
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
     sampling = SamplingParams(**{name: getattr(options, name) for name in names})
     if options.chunk_size < 1:
@@ -45,9 +53,13 @@ def run(options: argparse.Namespace) -> int:
     if not tokens:
         raise ValueError("the prompt is empty")
     plan = parallel_plan(options)
-    model, params = load_checkpoint(options.model, mesh=plan_mesh(plan), dtype=options.dtype)
+    mesh = spread(options, plan, hosts)
+    model, params = load_checkpoint(options.model, mesh, options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)
-    engine = Engine(model, params, config, tokenizer=tokenizer, plan=plan)
+    engine = Engine(model, params, config, mesh, tokenizer, plan=plan, hosts=hosts)
+    if not hosts.is_first:
+        engine.follow()
+        return 0
     compiling = reading.warm_up(engine)
 
     request_id = engine.submit(Request(tokens, sampling))

@@ -3,6 +3,7 @@
 from longctx.models.checkpoint import load_checkpoint as load_checkpoint
 from longctx.models.checkpoint_save import save_checkpoint as save_checkpoint
 from longctx.models.config import LlamaConfig as LlamaConfig
+from longctx.models.fingerprint import checkpoint_fingerprint as checkpoint_fingerprint
 from longctx.models.llama import Llama as Llama
 from longctx.models.params import param_specs as param_specs
 from longctx.models.rope_config import RopeConfig as RopeConfig

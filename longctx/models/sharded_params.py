@@ -35,12 +35,15 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     Layers are spread over `stage`, heads, feed-forward and the embedding's vocabulary over `tensor`, the head's
     over both.
 
-    On CPUs they are arranged so that XLA's backend reads them fast (docs/design.md). In float32 `layers` becomes a
-    tuple, one pytree for each layer of a stage, `[stage, ...]`, since weights sliced out of a stack inside a program
-    are copied before each product; and the projections become `OutputMajor`, which takes memory of its own. Slicing a
-    stack of 16-bit floats converts all layers each time: those stacks become their bits (`kernels.bits`), as views.
+    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). In float32
+    `layers` becomes a tuple, one pytree for each layer of a stage, `[stage, ...]`, since weights sliced out of a stack
+    inside a program are copied before each product; and the projections become `OutputMajor`, which takes memory of its
+    own. Slicing a stack of 16-bit floats converts all layers each time: those stacks become their bits
+    (`kernels.bits`), as views.
     """
     dtype = params["embed"].dtype
+    if mesh.is_multi_process:
+        return _shard_over_processes(params, config, mesh)
     if all(device.platform == "cpu" for device in mesh.devices.flat):
         params = _fill_up(jax.tree.map(np.asarray, params), config, mesh)
         if all(stack.dtype == dtype for stack in params["layers"].values()):
@@ -51,6 +54,25 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
         params["lm_head"] = _head(params["embed"], mesh)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec), may_alias=True)  # noqa: E731
     return jax.tree.map(put, params, sharded_specs(params, config, mesh))
+
+
+def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+    """No process sees all of them: what is on the mesh stays there, what each process has whole is cut there."""
+
+    def finish(params: Params) -> Params:
+        params = _fill_up(params, config, mesh)
+        return params if "lm_head" in params else params | {"lm_head": _head(params["embed"], mesh)}
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        if x.is_fully_addressable:
+            return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+        return x
+
+    params = jax.tree.map(place, params, param_specs(config, mesh))
+    specs = sharded_specs(jax.eval_shape(finish, params), config, mesh)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.jit(finish, out_shardings=shardings)(params)
 
 
 def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Params:

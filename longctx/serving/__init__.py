@@ -2,7 +2,7 @@
 
 from longctx.serving.config import EngineConfig as EngineConfig
 from longctx.serving.engine import Engine as Engine
-from longctx.serving.engine import EngineStats as EngineStats
+from longctx.serving.monitor import EngineStats as EngineStats
 from longctx.serving.monitor import StepMetrics as StepMetrics
 from longctx.serving.output import Event as Event
 from longctx.serving.output import Metrics as Metrics

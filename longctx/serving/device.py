@@ -3,7 +3,6 @@
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -35,6 +34,10 @@ class Device(Protocol):
         ...
 
     def copy_page(self, rank: int, source: int, target: int) -> None: ...
+
+    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
+        """What `step` would run."""
+        ...
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, Any]:
         """One tick: a `RowPlan` for each stage and rank, a `SamplePlan`; what was drawn, and hidden states."""
@@ -80,7 +83,7 @@ class MeshDevice:
             None if specs.numbers is None else self._put(numbers, specs.numbers),
             None
             if specs.rows is None
-            else self._put(jnp.zeros((each, sum(sections), model.config.hidden_size), dtype), specs.rows),
+            else self._put(np.zeros((each, sum(sections), model.config.hidden_size), dtype), specs.rows),
             self._put(np.zeros(slots, np.int32), specs.last_token),
             self._put(np.zeros((slots, model.config.vocab_size), np.uint8), specs.seen),
         )
@@ -98,10 +101,12 @@ class MeshDevice:
         numbers = (np.int32(x) for x in (rank, source, target))
         self.state = upkeep.copy_page(self.mesh, self.state, *numbers, self._num_pages)
 
+    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
+        told = self._told(rows, samples)
+        step.lower(self.model, self.mesh, self.params, self.state, *told, shape, self._sections).compile()
+
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, jax.Array]:
-        told: tuple[Any, Any] = (rows, samples)
-        if self.mesh.size > 1:
-            told = self._put(rows, P("stage", "context")), self._put(samples, P())
+        told = self._told(rows, samples)
         self.state, drawn, hidden = step(self.model, self.mesh, self.params, self.state, *told, shape, self._sections)
         plain = SamplePlan.views(samples, shape).plain[0]
         for x in drawn[: 1 if plain else None]:
@@ -112,5 +117,14 @@ class MeshDevice:
         there = self._put(targets, P("context"))
         return upkeep.prompt_logprobs(self.model, self.mesh, self.params, hidden, there, shape.num_top)
 
+    def _told(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:
+        if self.mesh.size == 1:
+            return rows, samples
+        return self._put(rows, P("stage", "context")), self._put(samples, P())
+
     def _put(self, x: Any, spec: P) -> jax.Array:
-        return jax.device_put(x, named_sharding(self.mesh, spec))
+        sharding = named_sharding(self.mesh, spec)
+        if sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
+        # `device_put` would ask all processes whether they have the same, each time.
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)

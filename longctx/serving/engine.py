@@ -11,20 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
+from longctx.serving.agreement import agree
 from longctx.serving.batch import Batch
 from longctx.serving.config import EngineConfig
 from longctx.serving.door import Door
 from longctx.serving.door import Prompt as PromptTokens
 from longctx.serving.executor import DeviceExecutor, Executor, Results
-from longctx.serving.monitor import StepMetrics
+from longctx.serving.hosts import Hosts
+from longctx.serving.monitor import EngineStats, StepMetrics
 from longctx.serving.output import Event, FinishReason, Output
 from longctx.serving.packing import Chunking, Packer
 from longctx.serving.pages import PagePool
@@ -34,7 +33,8 @@ from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import hardware_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor, readable_tokens
 from longctx.serving.prefix import PageHash
-from longctx.serving.request import Request, SamplingParams
+from longctx.serving.replica import Arrival, Cancel, Replica, StepOrder
+from longctx.serving.request import Prompt, Request, SamplingParams, read_requests
 from longctx.serving.sample import Sample
 from longctx.serving.scheduler import Scheduler
 from longctx.serving.sequence import Sequence, State
@@ -42,25 +42,6 @@ from longctx.serving.slo import check_possible, check_slo
 from longctx.serving.spread import find_mesh, fitting_pages
 from longctx.serving.stream import Job, TokenStream
 from longctx.serving.under_way import UnderWay
-
-Prompt = str | List[int] | Request
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts since the engine was made, and what it holds now."""
-
-    steps: int
-    prompt_tokens: int  # computed, not found in the cache
-    output_tokens: int
-    cached_tokens: int
-    preemptions: int
-    pages_evicted: int
-    pages_held: int
-    pages_cached: int
-    running: int
-    waiting: int
-    idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
 
 
 class Engine:
@@ -78,10 +59,12 @@ class Engine:
         corrected by a factor as batches run.
       monitor: is called with the `StepMetrics` of every step that has ended.
       plan: how it is spread, see `ParallelPlan`. None: as the mesh says, pages growing.
+      hosts: the processes that run it together, each with the same arguments, as from `join_hosts`. The first one's
+        engine takes requests; the others `follow`.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
-        devices, a predictor that knows no step of `token_budget` rows.
+        devices, a predictor that knows no step of `token_budget` rows, processes with different arguments.
 
     An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: from
     then on every call raises RuntimeError.
@@ -99,15 +82,22 @@ class Engine:
         predictor: Predictor | None = None,
         monitor: Callable[[StepMetrics], object] | None = None,
         plan: ParallelPlan | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.plan, self.mesh = plan, mesh = find_mesh(model, params, mesh, plan)
+        self.plan, self.mesh = plan, mesh = find_mesh(model, params, mesh, plan, hosts)
         positions = model.config.max_positions
         max_length = config.max_length or positions
         if max_length > positions:
             raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
         self.config, self.model, self.tokenizer, self.max_length = config, model, tokenizer, max_length
         self.num_pages = fitting_pages(model, params, config, max_length, mesh)
+        self._replica: Replica | None = None
+        if hosts is not None and hosts.num_processes > 1:
+            self._replica = Replica(hosts)
+            clock = clock if hosts.is_first else self._replica.time
+            config, self.num_pages = agree(hosts, model, params, config, plan, predictor, max_length, self.num_pages)
+            self.config = config
         if executor is None:
             if params is None or mesh is None:
                 raise ValueError("params must be given, unless an executor is")
@@ -170,7 +160,7 @@ class Engine:
         Raises:
           TypeError, ValueError: a prompt can't be served. None of them is begun then.
         """
-        requests = self._requests(prompts, sampling)
+        requests = read_requests(prompts, sampling)
         stream = self._begin(requests)
         outputs: dict[tuple[str, int], Output] = {}
         try:
@@ -187,23 +177,46 @@ class Engine:
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
     ) -> TokenStream:
         """The same, but every token as it comes. Closing or dropping the stream cancels what has not ended."""
-        return self._begin(self._requests(prompts, sampling))
+        return self._begin(read_requests(prompts, sampling))
 
     def warm_up(self) -> None:
         """Compile every program that serving needs; nothing is compiled after it."""
         with self._lock:
+            self._check_alive()
             self._drain()
-            self._executor.warm_up()
+            if self._replica is not None:
+                self._replica.tell_warm_up()
+            self._warm_up()
+
+    def follow(self) -> None:
+        """Do what the first process's engine does, until its `hosts` are closed there.
+
+        Raises:
+          RuntimeError: this is the first process, or there is no other.
+        """
+        with self._lock:
+            if self._replica is None or self._replica.leads:
+                raise RuntimeError("follow is for engines with hosts, in all processes but the first")
+            with self._failing():
+                for order in self._replica.orders():
+                    if isinstance(order, StepOrder):
+                        self._under_way.observe(order.seconds)
+                        self._hear(order.news)
+                        self._run_step(order.now)
+                    else:
+                        self._warm_up()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
         """The executor, to measure it: `longctx.serving.profile`. The cache forgets what it holds.
 
         Raises:
-          RuntimeError: requests have not ended.
+          RuntimeError: requests have not ended, or other processes take part.
         """
         with self._lock:
             self._check_alive()
+            if self._replica is not None:
+                raise RuntimeError("an engine is measured in one process alone")
             self._cancel_left()
             self._drain()
             if self._jobs:
@@ -243,6 +256,8 @@ class Engine:
         with self._lock:
             if self._error is not None:
                 return
+            if self._replica is not None and self._replica.leads:
+                self._replica.note_cancel(job.request_id)
             # Listed first: with the first of them end those that wait for it.
             for sequence in [s for s in job.sequences if s.state is not State.FINISHED]:
                 self._finish(sequence, sequence.data.cut(), None, "cancelled")
@@ -293,32 +308,6 @@ class Engine:
 
     # Requests.
 
-    def _requests(
-        self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None
-    ) -> list[Request]:
-        if not isinstance(prompts, Iterable | Request):
-            raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {prompts!r}")
-        if not isinstance(sampling, SamplingParams | list | tuple | None):
-            raise TypeError(f"sampling must be SamplingParams or a list of them, got {sampling!r}")
-        listed: list[Any] = [prompts] if isinstance(prompts, str | Request) else list(prompts)
-        if listed and all(isinstance(x, int | np.integer) for x in listed):
-            listed = [listed]  # one prompt of token ids
-        if sampling is None or isinstance(sampling, SamplingParams):
-            each: list[SamplingParams | None] = [sampling] * len(listed)
-        else:
-            each = list(sampling)
-            if len(each) != len(listed):
-                raise ValueError(f"sampling must be one for all prompts or {len(listed)} of them, got {len(each)}")
-        requests = []
-        for prompt, params in zip(listed, each, strict=True):
-            if isinstance(prompt, Request):
-                if params is not None:
-                    raise ValueError("sampling must be None for a Request, which brings its own")
-                requests.append(prompt)
-            else:
-                requests.append(Request(prompt, params or SamplingParams()))
-        return requests
-
     def _begin(self, requests: List[Request]) -> TokenStream:
         """Begin all or none."""
         read = []
@@ -353,10 +342,25 @@ class Engine:
         while request_id is None or (request.request_id is None and request_id in self._jobs):
             request_id = f"request-{self._num_requests}"
             self._num_requests += 1
-        job = Job(request_id, self._door.enter(request, prompt, request_id, self._clock()), events)
+        now = self._clock()
+        if self._replica is not None:
+            self._replica.note_arrival(request, prompt.tokens, request_id, now)
+        return self._add(Job(request_id, self._door.enter(request, prompt, request_id, now), events))
+
+    def _add(self, job: Job) -> Job:
         self.scheduler.add(job.sequences[0])
-        self._jobs[request_id] = job
+        self._jobs[job.request_id] = job
         return job
+
+    def _hear(self, news: list[Arrival | Cancel]) -> None:
+        """What the first process's engine was asked for."""
+        for told in news:
+            if isinstance(told, Cancel):
+                self.cancel_job(self._jobs[told.request_id])
+            else:
+                prompt = self._door.read(told.request)
+                sequences = self._door.enter(told.request, prompt, told.request_id, told.now)
+                self._add(Job(told.request_id, sequences, deque(maxlen=0)))  # nobody looks at its events here
 
     def _cancel_left(self) -> None:
         while self._left:
@@ -374,20 +378,51 @@ class Engine:
     def _step(self) -> None:
         self._check_alive()
         self._cancel_left()
-        try:
-            self._under_way.fill()
-            if self._under_way:
-                self._receive(*self._under_way.wait())
-            elif self.scheduler.waiting and not self.scheduler.is_held_up:
+        now = self._clock()
+        with self._failing():
+            if self._replica is not None:
+                self._replica.tell_step(now, self._under_way.measured)
+                self._under_way.measured = None
+            if self._run_step(now):
+                self._under_way.observe(self._under_way.measured)
+
+    def _run_step(self, now: float) -> bool:
+        """Whether results were waited for."""
+        self._under_way.fill(now)
+        if not self._under_way:
+            if self.scheduler.waiting and not self.scheduler.is_held_up:
                 raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+            return False
+        with contextlib.nullcontext() if self._replica is None else self._replica.limit():
+            batch, results = self._under_way.wait(now)
+        if self._replica is not None:
+            self._replica.decisions.draw(batch, results.tokens)
+        self._receive(batch, results)
+        return True
+
+    def _warm_up(self) -> None:
+        with self._failing():
+            self._executor.warm_up(lambda: None if self._replica is None else self._replica.hosts.barrier("warm_up"))
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error inside is the end of the engine, in all processes."""
+        try:
+            yield
         except BaseException as error:
             self._error = error
             self._jobs.clear()
+            if self._replica is not None:
+                self._replica.hosts.fail(f"{type(error).__name__}: {error}")
             raise
 
     def _check_alive(self) -> None:
         if self._error is not None:
             raise RuntimeError("the engine has failed, and its requests with it") from self._error
+        if self._replica is not None and not self._replica.leads:
+            raise RuntimeError(
+                f"process {self._replica.hosts.process_id} follows process 0, which takes requests: follow()"
+            )
 
     def _drain(self) -> None:
         """Wait for all that is under way, and what that leads to."""
@@ -395,6 +430,8 @@ class Engine:
             self._step()
 
     def _note_planned(self, batch: Batch, now: float) -> None:
+        if self._replica is not None:
+            self._replica.decisions.plan(batch)
         for sequence in batch.admitted:
             metrics = sequence.data.metrics
             if metrics.admitted is None:

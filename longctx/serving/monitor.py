@@ -1,5 +1,6 @@
-"""What an engine tells of every step: `StepMetrics`."""
+"""What an engine tells of itself: `StepMetrics` of every step, `EngineStats` of all."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -27,3 +28,20 @@ class StepMetrics(NamedTuple):
     @property
     def prompt_tokens(self) -> int:
         return sum(count for _, count in self.chunks)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the engine was made, and what it holds now."""
+
+    steps: int
+    prompt_tokens: int  # computed, not found in the cache
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    pages_evicted: int
+    pages_held: int
+    pages_cached: int
+    running: int
+    waiting: int
+    idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps

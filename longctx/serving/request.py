@@ -1,7 +1,10 @@
 """What a user asks for: `SamplingParams` and `Request`, checked when they are made."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from longctx.serving.checks import check_bool, check_integer, check_real, check_text
 
@@ -125,3 +128,38 @@ class Request:
             if value is not None and check_real(name, value, 0) == 0:
                 raise ValueError(f"{name} must be above 0")
         check_integer("priority", self.priority, 0)
+
+
+Prompt = str | Sequence[int] | Request
+
+
+def read_requests(
+    prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[Request]:
+    """What `Engine.generate` is asked for, one by one.
+
+    Raises:
+      TypeError, ValueError: it is none of what that takes.
+    """
+    if not isinstance(prompts, Iterable | Request):
+        raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {prompts!r}")
+    if not isinstance(sampling, SamplingParams | list | tuple | None):
+        raise TypeError(f"sampling must be SamplingParams or a list of them, got {sampling!r}")
+    listed: list[Any] = [prompts] if isinstance(prompts, str | Request) else list(prompts)
+    if listed and all(isinstance(x, int | np.integer) for x in listed):
+        listed = [listed]  # one prompt of token ids
+    if sampling is None or isinstance(sampling, SamplingParams):
+        each: list[SamplingParams | None] = [sampling] * len(listed)
+    else:
+        each = list(sampling)
+        if len(each) != len(listed):
+            raise ValueError(f"sampling must be one for all prompts or {len(listed)} of them, got {len(each)}")
+    requests = []
+    for prompt, params in zip(listed, each, strict=True):
+        if isinstance(prompt, Request):
+            if params is not None:
+                raise ValueError("sampling must be None for a Request, which brings its own")
+            requests.append(prompt)
+        else:
+            requests.append(Request(prompt, params or SamplingParams()))
+    return requests

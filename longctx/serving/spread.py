@@ -13,11 +13,12 @@ from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.parallel.mesh import AXES, make_mesh
 from longctx.serving.cache import default_num_pages, page_bytes
 from longctx.serving.config import EngineConfig
+from longctx.serving.hosts import Hosts, host_mesh
 from longctx.serving.parallel_plan import ParallelPlan
 
 
 def find_mesh(
-    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None
+    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, hosts: Hosts | None = None
 ) -> tuple[ParallelPlan, Mesh | None]:
     """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params.
 
@@ -47,12 +48,14 @@ def find_mesh(
     if params is None:
         return plan, mesh
     if mesh is None:
-        if plan.num_devices == 1:
+        if hosts is not None and hosts.num_processes > 1:
+            mesh = host_mesh(hosts, plan.stage, plan.context, plan.tensor)
+        elif plan.num_devices == 1:
             there = sorted(params["embed"].devices(), key=lambda device: device.id)
             mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
         else:
             mesh = make_mesh(plan.stage, plan.context, plan.tensor)
-    check_memory(model, mesh, params["embed"].dtype, mesh.devices.flat[0])
+    check_memory(model, mesh, params["embed"].dtype, mesh.local_devices[0])
     return plan, mesh
 
 
@@ -85,7 +88,7 @@ def fitting_pages(model: Llama, params: Params | None, config: EngineConfig, max
     most = config.max_running * -(-max_length // config.page_size)
     if params is None or mesh is None:
         return config.num_pages or most
-    dtype, device = params["embed"].dtype, mesh.devices.flat[0]
+    dtype, device = params["embed"].dtype, mesh.local_devices[0]
     if config.num_pages is not None:
         check_memory(model, mesh, dtype, device, config.num_pages, config.page_size)
         return config.num_pages

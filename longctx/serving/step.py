@@ -158,14 +158,18 @@ def _sample(
         return vary_alike(draw(whole, seen, Controls.unpack(mine.controls), mine.positions, shape.num_top))
 
     drawn = lax.cond(plan.plain[0] > 0, plainly, fully, None)
-    if present("context"):
-        drawn = Drawn(*(lax.all_gather(x, "context", tiled=True, to="invarying") for x in drawn))
+    drawn = Drawn(*(tell_all(x, "context") for x in drawn))
     slots = plan.slots.reshape(-1)
     to = _or_beyond(slots, state.last_token)
     last_token = state.last_token.at[to].set(drawn.tokens, mode="drop")
     seen_before = state.seen[jnp.maximum(slots, 0), drawn.tokens]
     seen = state.seen.at[to, drawn.tokens].set(seen_before | IN_OUTPUT, mode="drop")
     return drawn, last_token, seen
+
+
+def tell_all(x: Array, axis: str) -> Array:
+    """What each device of an axis has, one after another, the same on all."""
+    return lax.all_gather(x, axis, tiled=True, to="invarying") if present(axis) else x
 
 
 def of_last_stage(x: Array) -> Array:

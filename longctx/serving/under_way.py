@@ -10,6 +10,7 @@ from longctx.serving.batch import Batch
 from longctx.serving.executor import Executor, Results
 from longctx.serving.monitor import StepMetrics
 from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler import Scheduler
 
 # Planning ahead hides some hundred microseconds. For longer than these seconds it isn't worth what an arrival waits.
@@ -50,15 +51,16 @@ class UnderWay:
         self._queue: deque[_Begun] = deque()
         self._in_stages: deque[Batch] = deque(maxlen=self._stages)
         self._idle_since = -math.inf  # when the last step ended
+        self._slowest = Work()  # of the step that was waited for last
+        self.measured: float | None = None  # seconds that it took, if that is known
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
-    def fill(self) -> None:
+    def fill(self, now: float) -> None:
         """Plan and begin what can be."""
         self._drop_idle()
         while self._may_run_ahead():
-            now = self._clock()
             batch = self._scheduler.schedule(now)
             if batch is None:
                 if self._queue or not self._scheduler.is_held_up:
@@ -67,17 +69,24 @@ class UnderWay:
             self._begin(batch, now)
         self._drop_idle()
 
-    def wait(self) -> tuple[Batch, Results]:
+    def wait(self, now: float) -> tuple[Batch, Results]:
         """For the results of the oldest batch."""
         while len(self._queue) < self._stages:
-            self._begin(self._scheduler.idle(), self._clock())
+            self._begin(self._scheduler.idle(), now)
         last = self._queue[self._stages - 1]  # with whose beginning the oldest batch came into the last stage
         slowest = max(islice(self._queue, self._stages), key=lambda begun: begun.batch.predicted).batch
         oldest = self._queue.popleft()
         before = self._clock()
         results = self._executor.wait(oldest.pending)
+        self._slowest = slowest.work
         self._measure(oldest.batch, slowest, last.at, before)
         return oldest.batch, results
+
+    def observe(self, seconds: float | None) -> None:
+        """The predictor learns what the step that was waited for last took; None: nobody knows."""
+        if seconds is not None:
+            predictor: Corrected = self._scheduler.packer.predictor
+            predictor.observe(self._slowest, seconds)
 
     def _drop_idle(self) -> None:
         """Idle steps have no results."""
@@ -91,21 +100,20 @@ class UnderWay:
         return sum(begun.batch.predicted for begun in islice(self._queue, later, None)) < _AHEAD
 
     def _begin(self, batch: Batch, now: float) -> None:
+        begun = self._clock()
         self._note(batch, now)
         self._in_stages.append(batch)
         self.num_idle += self._stages - sum(bool(x.chunks) for x in self._in_stages)
-        self._queue.append(_Begun(batch, self._executor.submit(batch), now))
+        self._queue.append(_Begun(batch, self._executor.submit(batch), begun))
 
     def _measure(self, batch: Batch, slowest: Batch, begun: float, before: float) -> None:
-        """A step has ended, for which we waited from `before` on: the predictor and the monitor are told."""
+        """A step has ended, for which we waited from `before` on: the monitor is told."""
         now = self._clock()
         seconds = now - max(begun, self._idle_since)
         self._idle_since = now
         # Nobody knows when it ended if we came late, as when whoever takes the tokens takes their time.
         is_exact = now - before >= seconds / 2
-        if is_exact:
-            predictor: Corrected = self._scheduler.packer.predictor
-            predictor.observe(slowest.work, seconds)
+        self.measured = seconds if is_exact else None
         if self._monitor is not None:
             chunks = tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks if not chunk.decodes)
             decodes = len(batch.chunks) - len(chunks)

@@ -17,7 +17,15 @@ from longctx.parallel.mesh import index_of, shard_map
 from longctx.parallel.tensor import gather_vocabulary
 from longctx.serving.cache import PagedCache
 from longctx.serving.sampling import token_logprobs
-from longctx.serving.step import VOCABULARY_AXES, DeviceState, head_logits, of_last_stage, sizes_of, state_specs
+from longctx.serving.step import (
+    VOCABULARY_AXES,
+    DeviceState,
+    head_logits,
+    of_last_stage,
+    sizes_of,
+    state_specs,
+    tell_all,
+)
 
 _BLOCK = 64  # rows of which logits are computed at a time
 
@@ -108,7 +116,8 @@ def prompt_logprobs(
             return token_logprobs(logits[:, : model.config.vocab_size], x[1], num_top)
 
         results = lax.map(block, (rows, targets))
-        return tuple(x.reshape(count * _BLOCK, *x.shape[2:])[: hidden.shape[1]] for x in results)
+        told = (x.reshape(count * _BLOCK, *x.shape[2:])[: hidden.shape[1]] for x in results)
+        return tuple(tell_all(x, "context") for x in told)  # every process reads its own copy
 
     head = {"lm_head": params["lm_head"]}
     specs = {"lm_head": sharded_specs(params, model.config, mesh)["lm_head"]}
@@ -116,5 +125,5 @@ def prompt_logprobs(
         tell,
         mesh,
         in_specs=(specs, P(("stage", "context")), P("context")),
-        out_specs=(P("context"),) * 3,
+        out_specs=P(),
     )(head, hidden, targets)

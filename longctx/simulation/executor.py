@@ -36,7 +36,7 @@ class VirtualExecutor:
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
-    def warm_up(self) -> None:
+    def warm_up(self, barrier: Callable[[], object] = bool) -> None:
         pass
 
     def run(self, batch: Batch) -> list[int]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from abstract_step import PAGE_SIZE, TOP, compile_step, make_shape
-from h100 import h100_mesh
+from h100 import h100_devices, h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 from jax.sharding import Mesh
 
@@ -18,6 +19,7 @@ from longctx.models import LlamaConfig
 from longctx.models.sharded_params import device_config
 from longctx.parallel.mesh import AXES
 from longctx.serving.cache import page_bytes
+from longctx.serving.hosts.mesh import arrange_devices
 from longctx.serving.plan import Shape
 
 # Beyond 80 % of a device's 85 GB, XLA's scheduler holds too little back to let messages travel beside work.
@@ -151,3 +153,34 @@ def test_a_tick(case: Case) -> None:
 @pytest.mark.parametrize("case", MORE_CASES, ids=str)
 def test_more_ticks(case: Case) -> None:
     check(case)
+
+
+def check_hosts(mesh: Mesh, rows: tuple[int, int, int]) -> None:
+    shape = make_shape(mesh, rows, 4096)
+    compiled = compile_step(mesh, shape, jnp.bfloat16, LlamaConfig.preset("llama-3-8b"), sections=rows)
+    # Groups are numbered as devices are in the mesh.
+    hosts = [device.process_index for device in mesh.devices.flat]
+    across = set()
+    for x in collectives(compiled.as_text(), mesh.size):
+        if any(len({hosts[i] for i in group}) > 1 for group in x.groups or (range(mesh.size),)):
+            across.add((x.opcode, x.axes(mesh.shape)))
+        elif x.opcode == "all-reduce" and x.within:
+            assert x.axes(mesh.shape) == ("tensor",)
+    assert not [axes for opcode, axes in across if axes == ("tensor",)]
+    assert ("collective-permute", ("stage",)) in across
+
+
+def test_tensor_stays_inside_a_host() -> None:
+    """On 2 hosts of 8, however their devices are listed."""
+    devices = h100_devices(2, 8)
+    assert sorted({device.process_index for device in devices}) == [0, 1]
+    check_hosts(arrange_devices(devices[::-1], ["a", "b"], 2, 1, 8), (0, 0, 64))
+
+
+@pytest.mark.slow
+def test_context_goes_across_hosts_too() -> None:
+    check_hosts(arrange_devices(h100_devices(2, 8), ["a", "b"], 2, 2, 4), (512, 64, 64))
+    # Processes that are two on each host.
+    mesh = arrange_devices(h100_devices(4, 4), ["a", "b", "a", "b"], 2, 1, 8)
+    names = np.array(["abab"[device.process_index] for device in mesh.devices.flat]).reshape(2, 8)
+    assert names.tolist() == [["a"] * 8, ["b"] * 8]

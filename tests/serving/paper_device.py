@@ -13,6 +13,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 from longctx.serving.batch import Batch
 from longctx.serving.executor import DeviceExecutor, Pending, Results
+from longctx.serving.hosts import Hosts
 from longctx.serving.plan import RowPlan, SamplePlan, Shape
 from longctx.serving.sampling import Controls, Drawn
 
@@ -69,6 +70,9 @@ class PaperDevice:
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> Any:
         none = np.zeros((targets.size, shape.num_top))
         return none[:, 0], none.astype(int), none
+
+    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
+        pass
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, None]:
         self.shapes.add(shape)
@@ -199,8 +203,14 @@ class PaperExecutor(DeviceExecutor):
         return super().wait(pending)
 
 
-def make_engine(num_pages: int = 24, page_size: int = 4, plan: ParallelPlan | None = None, **options: object) -> Engine:
+def make_engine(
+    num_pages: int = 24,
+    page_size: int = 4,
+    plan: ParallelPlan | None = None,
+    hosts: Hosts | None = None,
+    **options: object,
+) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
     executor = PaperExecutor(config, plan or ParallelPlan(), num_pages)
-    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan)
+    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, hosts=hosts)

@@ -1,0 +1,170 @@
+"""What many processes cost an engine in every step: `python -m benchmarks.step_channel`.
+
+Two processes of this machine run one engine (a random Llama, `tensor=2`, one CPU device each) over loopback. Prompts of
+several lengths, one after another, are read and continued by 8 requests at a time; the next step is always under way.
+Told are:
+
+- one way: from when process 0 sends a step's message to when the other has it; counted from when that one began to wait
+  for it, if that was later. 10th percentile, median, 99th.
+- the size of messages, but of those that bring a prompt.
+- what the host does besides, in each step: process 0 notes decisions and sends, the other one reads a message and notes
+  decisions.
+
+The limit: over loopback, a hundred bytes take some 30 us to a receiver that spins, 90 to one that has to be woken.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from longctx.models import Llama, LlamaConfig
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
+from longctx.serving.hosts import Hosts, join_hosts
+
+LENGTHS, RUNNING = (128, 2048, 8192), 8
+
+
+class Probe:
+    """Times of one process: seconds of each call of what has been wrapped, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, method)
+        seconds = self.seconds.setdefault(name, [])
+
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*arguments)
+            seconds.append(time.perf_counter() - start)
+            return result
+
+        setattr(owner, method, timed)
+
+    def per_step(self, *names: str) -> float:
+        """Microseconds, in the middle of steps: each name's median, times how often it is called a step."""
+        steps = max(1, max(len(self.seconds[name]) for name in names))
+        return sum(1e6 * float(np.median(s)) * round(len(s) / steps) for s in map(self.seconds.get, names) if s)
+
+
+def lead(engine: Engine, hosts: Hosts, tokens: int) -> dict[str, Any]:
+    channel, probe = hosts._channel, Probe()
+    send, sizes = channel.send, []
+
+    def stamped(header: dict[str, Any], frames: Any = None) -> None:
+        before = channel.bytes_sent
+        send(header | {"at": time.perf_counter()}, frames)
+        if not header.get("news"):
+            sizes.append(channel.bytes_sent - before - len('"at": 12345.123456789, '))
+
+    engine.warm_up()
+    channel.send = stamped
+    replica = engine._replica
+    for owner, method in ((replica, "tell_step"), (replica.decisions, "plan"), (replica.decisions, "draw")):
+        probe.wrap(owner, method, method)
+    found: dict[str, Any] = {"sizes": {}}
+    rng = np.random.default_rng(0)
+    for length in LENGTHS:
+        sizes.clear()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        engine.generate([Request(rng.integers(0, 256, length).tolist(), params) for _ in range(RUNNING)])
+        found["sizes"][length] = [float(np.median(sizes)), max(sizes)]
+    steps = engine.stats().steps
+    found |= {"steps": steps, "added": probe.per_step("tell_step", "plan", "draw")}
+    return found
+
+
+def follow(engine: Engine, hosts: Hosts) -> dict[str, Any]:
+    channel, probe, delays = hosts._channel, Probe(), []
+    receive = channel.receive
+    parse = json.loads
+
+    def waited() -> Any:
+        asked = time.perf_counter()
+        message = receive()
+        now = time.perf_counter()  # the same clock in all processes of a host
+        if "at" in message.header:
+            delays.append((now - max(message.header["at"], asked), message.header["at"] > asked))
+        return message
+
+    channel.receive = waited
+    for method in ("plan", "draw"):
+        probe.wrap(engine._replica.decisions, method, method)
+    engine.follow()
+    text = json.dumps({"number": 1000, "kind": "step", "now": 12345.678901234, "seconds": 0.012345678})
+    start = time.perf_counter()
+    for _ in range(1000):
+        parse(text)
+    reading = (time.perf_counter() - start) * 1000
+    both = [1e6 * seconds for seconds, _ in delays]
+    woken = [1e6 * seconds for seconds, was_waiting in delays if was_waiting]
+    return {
+        "all": np.percentile(both, (10, 50, 99)).tolist(),
+        "woken": np.percentile(woken, (10, 50, 99)).tolist() if woken else None,
+        "num_woken": len(woken),
+        "num": len(both),
+        "added": probe.per_step("plan", "draw") + reading,
+    }
+
+
+def run(process: int, coordinator: str, tokens: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    with join_hosts(coordinator, 2, process) as hosts:
+        config = LlamaConfig(256, 256, 512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, max_positions=16384)
+        model = Llama(config)
+        engine_config = EngineConfig(
+            max_running=RUNNING,
+            max_length=max(LENGTHS) + tokens,
+            token_budget=512,
+            buckets=(8, 512),
+            prefix_cache=False,
+        )
+        params = model.init(jax.random.key(0))
+        engine = Engine(model, params, engine_config, plan=ParallelPlan(tensor=2), hosts=hosts)
+        found = lead(engine, hosts, tokens) if hosts.is_first else follow(engine, hosts)
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=100, help="that each request writes")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.process is not None:
+        run(options.process, options.coordinator, options.tokens)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks.step_channel", "--coordinator", coordinator]
+    load = os.getloadavg()[0]
+    running = [
+        subprocess.Popen([*command, "--tokens", str(options.tokens), "--process", str(i)], stdout=subprocess.PIPE)
+        for i in (0, 1)
+    ]
+    first, other = (json.loads(process.communicate()[0].splitlines()[-1]) for process in running)
+    print(f"{first['steps']} steps, {os.cpu_count()} cores, load {load:.1f} before, jax {jax.__version__}\n")
+    print("| one way, us | messages | 10 % | median | 99 % |\n|---|---|---|---|---|")
+    for name, key, count in (("all", "all", "num"), ("of those that were waited for", "woken", "num_woken")):
+        if other[key]:
+            print(f"| {name} | {other[count]} | " + " | ".join(f"{x:.0f}" for x in other[key]) + " |")
+    print("\n| tokens before | bytes of a message, median | most |\n|---|---|---|")
+    for length, (median, most) in first["sizes"].items():
+        print(f"| {int(length):,} | {median:.0f} | {most} |")
+    print(f"\nAdded in each step: {first['added']:.0f} us in process 0, {other['added']:.0f} in the other.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The flags of a command that many processes run together."""
+
+import argparse
+import sys
+
+from jax.sharding import Mesh
+
+from longctx.cli.engine_flags import flag, make_cpu_devices, naming_flags, plan_mesh
+from longctx.models import checkpoint_fingerprint
+from longctx.serving import ParallelPlan
+from longctx.serving.hosts import Hosts, describe_mesh, host_mesh, join_hosts
+
+_NAMES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join_timeout")
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes", "each is started with the same command; the first one prints")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help='where the first one listens; "auto": as Slurm or the like say'
+    )
+    group.add_argument("--num-processes", type=int, metavar="N")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this one, from 0")
+    group.add_argument(
+        "--failure-timeout",
+        type=float,
+        default=30.0,
+        metavar="X",
+        help="seconds to notice that one is gone; default: 30",
+    )
+    group.add_argument(
+        "--join-timeout", type=float, default=120.0, metavar="X", help="seconds to wait for each other; default: 120"
+    )
+
+
+def join(options: argparse.Namespace) -> Hosts:
+    """This process among those that the flags tell of; alone, if they tell of none."""
+    if options.coordinator is None:
+        given = [flag(name) for name in ("num_processes", "process_id") if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"{' and '.join(given)} must come with --coordinator")
+        return Hosts.alone()
+    with naming_flags(_NAMES):
+        return join_hosts(**{name: getattr(options, name) for name in _NAMES})
+
+
+def spread(options: argparse.Namespace, plan: ParallelPlan, hosts: Hosts) -> Mesh | None:
+    """Where the parameters of `options.model` go, in all processes; the first one shows it."""
+    if hosts.num_processes == 1:
+        return plan_mesh(plan)
+    hosts.agree("checkpoint", checkpoint_fingerprint(options.model))
+    make_cpu_devices(plan.num_devices // hosts.num_processes)
+    mesh = host_mesh(hosts, plan.stage, plan.context, plan.tensor)
+    if hosts.is_first:
+        print(describe_mesh(mesh, hosts), file=sys.stderr)
+    return mesh

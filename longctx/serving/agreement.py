@@ -1,0 +1,49 @@
+"""Engines in many processes have to be alike before they begin."""
+
+import dataclasses
+import hashlib
+import os
+
+from longctx.models import Llama
+from longctx.models.params import Params
+from longctx.serving.config import EngineConfig
+from longctx.serving.hosts.hosts import Hosts
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+
+
+def agree(
+    hosts: Hosts,
+    model: Llama,
+    params: Params | None,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    predictor: Predictor | None,
+    max_length: int,
+    num_pages: int,
+) -> tuple[EngineConfig, int]:
+    """See to it that engines in all processes are alike; the configuration with one secret for all, and pages.
+
+    Raises:
+      ValueError: they are not, with what differs.
+    """
+    settings = dataclasses.asdict(config)
+    secret = settings.pop("hash_key")
+    if not isinstance(config.policy, str):
+        settings["policy"] = type(config.policy).__qualname__
+    hosts.agree(
+        "engine",
+        settings
+        | {f"plan.{name}": value for name, value in dataclasses.asdict(plan).items()}
+        | {f"model.{name}": value for name, value in dataclasses.asdict(model.config).items()}
+        | {
+            "dtype": None if params is None else str(params["embed"].dtype),
+            "predictor": None if predictor is None else predictor.seconds(Work(config.token_budget)),
+            "max_length": max_length,
+            "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
+        },
+    )
+    told = hosts.gather("pages", [num_pages, os.urandom(32).hex()])
+    secret = bytes.fromhex(told[0][1]) if secret is None else secret
+    return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in told)

@@ -1,0 +1,78 @@
+"""`join_hosts`: processes find each other, compare what they are, and then make their devices one system."""
+
+import contextlib
+
+import jax
+
+from longctx.serving.checks import check_integer, check_real
+from longctx.serving.hosts.detect import Place, detect
+from longctx.serving.hosts.hosts import Hosts
+
+
+def join_hosts(
+    coordinator: str = "auto",
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    failure_timeout: float = 30.0,
+    join_timeout: float = 120.0,
+) -> Hosts:
+    """Become one of the processes that run an engine together; call it before anything else asks JAX for devices.
+
+    They meet at process 0 by ZeroMQ, and where all have come and agree, `jax.distributed.initialize` is called. (It
+    would abort the process otherwise.)
+
+    Args:
+      coordinator: `host:port` where process 0 listens, or `"auto"`: as Slurm, Open MPI or Kubernetes say.
+      num_processes, process_id: how many there are, and which this is; with `"auto"`, None.
+      failure_timeout: seconds within which all exit when one of them is gone, or when a step's results don't come.
+      join_timeout: seconds within which all have to come, and later, to compare configurations and to compile.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong, or contradicts another process's.
+      ModuleNotFoundError: pyzmq is not installed.
+      TimeoutError: process 0 does not answer, or some did not come.
+    """
+    failure_timeout = check_real("failure_timeout", failure_timeout, 0.5)
+    join_timeout = check_real("join_timeout", join_timeout, 0.5)
+    place = _place(coordinator, num_processes, process_id)
+    if place.num_processes == 1:
+        return Hosts.alone()
+    try:
+        from longctx.serving.hosts import rendezvous
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[hosts]'") from None
+    meet = rendezvous.lead if place.process_id == 0 else rendezvous.follow
+    hosts, jax_address = meet(place, failure_timeout, join_timeout)
+    with contextlib.suppress(AttributeError):  # it would swallow SIGTERM
+        jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        jax_address,
+        place.num_processes,
+        place.process_id,
+        # A process that is alone on its host takes all GPUs; JAX would give it the one of Slurm's local id.
+        cluster_detection_method="deactivate" if hosts.names.count(hosts.name) == 1 else None,
+        initialization_timeout=int(join_timeout) + 1,
+        # Later than we: it can't say why.
+        heartbeat_timeout_seconds=int(2 * failure_timeout) + 1,
+        shutdown_timeout_seconds=int(failure_timeout) + 1,
+    )
+    return hosts
+
+
+def _place(coordinator: str, num_processes: int | None, process_id: int | None) -> Place:
+    if not isinstance(coordinator, str):
+        raise TypeError(f'coordinator must be host:port or "auto", got {coordinator!r}')
+    if coordinator == "auto":
+        if num_processes is not None or process_id is not None:
+            raise ValueError('num_processes and process_id must be None with coordinator="auto", which finds them')
+        return detect()
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f'coordinator must be host:port or "auto", got {coordinator!r}')
+    if num_processes is None or process_id is None:
+        raise ValueError(f"num_processes and process_id must be given with coordinator={coordinator!r}")
+    num_processes = check_integer("num_processes", num_processes, 1)
+    process_id = check_integer("process_id", process_id, 0)
+    if process_id >= num_processes:
+        raise ValueError(f"process_id must be below num_processes={num_processes}, got {process_id}")
+    return Place(coordinator, num_processes, process_id)
