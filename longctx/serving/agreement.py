@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 
-from longctx.models import Llama
+from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.hosts.hosts import Hosts
@@ -20,6 +20,7 @@ def agree(
     config: EngineConfig,
     plan: ParallelPlan,
     predictor: Predictor | None,
+    tokenizer: Tokenizer | None,
     max_length: int,
     num_pages: int,
 ) -> tuple[EngineConfig, int]:
@@ -40,6 +41,7 @@ def agree(
         | {
             "dtype": None if params is None else str(params["embed"].dtype),
             "predictor": None if predictor is None else predictor.seconds(Work(config.token_budget)),
+            "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
             "max_length": max_length,
             "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
         },

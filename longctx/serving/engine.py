@@ -96,7 +96,9 @@ class Engine:
         if hosts is not None and hosts.num_processes > 1:
             self._replica = Replica(hosts)
             clock = clock if hosts.is_first else self._replica.time
-            config, self.num_pages = agree(hosts, model, params, config, plan, predictor, max_length, self.num_pages)
+            config, self.num_pages = agree(
+                hosts, model, params, config, plan, predictor, tokenizer, max_length, self.num_pages
+            )
             self.config = config
         if executor is None:
             if params is None or mesh is None:
@@ -186,7 +188,8 @@ class Engine:
             self._drain()
             if self._replica is not None:
                 self._replica.tell_warm_up()
-            self._warm_up()
+            with self._failing():
+                self._executor.warm_up(self._barrier)
 
     def follow(self) -> None:
         """Do what the first process's engine does, until its `hosts` are closed there.
@@ -194,17 +197,17 @@ class Engine:
         Raises:
           RuntimeError: this is the first process, or there is no other.
         """
-        with self._lock:
-            if self._replica is None or self._replica.leads:
-                raise RuntimeError("follow is for engines with hosts, in all processes but the first")
-            with self._failing():
-                for order in self._replica.orders():
+        if self._replica is None or self._replica.leads:
+            raise RuntimeError("follow is for engines with hosts, in all processes but the first")
+        with self._failing():
+            for order in self._replica.orders():
+                with self._lock:
                     if isinstance(order, StepOrder):
                         self._under_way.observe(order.seconds)
                         self._hear(order.news)
                         self._run_step(order.now)
                     else:
-                        self._warm_up()
+                        self._executor.warm_up(self._barrier)
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
@@ -256,10 +259,11 @@ class Engine:
         with self._lock:
             if self._error is not None:
                 return
-            if self._replica is not None and self._replica.leads:
-                self._replica.note_cancel(job.request_id)
             # Listed first: with the first of them end those that wait for it.
-            for sequence in [s for s in job.sequences if s.state is not State.FINISHED]:
+            unfinished = [s for s in job.sequences if s.state is not State.FINISHED]
+            if unfinished and self._replica is not None and self._replica.leads:
+                self._replica.note_cancel(job.request_id)
+            for sequence in unfinished:
                 self._finish(sequence, sequence.data.cut(), None, "cancelled")
 
     def leave(self, jobs: list[Job]) -> None:
@@ -400,9 +404,9 @@ class Engine:
         self._receive(batch, results)
         return True
 
-    def _warm_up(self) -> None:
-        with self._failing():
-            self._executor.warm_up(lambda: None if self._replica is None else self._replica.hosts.barrier("warm_up"))
+    def _barrier(self) -> None:
+        if self._replica is not None:
+            self._replica.hosts.barrier("the end of compilation")
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:

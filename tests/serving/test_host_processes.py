@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from host_threads import free_port
 
 from longctx.models.builtin import TINY
+from longctx.models.safetensors_reader import SINGLE_FILE
 
 PROCESS = Path(__file__).with_name("host_process.py")
 FAILURE = 6.0  # seconds, in place of 30
@@ -177,6 +179,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from longctx.cli import main; sys.exit(main())"]
     flags = ["generate", "--model", str(TINY), "--prompt", "The pass key of castle is", "--max-tokens", "8"]
 
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    weights = other / SINGLE_FILE
+    weights.write_bytes(weights.read_bytes()[:-100_000] + bytes(100_000))
+
     def run(process: int, *more: str) -> subprocess.Popen[str]:
         where = ["--coordinator", coordinator, "--num-processes", "2", "--process-id", str(process)] if more else []
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -188,12 +195,13 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert texts[1][0].split("\nprompt")[0] == texts[0][0].split("\nprompt")[0]
     assert texts[2][0] == ""
     assert "cpu 0 of process 0" in texts[1][1]
-    refused = [run(0, "--stage", "2"), run(1, "--stage", "2", "--dtype", "bfloat16")]
-    for each in refused:
-        told = each.communicate(timeout=100)[1]
-        assert "longctx: processes must have the same engine" in told
-        assert "dtype: 'float32' in process 0, 'bfloat16' in process 1" in told
-        assert each.returncode == 2
+    for flag, value, said in (
+        ("--dtype", "bfloat16", "same engine, and differ in dtype: 'float32' in process 0, 'bfloat16' in process 1"),
+        ("--model", str(other), f"same checkpoint, and differ in {SINGLE_FILE}"),
+    ):
+        for each in [run(0, "--stage", "2"), run(1, "--stage", "2", flag, value)]:
+            assert f"longctx: processes must have the {said}" in each.communicate(timeout=100)[1]
+            assert each.returncode == 2
 
 
 def test_checkpoints_and_sizes_are_compared(tmp_path: Path) -> None:
