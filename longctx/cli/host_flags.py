@@ -48,7 +48,7 @@ def spread(options: argparse.Namespace, plan: ParallelPlan, hosts: Hosts) -> Mes
     if hosts.num_processes == 1:
         return plan_mesh(plan)
     hosts.agree("checkpoint", checkpoint_fingerprint(options.model))
-    make_cpu_devices(plan.num_devices // hosts.num_processes)
+    make_cpu_devices(max(1, plan.num_devices // hosts.num_processes))
     mesh = host_mesh(hosts, plan.stage, plan.context, plan.tensor)
     if hosts.is_first:
         print(describe_mesh(mesh, hosts), file=sys.stderr)

@@ -55,6 +55,11 @@ def find_mesh(
             mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
         else:
             mesh = make_mesh(plan.stage, plan.context, plan.tensor)
+    found, expected = len({device.process_index for device in mesh.devices.flat}), hosts.num_processes if hosts else 1
+    if found != expected:
+        raise ValueError(
+            f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see host_mesh"
+        )
     check_memory(model, mesh, params["embed"].dtype, mesh.local_devices[0])
     return plan, mesh
 

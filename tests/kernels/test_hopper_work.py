@@ -115,7 +115,7 @@ PAGED = [
 
 
 @given(paged_cases(PAGED))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
     """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])

@@ -44,7 +44,7 @@ def forever(hosts: Hosts, options: dict[str, Any]) -> None:
         print("following", flush=True)
         engine.follow()
         return
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.generate(Request([1, 2, 3], params))
     print("running", flush=True)
     while not options.get("idle"):

@@ -204,7 +204,8 @@ def test_the_command_line(tmp_path: Path) -> None:
             assert each.returncode == 2
 
 
-def test_checkpoints_and_sizes_are_compared(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_sizes_are_compared(tmp_path: Path) -> None:
     more = [{}, {"max_running": 5}]
     with processes(tmp_path, "contradicts", 2, plan=PIPELINE[2], more=more) as all_:
         assert all_.statuses(100) == [1, 1]

@@ -35,7 +35,7 @@ PLANS = st.builds(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     plan=PLANS,
     seed=st.integers(0, 2**20),

@@ -14,7 +14,7 @@ from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.hosts import Hosts
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 2**20),
     processes=st.integers(2, 3),

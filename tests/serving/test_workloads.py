@@ -9,7 +9,7 @@ from workload import Workload
 from longctx.serving import Slo
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**20),
     num_pages=st.integers(40, 80),
