@@ -8,7 +8,7 @@ from longctx.cli import reading
 from longctx.cli.engine_flags import add_plan_arguments, parallel_plan
 from longctx.cli.host_flags import add_host_arguments, join, spread
 from longctx.models import Llama, load_checkpoint, load_tokenizer
-from longctx.serving import Engine, EngineConfig, Event, Output, Request, SamplingParams
+from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.hosts import Hosts
 
 SUMMARY = "Continue a prompt with a Llama 3 or Qwen2.5 checkpoint."
@@ -36,23 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with join(options) as hosts:
-        return _run(options, hosts)
-
-
-def _run(options: argparse.Namespace, hosts: Hosts) -> int:
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
     sampling = SamplingParams(**{name: getattr(options, name) for name in names})
     if options.chunk_size < 1:
         raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
     text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
+    plan = parallel_plan(options)
+    with join(options) as hosts:
+        return _generate(options, text, sampling, plan, hosts)
+
+
+def _generate(
+    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, hosts: Hosts
+) -> int:
     tokenizer = load_tokenizer(options.model)
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    plan = parallel_plan(options)
     mesh = spread(options, plan, hosts)
     model, params = load_checkpoint(options.model, mesh, options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)

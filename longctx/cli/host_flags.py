@@ -27,6 +27,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="seconds to notice that one is gone; default: 30",
     )
+    group.add_argument("--ports", metavar="LOW:HIGH", help="where the first one may listen besides; default: any")
     group.add_argument(
         "--join-timeout", type=float, default=120.0, metavar="X", help="seconds to wait for each other; default: 120"
     )
@@ -39,8 +40,17 @@ def join(options: argparse.Namespace) -> Hosts:
         if given:
             raise ValueError(f"{' and '.join(given)} must come with --coordinator")
         return Hosts.alone()
-    with naming_flags(_NAMES):
-        return join_hosts(**{name: getattr(options, name) for name in _NAMES})
+    arguments = {name: getattr(options, name) for name in _NAMES}
+    if options.ports is not None:
+        low, _, high = options.ports.partition(":")
+        if not (low.isdecimal() and high.isdecimal()):
+            raise ValueError(f"--ports must be LOW:HIGH, got {options.ports!r}")
+        arguments["ports"] = int(low), int(high)
+    with naming_flags((*_NAMES, "ports")):
+        try:
+            return join_hosts(**arguments)
+        except ModuleNotFoundError as error:
+            raise ValueError(str(error)) from None
 
 
 def spread(options: argparse.Namespace, plan: ParallelPlan, hosts: Hosts) -> Mesh | None:
@@ -48,7 +58,12 @@ def spread(options: argparse.Namespace, plan: ParallelPlan, hosts: Hosts) -> Mes
     if hosts.num_processes == 1:
         return plan_mesh(plan)
     hosts.agree("checkpoint", checkpoint_fingerprint(options.model))
-    make_cpu_devices(max(1, plan.num_devices // hosts.num_processes))
+    if plan.num_devices % hosts.num_processes:
+        raise ValueError(
+            f"--num-processes must divide the {plan.num_devices} devices of --stage, --context and --tensor, "
+            f"got {hosts.num_processes}"
+        )
+    make_cpu_devices(plan.num_devices // hosts.num_processes)
     mesh = host_mesh(hosts, plan.stage, plan.context, plan.tensor)
     if hosts.is_first:
         print(describe_mesh(mesh, hosts), file=sys.stderr)

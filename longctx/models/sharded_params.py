@@ -57,7 +57,10 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 
 def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """No process sees all of them: what is on the mesh stays there, what each process has whole is cut there."""
+    """No process sees all of them: what is on the mesh stays there, what each process has whole is cut there.
+
+    What already is as it should be is not copied.
+    """
 
     def finish(params: Params) -> Params:
         params = _fill_up(params, config, mesh)
@@ -70,9 +73,24 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
         return x
 
     params = jax.tree.map(place, params, param_specs(config, mesh))
-    specs = sharded_specs(jax.eval_shape(finish, params), config, mesh)
+    wanted = jax.eval_shape(finish, params)
+    specs = sharded_specs(wanted, config, mesh)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return jax.jit(finish, out_shardings=shardings)(params)
+    there = dict(jax.tree.leaves_with_path(params))
+    leaves, structure = jax.tree.flatten_with_path(wanted)
+    changed = {
+        path: sharding
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        if path not in there
+        or there[path].shape != leaf.shape
+        or not there[path].sharding.is_equivalent_to(sharding, leaf.ndim)
+    }
+
+    def change(params: Params) -> list[jax.Array]:
+        return [x for path, x in jax.tree.leaves_with_path(finish(params)) if path in changed]
+
+    made = dict(zip(changed, jax.jit(change, out_shardings=[*changed.values()])(params), strict=True))
+    return jax.tree.unflatten(structure, [made.get(path, there.get(path)) for path, _ in leaves])
 
 
 def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Params:

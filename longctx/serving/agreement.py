@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import os
 
+from jax.sharding import Mesh
+
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
@@ -19,6 +21,7 @@ def agree(
     params: Params | None,
     config: EngineConfig,
     plan: ParallelPlan,
+    mesh: Mesh | None,
     predictor: Predictor | None,
     tokenizer: Tokenizer | None,
     max_length: int,
@@ -32,7 +35,8 @@ def agree(
     settings = dataclasses.asdict(config)
     secret = settings.pop("hash_key")
     if not isinstance(config.policy, str):
-        settings["policy"] = type(config.policy).__qualname__
+        # Not `repr`, which may have an address.
+        settings["policy"] = [type(config.policy).__qualname__, repr(sorted(vars(config.policy).items()))]
     hosts.agree(
         "engine",
         settings
@@ -40,7 +44,8 @@ def agree(
         | {f"model.{name}": value for name, value in dataclasses.asdict(model.config).items()}
         | {
             "dtype": None if params is None else str(params["embed"].dtype),
-            "predictor": None if predictor is None else predictor.seconds(Work(config.token_budget)),
+            "predictor": None if predictor is None else [predictor.seconds(work) for work in _works(config)],
+            "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
             "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
             "max_length": max_length,
             "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
@@ -49,3 +54,8 @@ def agree(
     told = hosts.gather("pages", [num_pages, os.urandom(32).hex()])
     secret = bytes.fromhex(told[0][1]) if secret is None else secret
     return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in told)
+
+
+def _works(config: EngineConfig) -> list[Work]:
+    """Some steps: of each number of rows, with and without context."""
+    return [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]

@@ -92,12 +92,11 @@ class Engine:
             raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
         self.config, self.model, self.tokenizer, self.max_length = config, model, tokenizer, max_length
         self.num_pages = fitting_pages(model, params, config, max_length, mesh)
-        self._replica: Replica | None = None
-        if hosts is not None and hosts.num_processes > 1:
-            self._replica = Replica(hosts)
+        self._replica = Replica(hosts or Hosts.alone())
+        if hosts is not None and not self._replica.is_alone:
             clock = clock if hosts.is_first else self._replica.time
             config, self.num_pages = agree(
-                hosts, model, params, config, plan, predictor, tokenizer, max_length, self.num_pages
+                hosts, model, params, config, plan, mesh, predictor, tokenizer, max_length, self.num_pages
             )
             self.config = config
         if executor is None:
@@ -142,6 +141,7 @@ class Engine:
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._num_requests = 0
+        self._is_warm = False
         self._counts = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
 
     # One call for all.
@@ -185,11 +185,11 @@ class Engine:
         """Compile every program that serving needs; nothing is compiled after it."""
         with self._lock:
             self._check_alive()
-            self._drain()
-            if self._replica is not None:
-                self._replica.tell_warm_up()
+            if self._is_warm or self._replica.is_alone:
+                self._drain()
             with self._failing():
-                self._executor.warm_up(self._barrier)
+                self._replica.tell_warm_up()
+                self._warm_up()
 
     def follow(self) -> None:
         """Do what the first process's engine does, until its `hosts` are closed there.
@@ -197,7 +197,7 @@ class Engine:
         Raises:
           RuntimeError: this is the first process, or there is no other.
         """
-        if self._replica is None or self._replica.leads:
+        if self._replica.leads:
             raise RuntimeError("follow is for engines with hosts, in all processes but the first")
         with self._failing():
             for order in self._replica.orders():
@@ -207,7 +207,7 @@ class Engine:
                         self._hear(order.news)
                         self._run_step(order.now)
                     else:
-                        self._executor.warm_up(self._barrier)
+                        self._warm_up()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
@@ -218,7 +218,7 @@ class Engine:
         """
         with self._lock:
             self._check_alive()
-            if self._replica is not None:
+            if not self._replica.is_alone:
                 raise RuntimeError("an engine is measured in one process alone")
             self._cancel_left()
             self._drain()
@@ -261,7 +261,7 @@ class Engine:
                 return
             # Listed first: with the first of them end those that wait for it.
             unfinished = [s for s in job.sequences if s.state is not State.FINISHED]
-            if unfinished and self._replica is not None and self._replica.leads:
+            if unfinished:
                 self._replica.note_cancel(job.request_id)
             for sequence in unfinished:
                 self._finish(sequence, sequence.data.cut(), None, "cancelled")
@@ -347,8 +347,7 @@ class Engine:
             request_id = f"request-{self._num_requests}"
             self._num_requests += 1
         now = self._clock()
-        if self._replica is not None:
-            self._replica.note_arrival(request, prompt.tokens, request_id, now)
+        self._replica.note_arrival(request, prompt.tokens, request_id, now)
         return self._add(Job(request_id, self._door.enter(request, prompt, request_id, now), events))
 
     def _add(self, job: Job) -> Job:
@@ -373,6 +372,15 @@ class Engine:
 
     # Steps.
 
+    def _warm_up(self) -> None:
+        """Compile all, wait for all others to, then run: JAX's CPU collectives wait 30 s for who comes late."""
+        hosts = self._replica.hosts
+        self._executor.compile()
+        hosts.barrier("that all is compiled")
+        with self._replica.limit("a first run", hosts.join_timeout):
+            self._executor.warm_up()
+        self._is_warm = True
+
     def advance(self, events: deque[Event]) -> None:
         """A step, unless there are events by now."""
         with self._lock:
@@ -382,31 +390,30 @@ class Engine:
     def _step(self) -> None:
         self._check_alive()
         self._cancel_left()
+        if not (self._is_warm or self._replica.is_alone):
+            self.warm_up()
         now = self._clock()
         with self._failing():
-            if self._replica is not None:
-                self._replica.tell_step(now, self._under_way.measured)
-                self._under_way.measured = None
+            self._replica.tell_step(now, self._under_way.measured)
+            self._under_way.measured = None
             if self._run_step(now):
                 self._under_way.observe(self._under_way.measured)
 
     def _run_step(self, now: float) -> bool:
         """Whether results were waited for."""
+        with self._replica.limit("a step"):
+            return self._plan_and_wait(now)
+
+    def _plan_and_wait(self, now: float) -> bool:
         self._under_way.fill(now)
         if not self._under_way:
             if self.scheduler.waiting and not self.scheduler.is_held_up:
                 raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
             return False
-        with contextlib.nullcontext() if self._replica is None else self._replica.limit():
-            batch, results = self._under_way.wait(now)
-        if self._replica is not None:
-            self._replica.decisions.draw(batch, results.tokens)
+        batch, results = self._under_way.wait(now)
+        self._replica.note_draw(batch, results.tokens)
         self._receive(batch, results)
         return True
-
-    def _barrier(self) -> None:
-        if self._replica is not None:
-            self._replica.hosts.barrier("the end of compilation")
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -416,14 +423,13 @@ class Engine:
         except BaseException as error:
             self._error = error
             self._jobs.clear()
-            if self._replica is not None:
-                self._replica.hosts.fail(f"{type(error).__name__}: {error}")
+            self._replica.hosts.fail(f"{type(error).__name__}: {error}")
             raise
 
     def _check_alive(self) -> None:
         if self._error is not None:
             raise RuntimeError("the engine has failed, and its requests with it") from self._error
-        if self._replica is not None and not self._replica.leads:
+        if not self._replica.leads:
             raise RuntimeError(
                 f"process {self._replica.hosts.process_id} follows process 0, which takes requests: follow()"
             )
@@ -434,8 +440,7 @@ class Engine:
             self._step()
 
     def _note_planned(self, batch: Batch, now: float) -> None:
-        if self._replica is not None:
-            self._replica.decisions.plan(batch)
+        self._replica.note_plan(batch)
         for sequence in batch.admitted:
             metrics = sequence.data.metrics
             if metrics.admitted is None:

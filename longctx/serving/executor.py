@@ -51,8 +51,12 @@ class Executor(Protocol):
         """The results of what `submit` returned."""
         ...
 
-    def warm_up(self, barrier: Callable[[], object] = bool) -> None:
-        """Do beforehand whatever happens once; call `barrier` before anything is run that takes many processes."""
+    def compile(self) -> None:
+        """Everything that `warm_up` runs."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do beforehand whatever happens once."""
         ...
 
 
@@ -156,31 +160,29 @@ class DeviceExecutor:
         sizes = (config.max_running, config.page_size, self._num_pages, num_top, self._plan.context)
         return Shape.of(rows, *sizes, exchange, message)  # type: ignore[arg-type]
 
-    def warm_up(self, barrier: Callable[[], object] = bool) -> None:
-        ranks, page_size = self._plan.context, self._config.page_size
-        nothing = Layout(Batch(0), ranks, self._num_pages, page_size)
-        told = [
-            (
-                np.stack([nothing.pack_rows(shape)] * self._plan.stage),
-                nothing.pack_samples(shape, self._controls, self._plain),
-                shape,
-            )
-            for shape in self.shapes()
-        ]
-        for each in told:
-            self.device.compile(*each)
-        barrier()
+    def compile(self) -> None:
+        for step in self._empty_steps():
+            self.device.compile(*step)
+
+    def warm_up(self) -> None:
+        ranks = self._plan.context
         block = np.full((ranks, TABLE_BLOCK), -1, np.int32)
         if ranks > 1:
             self.device.clear_slot(0)
         self.device.set_entries(0, np.zeros(ranks, np.int32), block, block)
         self.device.set_seen(0, np.zeros(self._vocab_size, np.uint8))
         self.device.copy_page(0, 0, 0)
-        for rows, samples, shape in told:
+        for rows, samples, shape in self._empty_steps():
             drawn, hidden = self.device.step(rows, samples, shape)
             jax.device_get(drawn)
             targets = np.zeros((ranks, shape.rows), np.int32)
             jax.device_get(self.device.prompt_logprobs(hidden, targets, shape))
+
+    def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:
+        nothing = Layout(Batch(0), self._plan.context, self._num_pages, self._config.page_size)
+        for shape in self.shapes():
+            rows = np.stack([nothing.pack_rows(shape)] * self._plan.stage)
+            yield rows, nothing.pack_samples(shape, self._controls, self._plain), shape
 
     # Batches.
 

@@ -9,11 +9,13 @@ Source: Mnemosyne, 5, and Medha, 4.4.
 
 import dataclasses
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.serving.batch import Batch
 from longctx.serving.decisions import Decisions
 from longctx.serving.hosts.hosts import Hosts
 from longctx.serving.request import Request, SamplingParams
@@ -44,7 +46,7 @@ class WarmUpOrder(NamedTuple):
 
 
 class Replica:
-    """One process's part in it.
+    """One process's part in it; alone, it has none.
 
     Attributes:
       now: on others than the first: its time, as told last.
@@ -52,6 +54,7 @@ class Replica:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts, self.decisions, self.now = hosts, Decisions(), 0.0
+        self.is_alone = hosts.num_processes == 1
         self._news: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
         self._num_steps = 0
@@ -66,33 +69,49 @@ class Replica:
         """That of the first process, as told last: a clock for the others."""
         return self.now
 
-    def limit(self) -> AbstractContextManager[None]:
-        """Around what must not take longer than the failure timeout."""
-        return nullcontext() if self.hosts.watch is None else self.hosts.watch.limit()
+    def limit(self, what: str, seconds: float | None = None) -> AbstractContextManager[None]:
+        """Around what must not take longer, than the failure timeout if nothing is said."""
+        watch = self.hosts.watch
+        if watch is None:
+            return nullcontext()
+        return watch.limit(what, watch.failure_timeout if seconds is None else seconds)
+
+    def note_plan(self, batch: Batch) -> None:
+        if not self.is_alone:
+            self.decisions.plan(batch)
+
+    def note_draw(self, batch: Batch, tokens: List[int]) -> None:
+        if not self.is_alone:
+            self.decisions.draw(batch, tokens)
 
     # In the first process.
 
     def note_arrival(self, request: Request, tokens: np.ndarray, request_id: str, now: float) -> None:
+        if self.is_alone:
+            return
         fields = {name: getattr(request, name) for name in _REQUEST}
         self._news.append(fields | {"sampling": dataclasses.asdict(request.sampling), "id": request_id, "now": now})
         self._frames.append(tokens.astype("<i4").tobytes())
 
     def note_cancel(self, request_id: str) -> None:
-        self._news.append({"id": request_id})
+        if self.leads and not self.is_alone:
+            self._news.append({"id": request_id})
 
     def tell_step(self, now: float, seconds: float | None) -> None:
+        if self.is_alone:
+            return
         header: dict[str, Any] = {"kind": "step", "now": now, "seconds": seconds}
         if self._num_steps % COMPARED == 0:
             header["digest"] = self.decisions.digest
-        self._tell(header)
+        if self._news:
+            header["news"] = self._news
+        self.hosts.tell(header, self._frames)
+        self._news, self._frames = [], []
         self._num_steps += 1
 
     def tell_warm_up(self) -> None:
-        self._tell({"kind": "warm_up"})
-
-    def _tell(self, header: dict[str, Any]) -> None:
-        self.hosts.tell(header | {"news": self._news} if self._news else header, self._frames)
-        self._news, self._frames = [], []
+        if not self.is_alone:
+            self.hosts.tell({"kind": "warm_up"})
 
     # In the others.
 
@@ -123,7 +142,8 @@ class Replica:
         raise RuntimeError(text)
 
 
-_REQUEST = ("session_id", "tenant", "ttft_deadline", "tpot_target", "priority")
+# What a request says besides: its prompt goes as bytes, its sampling as a dictionary, its id as the engine gave it.
+_REQUEST = [x.name for x in dataclasses.fields(Request) if x.name not in ("prompt", "sampling", "request_id")]
 
 
 def _arrival(told: dict[str, Any], tokens: bytes) -> Arrival:

@@ -1,5 +1,6 @@
 """What a user asks for: `SamplingParams` and `Request`, checked when they are made."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,14 @@ from typing import Any
 import numpy as np
 
 from longctx.serving.checks import check_bool, check_integer, check_real, check_text
+
+_REALS = [
+    ("temperature", 0, math.inf),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, math.inf),
+    ("presence_penalty", -2, 2),
+]
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,8 @@ class SamplingParams:
                 object.__setattr__(self, name, check_integer(name, value, low))
         if self.seed is not None and self.seed >= 2**31:
             raise ValueError(f"seed must be below 2**31, got {self.seed}")
-        check_real("temperature", self.temperature, 0)
-        check_real("top_p", self.top_p, 0, 1)
-        check_real("min_p", self.min_p, 0, 1)
-        check_real("repetition_penalty", self.repetition_penalty, 0)
-        check_real("presence_penalty", self.presence_penalty, -2, 2)
+        for name, low, high in _REALS:
+            object.__setattr__(self, name, check_real(name, getattr(self, name), low, high))
         check_bool("ignore_eos", self.ignore_eos)
         if self.top_p == 0 or self.repetition_penalty == 0:
             raise ValueError("top_p and repetition_penalty must be above 0")
@@ -125,9 +131,11 @@ class Request:
                 check_text(name, value)
         for name in ("ttft_deadline", "tpot_target"):
             value = getattr(self, name)
-            if value is not None and check_real(name, value, 0) == 0:
-                raise ValueError(f"{name} must be above 0")
-        check_integer("priority", self.priority, 0)
+            if value is not None:
+                object.__setattr__(self, name, check_real(name, value, 0))
+                if value == 0:
+                    raise ValueError(f"{name} must be above 0")
+        object.__setattr__(self, "priority", check_integer("priority", self.priority, 0))
 
 
 Prompt = str | Sequence[int] | Request

@@ -84,6 +84,12 @@ def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Of the head's part that each device has."""
+    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype)["lm_head"])
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
 def fitting_pages(model: Llama, params: Params | None, config: EngineConfig, max_length: int, mesh: Mesh | None) -> int:
     """Pages on each context rank: `num_pages`, or as many as all that may run could ever need, if there is room.
 
@@ -98,7 +104,8 @@ def fitting_pages(model: Llama, params: Params | None, config: EngineConfig, max
         check_memory(model, mesh, dtype, device, config.num_pages, config.page_size)
         return config.num_pages
     placed = params["embed"].devices() == set(mesh.devices.flat)
-    besides = 0 if placed else param_bytes(model, mesh, dtype)
+    # What is placed already stays, but for the head, which is spread over stages too.
+    besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
     return default_num_pages(_width(model, mesh), config.page_size, dtype, device, most, besides)
 
 

@@ -36,7 +36,10 @@ class VirtualExecutor:
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
-    def warm_up(self, barrier: Callable[[], object] = bool) -> None:
+    def compile(self) -> None:
+        pass
+
+    def warm_up(self) -> None:
         pass
 
     def run(self, batch: Batch) -> list[int]:

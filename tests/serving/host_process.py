@@ -129,6 +129,8 @@ def main() -> int:
     timeouts = {"failure_timeout": options.get("failure_timeout", 30), "join_timeout": options.get("join_timeout", 60)}
     with join_hosts(coordinator, int(processes), int(process), **timeouts) as hosts:
         globals()[scenario](hosts, options)
+    if hosts.is_first:
+        time.sleep(options.get("afterwards", 0))
     return 0
 
 

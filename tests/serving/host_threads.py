@@ -17,7 +17,8 @@ def free_port() -> int:
 
 def meet(coordinator: str, num_processes: int, process_id: int, failure: float = 5.0, join: float = 60.0) -> Hosts:
     act = rendezvous.lead if process_id == 0 else rendezvous.follow
-    return act(Place(coordinator, num_processes, process_id), failure, join)[0]
+    terms = rendezvous.Terms(failure, join, rendezvous.ANY_PORT)
+    return act(Place(coordinator, num_processes, process_id), terms, {"num_processes": num_processes})[0]
 
 
 def together(num_processes: int, act: Callable[[Hosts], Any], join: float = 60.0) -> list[Any]:

@@ -174,6 +174,13 @@ def test_each_reads_its_shards_alone(plan: dict[str, int], most: float, tmp_path
 
 
 @pytest.mark.slow
+def test_the_first_may_go_on_by_itself(tmp_path: Path) -> None:
+    """For longer than others wait at their exit."""
+    with processes(tmp_path, "reads", 2, plan={"stage": 2}, failure_timeout=20, afterwards=30) as all_:
+        assert all_.statuses(200) == [0, 0], all_.told(0) + all_.told(1)
+
+
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", "import sys; from longctx.cli import main; sys.exit(main())"]

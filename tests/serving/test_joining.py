@@ -1,12 +1,14 @@
 """How processes meet, what they refuse, and what each says about it."""
 
 import re
+import time
 from typing import Any
 
 import pytest
 from host_threads import free_port, in_threads, meet, together
 
-from longctx.serving.hosts import Hosts, join_hosts
+from longctx.serving.hosts import Hosts, join_hosts, rendezvous
+from longctx.serving.hosts.detect import Place
 
 
 @pytest.fixture
@@ -70,6 +72,57 @@ def test_one_does_not_come(coordinator: str) -> None:
     assert all("process 1, 3 did not come within 1 s" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("host", ["[::1]", "localhost"])
+def test_any_family_of_addresses(host: str) -> None:
+    coordinator = f"{host}:{free_port()}"
+    first, second = in_threads([lambda i=i: closed(meet(coordinator, 2, i)) for i in (0, 1)])
+    assert (first, second) == (0, 1)
+
+
+def closed(hosts: Hosts) -> int:
+    hosts.close()
+    return hosts.process_id
+
+
+def test_the_first_may_come_last(coordinator: str) -> None:
+    def late() -> int:
+        time.sleep(1.5)
+        return closed(meet(coordinator, 2, 0))
+
+    assert in_threads([late, lambda: closed(meet(coordinator, 2, 1))]) == [0, 1]
+
+
+def test_who_went_while_it_waited_may_come_again(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_GONE", 0.6)
+    monkeypatch.setattr(rendezvous, "_AGAIN", 0.2)
+
+    def again() -> int:
+        with pytest.raises(TimeoutError):
+            meet(coordinator, 3, 1, join=-1.5)
+        time.sleep(1)
+        return closed(meet(coordinator, 3, 1))
+
+    def last() -> int:
+        time.sleep(2.5)
+        return closed(meet(coordinator, 3, 2))
+
+    assert in_threads([lambda: closed(meet(coordinator, 3, 0)), again, last]) == [0, 1, 2]
+
+
+def test_ports_are_those_that_are_given(coordinator: str) -> None:
+    low = free_port()
+
+    def run(process: int) -> int:
+        terms = rendezvous.Terms(5, 5, (low, low + 9))
+        act = rendezvous.lead if process == 0 else rendezvous.follow
+        hosts, jax_address = act(Place(coordinator, 2, process), terms, {})
+        assert low <= int(jax_address.rpartition(":")[2]) <= low + 9
+        assert process or low <= hosts._channel.port <= low + 9
+        return closed(hosts)
+
+    assert in_threads([lambda: run(0), lambda: run(1)]) == [0, 1]
+
+
 def test_nobody_is_there(coordinator: str) -> None:
     with pytest.raises(TimeoutError, match=f"coordinator {coordinator} did not answer within 0.5 s"):
         meet(coordinator, 2, 1, join=0.5)
@@ -90,11 +143,12 @@ def test_the_port_is_taken(coordinator: str) -> None:
         (("host:7",), "num_processes and process_id must be given"),
         (("host:7", 0, 0), "num_processes must be an integer of at least 1"),
         (("host:7", 2, 2), "process_id must be below num_processes=2, got 2"),
-        (("host:7", 2, 1, 0.0), "failure_timeout must be"),
+        (("host:7", 2, 1, 1.0), "failure_timeout must be finite and 2"),
+        (("host:7", 2, 1, 30, 60, (9, 8)), "ports must be the first and the last"),
         (("host:7", 2, 1, 30, "long"), "join_timeout must be a number"),
         (("auto", 2), "num_processes and process_id must be None"),
         (("auto",), "found no Slurm"),
-        (("no such host.invalid:7", 2, 1), "coordinator no such host.invalid:7: "),
+        (("no such host.invalid:7", 2, 1, 30, 0.5), "coordinator no such host.invalid:7: "),
     ],
 )
 def test_arguments(arguments: tuple[Any, ...], message: str) -> None:

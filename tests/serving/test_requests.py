@@ -309,3 +309,18 @@ def test_stop_strings() -> None:
     assert stream_text("ab", "abc", "b") == (["", "a"], True)
     assert "".join(stream_text("größe", "ße")[0]) == "grö"
     assert stream_text("ab", "bc") == (["a", "", "b"], False)
+
+
+def test_numbers_become_those_of_python() -> None:
+    """A request goes to other processes as JSON."""
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), top_p=np.float64(0.5))
+    request = Request([1], params, priority=np.int64(2), ttft_deadline=np.float32(1.5), tpot_target=1)
+    told = [params.max_tokens, params.temperature, params.top_p, request.priority]
+    assert [type(x) for x in (*told, request.ttft_deadline, request.tpot_target)] == [
+        int,
+        float,
+        float,
+        int,
+        float,
+        float,
+    ]

@@ -11,6 +11,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+import jax
+
 if TYPE_CHECKING:  # pyzmq need not be there for one process alone
     from longctx.serving.hosts.channel import Context, Message, Receiver, Sender
     from longctx.serving.hosts.watch import Watch
@@ -24,7 +26,7 @@ class Hosts:
 
     Process 0 takes requests, the others follow it. When one dies, is stopped or loses its connection, all others log
     that within `failure_timeout` and exit with status 70. When one leaves the `with` block by an exception, so do the
-    others.
+    others; it exits with status 1 then. There is one engine to a `Hosts`.
 
     Attributes:
       process_id, num_processes: this process, and how many there are.
@@ -124,7 +126,7 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             self.fail(f"{type(error).__name__}: {error}")
@@ -153,6 +155,7 @@ class Hosts:
                 for peer in watch.peers:
                     while watch.receive(peer, self.join_timeout, "that it ends")[0] != _END:
                         pass
+                watch.is_parting = True
                 for peer in watch.peers:
                     watch.send(peer, "bye", None)
             else:
@@ -160,6 +163,8 @@ class Hosts:
                 watch.wait_for_end(self.join_timeout)
         finally:
             self._shut(watch)
+        # At the exit of one process, JAX would wait for the others', and abort all if that took too long.
+        jax.distributed.shutdown()
 
     def _shut(self, watch: Watch) -> None:
         watch.close()

@@ -19,11 +19,12 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from longctx.serving.hosts.channel import Context, Socket
+from longctx.serving.hosts.channel import Context, Socket, set_heartbeats
 
 # Of a process that ends because another one did, or because it can't go on with it.
 EXIT_STATUS = 70
 _POLL_MS = 20
+_FAILED, _STUCK = "failed", "stuck"
 
 
 class Peer:
@@ -50,10 +51,9 @@ def make_pair(context: Context, failure_timeout: float) -> Socket:
         (zmq.SNDHWM, 0),
         (zmq.RCVHWM, 0),
         (zmq.LINGER, 1000),
-        (zmq.HEARTBEAT_IVL, int(200 * failure_timeout)),
-        (zmq.HEARTBEAT_TIMEOUT, int(500 * failure_timeout)),
     ):
         socket.setsockopt(option, value)
+    set_heartbeats(socket, failure_timeout)
     return socket
 
 
@@ -61,15 +61,18 @@ class Watch:
     """Sends and receives in a thread of its own, and ends the process when a peer is gone or work stands still.
 
     Args:
-      me: how this process is called in logs.
-      explain: what this process knows of its last decisions, for a peer that decided otherwise.
+      me: how this process is called in what it says.
+
+    Attributes:
+      explain: tells this process's last decisions, for a peer that decided otherwise.
     """
 
     def __init__(self, me: str, peers: list[Peer], failure_timeout: float) -> None:
         self.me, self.peers, self.failure_timeout = me, peers, failure_timeout
         self.explain: Callable[[], str] = str
         self._outbox: queue.SimpleQueue[tuple[Peer, bytes]] = queue.SimpleQueue()
-        self._since: float | None = None  # when what the main thread waits for began
+        self.is_parting = False  # peers may go
+        self._limit: tuple[float, str, float] | None = None  # until when the main thread may wait for what, seconds
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="longctx-watch", daemon=True)
         self._thread.start()
@@ -91,20 +94,20 @@ class Watch:
             raise TimeoutError(f"{peer} did not say {what} within {timeout:g} s") from None
 
     @contextlib.contextmanager
-    def limit(self) -> Any:
-        """What is done inside shall not take longer than the timeout."""
-        self._since = time.monotonic()
+    def limit(self, what: str, seconds: float) -> Any:
+        """What is done inside shall not take longer."""
+        self._limit = time.monotonic() + seconds, what, seconds
         try:
             yield
         finally:
-            self._since = None
+            self._limit = None
 
     def tell_failure(self, cause: str) -> None:
         """To all peers, which end. Whoever knows better, that one of them is gone, may say so first."""
         if not self._is_over:
             time.sleep(0.5)
             for peer in self.peers:
-                self.send(peer, "failed", f"{self.me}: {cause}")
+                self.send(peer, _FAILED, f"{self.me}: {cause}")
             self.close()
 
     def wait_for_end(self, timeout: float) -> None:
@@ -113,12 +116,18 @@ class Watch:
 
     def close(self) -> None:
         """From now on peers may go."""
-        self._is_over = True
+        self._is_over = self.is_parting = True
         self._thread.join(timeout=2)
 
     # In the thread.
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:  # nobody would watch any more
+            self._die(f"{self.me} can't watch its peers: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
         poller = zmq.Poller()
         for peer in self.peers:
             poller.register(peer.socket, zmq.POLLIN)
@@ -127,18 +136,18 @@ class Watch:
             self._flush()
             ready = dict(poller.poll(_POLL_MS))
             for peer in self.peers:
-                if peer.socket in ready:
+                while peer.socket.poll(0):
                     self._take(peer, *json.loads(peer.socket.recv()))
             for peer in self.peers:
-                if peer.monitor in ready and not self._is_over:
+                if peer.monitor in ready and not self.is_parting:
                     recv_monitor_message(peer.monitor)
                     # What it said before it went says more.
                     while peer.socket.poll(0):
                         self._take(peer, *json.loads(peer.socket.recv()))
                     self._die(f"{peer} is gone: its connection broke, or it did not answer")
-            since = self._since
-            if since is not None and time.monotonic() - since > self.failure_timeout:
-                self._die(f"{self.me} has waited for a step's results for more than {self.failure_timeout:g} s")
+            limit = self._limit
+            if limit is not None and time.monotonic() > limit[0]:
+                self._die(f"{self.me} has waited for the results of {limit[1]} for more than {limit[2]:g} s", _STUCK)
         self._flush()
         for peer in self.peers:
             peer.close()
@@ -151,22 +160,27 @@ class Watch:
                     peer.socket.send(message, zmq.NOBLOCK)
 
     def _take(self, peer: Peer, kind: str, value: Any) -> None:
-        if kind == "failed":
-            self._die(value)
+        if kind in (_FAILED, _STUCK):
+            self._die(value, kind)
         elif kind == "differs":
             self._die(f"{value}\n{self.me} decided:\n{self.explain()}")
         elif kind == "bye":
-            self._is_over = True
+            self._is_over = self.is_parting = True
         else:
             peer.inbox.put(value)
 
-    def _die(self, cause: str) -> None:
+    def _die(self, cause: str, kind: str = _FAILED) -> None:
+        """`_STUCK`: perhaps since decisions differ, so all show theirs."""
         if self._is_over:
             return
         self._is_over = True
         for peer in self.peers:
-            self.send(peer, "failed", cause)
+            self.send(peer, kind, cause)
         self._flush()
-        print(f"longctx: {self.me} ends: {cause}", file=sys.stderr, flush=True)
+        if kind == _STUCK:
+            cause += f"\n{self.me} decided:\n{self.explain()}"
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            print(f"longctx: {self.me} ends: {cause}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
         time.sleep(0.5)  # until it has been sent
         os._exit(EXIT_STATUS)
