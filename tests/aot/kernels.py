@@ -128,7 +128,8 @@ def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, dumped: 
     assert sum(" fusion(" in line for line in body) <= 8
 
 
-@pytest.mark.parametrize("length", [777, pytest.param(1001, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [777, 1001])
 def test_lengths_that_divide_nothing(length: int, dumped: Path) -> None:
     q, k = array(jnp.float16, 333, 6, 128), array(jnp.float16, length, 2, 128)
     compile_for_h100(lambda q, k: attention(q, k, k, causal=False), (q, k))

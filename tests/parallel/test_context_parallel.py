@@ -56,7 +56,7 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
     [
         ("pass_kv", "striped", 2),
         pytest.param("pass_q", "contiguous", 8, marks=pytest.mark.slow),
-        ("all_gather", "zigzag", 2),
+        pytest.param("all_gather", "zigzag", 2, marks=pytest.mark.slow),
         ("kvp", "striped", 2),
     ],
 )

@@ -31,19 +31,20 @@ def workload(hosts: Hosts, options: dict[str, Any]) -> None:
     from workload import Workload
 
     print(describe_mesh(engine.mesh, hosts), file=sys.stderr)
-    if options.get("warm_up"):
-        engine.warm_up()
     Workload(engine, options["seed"], oracle.continuation).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
 def forever(hosts: Hosts, options: dict[str, Any]) -> None:
-    """Generates until something happens; says when it has begun."""
-    engine, _ = make_engine(hosts, options)
+    """Generates until something happens; says when it has begun, after so many events of a workload."""
+    engine, oracle = make_engine(hosts, options)
     if not hosts.is_first:
-        print("following", flush=True)
         engine.follow()
         return
+    if "events" in options:
+        from workload import Workload
+
+        Workload(engine, 0, oracle.continuation).run(options["events"])
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.generate(Request([1, 2, 3], params))
     print("running", flush=True)

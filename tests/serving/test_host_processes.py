@@ -75,14 +75,10 @@ ALL = [
         (count, sizes, way) for count in (2, 4) for sizes in SIZES for way in (WAYS if sizes[1] > 1 else WAYS[:1])
     )
 ]
-SOME = [(2, (2, 1, 2), WAYS[0], 0)]
 
 
-@pytest.mark.parametrize(
-    ("count", "sizes", "way", "seed"),
-    [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "sizes", "way", "seed"), ALL, ids=str)
 def test_tokens_are_those_of_one_device(
     count: int, sizes: tuple[int, int, int], way: tuple[str, str], seed: int, tmp_path: Path
 ) -> None:
@@ -100,10 +96,20 @@ def test_tokens_are_those_of_one_device(
         assert parts == [str(i * count // (stage * context * tensor)) for i in range(stage * context * tensor)]
 
 
+def test_tokens_of_one_device_until_one_is_killed(tmp_path: Path) -> None:
+    """Two processes of two devices."""
+    plan = {"stage": 2, "tensor": 2}
+    with processes(tmp_path, "forever", 2, plan=plan, events=40) as all_:
+        all_.wait_until(0, "running")
+        all_.running[1].kill()
+        assert all_.statuses(FAILURE, but=1) == [70]
+        assert re.search(r"longctx: process 0 .* ends: process 1 .* is gone", all_.told(0))
+
+
 PIPELINE = {2: {"stage": 2}, 3: {"stage": 3}}
 DEATHS = [
-    (signal.SIGKILL, 2, 1, False),
     (signal.SIGSTOP, 2, 0, True),
+    (signal.SIGKILL, 2, 1, False),
     (signal.SIGKILL, 2, 0, False),
     (signal.SIGKILL, 2, 0, True),
     (signal.SIGKILL, 2, 1, True),
@@ -116,7 +122,7 @@ DEATHS = [
 
 @pytest.mark.parametrize(
     ("sign", "count", "who", "idle"),
-    [*DEATHS[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in DEATHS[2:])],
+    [DEATHS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DEATHS[1:])],
 )
 def test_others_end_when_one_is_gone(sign: signal.Signals, count: int, who: int, idle: bool, tmp_path: Path) -> None:
     with processes(tmp_path, "forever", count, plan=PIPELINE[count], idle=idle) as all_:

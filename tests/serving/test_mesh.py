@@ -61,7 +61,7 @@ class Recorded:
         return False
 
 
-def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, events: int = 60) -> None:
+def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, events: int = 150) -> None:
     placement, exchange = way
     plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
     engine = spread_engine(plan)
@@ -81,13 +81,13 @@ def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, even
 @pytest.mark.parametrize(("sizes", "way"), SOME, ids=str)
 def test_tokens_are_those_of_one_device(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
     """Prompts and decodes mixed, sessions, shared prefixes, several samples, cancels."""
-    check(sizes, way)
+    check(sizes, way, events=40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "way"), [case for case in ALL if case not in SOME], ids=str)
 def test_tokens_on_every_mesh(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
-    check(sizes, way, events=150)
+    check(sizes, way)
 
 
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])], ids=str)
