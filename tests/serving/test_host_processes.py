@@ -163,7 +163,7 @@ def test_an_error_in_one_is_the_end_of_all(who: int, stand_still: bool, tmp_path
     with processes(tmp_path, "breaks", 2, **options) as all_:
         assert all(status != 0 for status in all_.statuses(120))
         assert "longctx: process" in all_.told(1 - who)
-        expected = "results for more than" if stand_still else "RuntimeError: the roof is on fire"
+        expected = "has waited for the results of a step" if stand_still else "RuntimeError: the roof is on fire"
         assert expected in all_.told(1 - who)
 
 
