@@ -31,6 +31,8 @@ def workload(hosts: Hosts, options: dict[str, Any]) -> None:
     from workload import Workload
 
     print(describe_mesh(engine.mesh, hosts), file=sys.stderr)
+    # Compiling all that may be needed takes minutes here, where processes share cores: what is needed will do.
+    engine._is_warm = options.get("cold", False)
     Workload(engine, options["seed"], oracle.continuation).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 

@@ -87,6 +87,7 @@ def test_tokens_are_those_of_one_device(
     plan = {"stage": stage, "context": context, "tensor": tensor, "placement": way[0], "exchange": way[1]}
     plan |= {"rank_tokens": 16}
     options = {"plan": plan, "seed": seed, "events": 40, "failure_timeout": 120, "join_timeout": 120}
+    options["cold"] = way[1] != "kvp"
     with processes(tmp_path, "workload", count, **options) as all_:
         assert all_.statuses(500) == [0] * count, "\n".join(map(all_.told, range(count)))
         steps = [json.loads(all_.told(i).splitlines()[-1])["steps"] for i in range(count)]
