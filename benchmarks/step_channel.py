@@ -150,8 +150,12 @@ def main() -> None:
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "benchmarks.step_channel", "--coordinator", coordinator]
     load = os.getloadavg()[0]
+    # One thread each: on a host with GPUs no step takes the cores from who listens.
+    environment = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     running = [
-        subprocess.Popen([*command, "--tokens", str(options.tokens), "--process", str(i)], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, "--tokens", str(options.tokens), "--process", str(i)], stdout=subprocess.PIPE, env=environment
+        )
         for i in (0, 1)
     ]
     first, other = (json.loads(process.communicate()[0].splitlines()[-1]) for process in running)
