@@ -5,7 +5,7 @@ several lengths, one after another, are read and continued by 8 requests at a ti
 Told are:
 
 - one way: from when process 0 sends a step's message to when the other has it; counted from when that one began to wait
-  for it, if that was later. 10th percentile, median, 99th.
+  for it, if that was later. 10th percentile, median, 99th. First of some messages while no step is under way.
 - the size of messages, but of those that bring a prompt.
 - what the host does besides, in each step: process 0 notes decisions and sends, the other one reads a message and notes
   decisions.
@@ -55,6 +55,22 @@ class Probe:
         """Microseconds, in the middle of steps: each name's median, times how often it is called a step."""
         steps = max(1, max(len(self.seconds[name]) for name in names))
         return sum(1e6 * float(np.median(s)) * round(len(s) / steps) for s in map(self.seconds.get, names) if s)
+
+
+PINGS = 500
+
+
+def ping(hosts: Hosts) -> list[float]:
+    """Messages while nothing else happens: microseconds one way, in the process that hears them."""
+    delays = []
+    for _ in range(PINGS):
+        if hosts.is_first:
+            hosts.tell({"kind": "ping", "at": time.perf_counter()})
+            time.sleep(0.002)
+        else:
+            at = hosts.hear().header["at"]
+            delays.append(1e6 * (time.perf_counter() - at))
+    return delays
 
 
 def lead(engine: Engine, hosts: Hosts, tokens: int) -> dict[str, Any]:
@@ -121,6 +137,7 @@ def run(process: int, coordinator: str, tokens: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     with join_hosts(coordinator, 2, process) as hosts:
+        pings = ping(hosts)
         config = LlamaConfig(256, 256, 512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, max_positions=16384)
         model = Llama(config)
         engine_config = EngineConfig(
@@ -133,6 +150,8 @@ def run(process: int, coordinator: str, tokens: int) -> None:
         params = model.init(jax.random.key(0))
         engine = Engine(model, params, engine_config, plan=ParallelPlan(tensor=2), hosts=hosts)
         found = lead(engine, hosts, tokens) if hosts.is_first else follow(engine, hosts)
+    if pings:
+        found["pings"] = np.percentile(pings, (10, 50, 99)).tolist()
     print(json.dumps(found), flush=True)
 
 
@@ -162,9 +181,13 @@ def main() -> None:
     print(f"{first['steps']} steps, {os.cpu_count()} cores, load {load:.1f} before, jax {jax.__version__}\n")
     print("Aims: one way below 1,000 us; below 200 us added in each step.\n")
     print("| one way, us | messages | 10 % | median | 99 % |\n|---|---|---|---|---|")
-    for name, key, count in (("all", "all", "num"), ("of those that were waited for", "woken", "num_woken")):
-        if other[key]:
-            print(f"| {name} | {other[count]} | " + " | ".join(f"{x:.0f}" for x in other[key]) + " |")
+    rows = (
+        ("no step under way", other["pings"], PINGS),
+        ("a step under way", other["all"], other["num"]),
+        ("of these, already waited for", other["woken"], other["num_woken"]),
+    )
+    for name, figures, count in rows:
+        print(f"| {name} | {count} | " + " | ".join(f"{x:.0f}" for x in figures or ()) + " |")
     print("\n| tokens before | bytes of a message, median | most |\n|---|---|---|")
     for length, (median, most) in first["sizes"].items():
         print(f"| {int(length):,} | {median:.0f} | {most} |")
