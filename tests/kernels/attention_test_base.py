@@ -22,7 +22,7 @@ class AttentionTestBase:
     shapes: Any = SHAPES
     half_shapes: Any = SHAPES[-2:]
     any_shape: Any = ANY_SHAPE
-    examples, half_examples, slow_examples = 40, 14, 150
+    examples, half_examples, slow_examples = 30, 12, 150
     supports_float32 = True
     supports_float64 = True
     supports_gradients = True

@@ -18,7 +18,7 @@ class PagedAttentionTestBase:
     implementation: str
     shapes: Any = SHAPES
     half_shapes: Any = SHAPES[3:]
-    examples, half_examples, merge_examples = 30, 8, 10
+    examples, half_examples, merge_examples = 20, 8, 10
     supports_float32 = True
     supports_float64 = True
     jit = True

@@ -83,7 +83,7 @@ def seen_by(case: Case) -> np.ndarray:
 
 
 @given(cases(st.just(((), 300, 700, 1, 1, 64))))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
@@ -115,7 +115,7 @@ PAGED = [
 
 
 @given(paged_cases(PAGED))
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
     """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])

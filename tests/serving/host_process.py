@@ -46,7 +46,10 @@ def forever(hosts: Hosts, options: dict[str, Any]) -> None:
     if "events" in options:
         from workload import Workload
 
-        Workload(engine, 0, oracle.continuation).run(options["events"])
+        workload = Workload(engine, 0, oracle.continuation)
+        workload.act(options["events"])
+        while engine.has_work:  # `finish` would empty the cache, in this process alone
+            workload.step()
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.generate(Request([1, 2, 3], params))
     print("running", flush=True)

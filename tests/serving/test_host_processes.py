@@ -100,7 +100,7 @@ def test_tokens_are_those_of_one_device(
 def test_tokens_of_one_device_until_one_is_killed(tmp_path: Path) -> None:
     """Two processes of two devices."""
     plan = {"stage": 2, "tensor": 2}
-    with processes(tmp_path, "forever", 2, plan=plan, events=40) as all_:
+    with processes(tmp_path, "forever", 2, plan=plan, events=25) as all_:
         all_.wait_until(0, "running")
         all_.running[1].kill()
         assert all_.statuses(FAILURE, but=1) == [70]

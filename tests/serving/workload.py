@@ -125,6 +125,10 @@ class Workload:
         assert sorted(page for free in pool._free for page in free) == list(range(pool.num_pages))
 
     def run(self, events: int) -> None:
+        self.act(events)
+        self.finish()
+
+    def act(self, events: int) -> None:
         for _ in range(events):
             choice = self.rng.random()
             if choice < 0.2 and len(self.open) < 20:
@@ -133,4 +137,3 @@ class Workload:
                 self.cancel()
             else:
                 self.step()
-        self.finish()
