@@ -75,7 +75,7 @@ def oracle(arrays, groups, q_segments, kv_segments, d_out, d_lse):  # type: igno
     ("merge", "whole"), [("all_to_all", True), pytest.param("gather", False, marks=pytest.mark.slow)]
 )
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_rows_merge_within_their_group(merge: str, whole: bool, seed: int) -> None:
     """Any groups: none, some or all ranks of a row; 6 rows, which 4 ranks do not divide."""
     rng = np.random.default_rng(seed)
