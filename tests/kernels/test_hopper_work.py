@@ -115,7 +115,7 @@ PAGED = [
 
 
 @given(paged_cases(PAGED))
-@settings(max_examples=2)
+@settings(max_examples=3)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
     """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
@@ -125,22 +125,25 @@ def test_tiles_of_paged_rows(case: PagedCase) -> None:
     with interpreted():
         plan = plan_mosaic_gpu(operands)
     table = np.asarray(plan.work.tiles)
+    all_seen, all_tiles, all_slots, last, order = map(
+        np.asarray, (plan.seen, plan.tile, plan.slot, plan.last, plan.order)
+    )
     lengths, sequences = case.metadata["kv_lengths"], case.metadata["q_sequence"]
     places = set()
     for row, sequence in enumerate(sequences):
         if sequence < 0:
-            assert int(plan.seen[row]) == 0
+            assert all_seen[row] == 0
             continue
         seen = max(0, min(case.metadata["q_positions"][row] + 1, lengths[sequence]))
-        assert int(plan.seen[row]) == seen
+        assert all_seen[row] == seen
         for g in range(group):
-            tile, slot = int(plan.tile[row, g]), int(plan.slot[row, g])
+            tile, slot = int(all_tiles[row, g]), int(all_slots[row, g])
             places.add((tile, slot))
             assert table[tile, 2] == sequence
             assert table[tile, 3] == lengths[sequence]
-            assert int(plan.last[tile, slot]) == seen - 1
+            assert last[tile, slot] == seen - 1
             # The row of q, sorted and with heads folded in, that the kernel reads there.
-            assert divmod(table[tile, 1] + slot, group) == (list(np.asarray(plan.order)).index(row), g)
+            assert divmod(table[tile, 1] + slot, group) == (list(order).index(row), g)
             assert table[tile, 6] * cut.block <= seen <= table[tile, 7] * cut.block
     assert len(places) == group * (sequences >= 0).sum()
 
