@@ -16,6 +16,8 @@ from longctx.serving.hosts.watch import Peer, Watch, make_pair
 
 # Others say every second that they are there; who does not for so many seconds is gone, and may come again.
 _AGAIN, _GONE = 1.0, 5.0
+# What the system gives to programs that don't care.
+ANY_PORT = (49152, 65535)
 
 
 class Terms(NamedTuple):
@@ -59,12 +61,15 @@ def lead(place: Place, terms: Terms, traits: dict[str, Any]) -> tuple[Hosts, str
     try:
         _await_all(place, door, guests, terms, traits)
         names = [platform.node(), *(guests[i].name for i in range(1, place.num_processes))]
-        sender, jax_port = Sender(context, terms.ports, terms.failure_timeout), _free_port(terms.ports)
+        sender, pair_ports = Sender(context, terms.ports, terms.failure_timeout), []
         for process in range(1, place.num_processes):
             pair = make_pair(context, terms.failure_timeout)
             peers.append(Peer(process, names[process], pair))
-            welcome = {"names": names, "pair": bind(pair, terms.ports), "steps": sender.port, "jax": jax_port}
-            _answer(door, guests[process].envelope, welcome)
+            pair_ports.append(bind(pair, terms.ports))
+        jax_port = _free_port(terms.ports)  # the last, so that none of the others takes it
+        welcome = {"names": names, "steps": sender.port, "jax": jax_port}
+        for peer, pair_port in zip(peers, pair_ports, strict=True):
+            _answer(door, guests[peer.process].envelope, welcome | {"pair": pair_port})
         sender.wait_for({*guests}, terms.join_timeout)
     except BaseException as error:
         for guest in guests.values():
@@ -173,7 +178,7 @@ def _knock(context: Context, coordinator: str, hello: bytes, deadline: float) ->
 
 
 def _free_port(ports: tuple[int, int]) -> int:
-    for port in [0] if ports == ANY_PORT else range(*ports):
+    for port in [0] if ports == ANY_PORT else range(ports[0], ports[1] + 1):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
@@ -181,7 +186,3 @@ def _free_port(ports: tuple[int, int]) -> int:
                 continue
             return probe.getsockname()[1]
     raise ValueError(f"ports must have a free one from {ports[0]} to {ports[1]} on process 0's host")
-
-
-# What the system gives to programs that don't care.
-ANY_PORT = (49152, 65535)
