@@ -1,38 +1,57 @@
-"""Values at the door: errors that name the argument and what it should be."""
+"""Checks of arguments: errors name the argument and what it should be."""
 
 import math
+import reprlib
 from numbers import Integral, Real
 
+MAX_INT32 = 2**31 - 1
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
 
-def check_integer(name: str, value: object, low: int) -> int:
-    """A Python or numpy integer of at least `low`, as int."""
+
+def shown(value: object) -> str:
+    """A value as an error tells it, however long it is."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """A Python or numpy integer from `low` to `high`, as int."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
-    return int(value)
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        span = f"of at least {low}" if high is None else f"of {low} to {high}"
+        raise ValueError(f"{name} must be an integer {span}, got {shown(number)}")
+    return number
 
 
 def check_real(name: str, value: object, low: float, high: float = math.inf) -> float:
     """A finite number from `low` to `high`, as float."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not low <= float(value) <= high or not math.isfinite(value):
-        raise ValueError(f"{name} must be finite and {low} to {high}, got {value}")
-    return float(value)
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high or not math.isfinite(number):
+        raise ValueError(f"{name} must be finite and {low:g} to {high:g}, got {shown(value)}")
+    return number
 
 
 def check_text(name: str, value: object) -> str:
     """A string that can be written as UTF-8."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} must be valid Unicode, got {value!r}") from error
+        raise ValueError(f"{name} must be valid Unicode, got {shown(value)}") from error
     return value
 
 
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")

@@ -1,21 +1,23 @@
 """What a user asks for: `SamplingParams` and `Request`, checked when they are made."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from longctx.serving.checks import check_bool, check_integer, check_real, check_text
+from longctx.serving.checks import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
 
-_REALS = [
-    ("temperature", 0, math.inf),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 0, math.inf),
-    ("presence_penalty", -2, 2),
-]
+# Ranges in which a device's int32 and float32 hold the numbers, and in which logits stay finite.
+_INTEGERS = {"max_tokens": 1, "n": 1, "top_k": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
+_REALS = {
+    "temperature": (0, 1e6),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-2, 2),
+}
+_SECONDS = 1e-6, 1e9
 
 
 @dataclass(frozen=True)
@@ -59,26 +61,21 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs"):
+        for name, low in _INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name in ("max_tokens", "n"):
-                low = 1 if name in ("max_tokens", "n", "top_k") else 0
-                object.__setattr__(self, name, check_integer(name, value, low))
-        if self.seed is not None and self.seed >= 2**31:
-            raise ValueError(f"seed must be below 2**31, got {self.seed}")
-        for name, low, high in _REALS:
+                object.__setattr__(self, name, check_integer(name, value, low, MAX_INT32))
+        for name, (low, high) in _REALS.items():
             object.__setattr__(self, name, check_real(name, getattr(self, name), low, high))
         check_bool("ignore_eos", self.ignore_eos)
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            raise ValueError("top_p and repetition_penalty must be above 0")
-        if self.temperature > 0 and not 1e-6 <= self.temperature <= 1e6:
+        if 0 < self.temperature < 1e-6:
             raise ValueError(f"temperature must be 0, or 1e-6 to 1e6, got {self.temperature}")
         if not isinstance(self.stop, str | tuple | list) or not isinstance(self.stop_token_ids, tuple | list):
             raise TypeError("stop must be a string or some in a tuple, stop_token_ids a tuple of integers")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be strings, none of them empty, got {self.stop!r}")
-        ids = tuple(check_integer("stop_token_ids", token, 0) for token in self.stop_token_ids)
+            raise ValueError(f"stop must be strings, none of them empty, got {shown(self.stop)}")
+        ids = tuple(check_integer("stop_token_ids", token, 0, MAX_INT32) for token in self.stop_token_ids)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
         if self.temperature == 0:
@@ -132,10 +129,8 @@ class Request:
         for name in ("ttft_deadline", "tpot_target"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, check_real(name, value, 0))
-                if value == 0:
-                    raise ValueError(f"{name} must be above 0")
-        object.__setattr__(self, "priority", check_integer("priority", self.priority, 0))
+                object.__setattr__(self, name, check_real(name, value, *_SECONDS))
+        object.__setattr__(self, "priority", check_integer("priority", self.priority, 0, MAX_INT32))
 
 
 Prompt = str | Sequence[int] | Request
@@ -150,9 +145,9 @@ def read_requests(
       TypeError, ValueError: it is none of what that takes.
     """
     if not isinstance(prompts, Iterable | Request):
-        raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {prompts!r}")
+        raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {shown(prompts)}")
     if not isinstance(sampling, SamplingParams | list | tuple | None):
-        raise TypeError(f"sampling must be SamplingParams or a list of them, got {sampling!r}")
+        raise TypeError(f"sampling must be SamplingParams or a list of them, got {shown(sampling)}")
     listed: list[Any] = [prompts] if isinstance(prompts, str | Request) else list(prompts)
     if listed and all(isinstance(x, int | np.integer) for x in listed):
         listed = [listed]  # one prompt of token ids
