@@ -66,8 +66,8 @@ class Engine:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
         devices, a predictor that knows no step of `token_budget` rows, processes with different arguments.
 
-    An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: from
-    then on every call raises RuntimeError.
+    An exception within a step, an interrupt from the keyboard too, leaves the device in a state that nobody knows: every
+    request ends with a last event (`finish_reason="error"`), and from then on every call raises RuntimeError.
     """
 
     def __init__(
@@ -134,7 +134,10 @@ class Engine:
                 readable_tokens(predictor, config.slo.tpot, plan.stage, max_length),
             ),
         )
-        self._under_way = UnderWay(self.scheduler, executor, clock, config.run_ahead, self._note_planned, monitor)
+        self._ended_steps: deque[StepMetrics] = deque()  # of which the monitor has yet to be told
+        self._monitor, self._monitoring = monitor, threading.Lock()
+        ended = self._ended_steps.append if monitor is not None else None
+        self._under_way = UnderWay(self.scheduler, executor, clock, config.run_ahead, self._note_planned, ended)
         self._jobs: dict[str, Job] = {}
         self._left: deque[list[Job]] = deque()  # by streams that are gone; to be cancelled
         self._events: deque[Event] = deque()  # of requests that no stream waits for
@@ -173,6 +176,9 @@ class Engine:
                     outputs[event.request_id, event.sample] = event.output
         finally:
             stream.close()
+        if any(output.finish_reason == "error" for output in outputs.values()):
+            with self._lock:
+                self._check_alive()
         return [outputs[job.request_id, n] for job in stream.jobs for n in range(len(job.sequences))]
 
     def stream(
@@ -182,14 +188,19 @@ class Engine:
         return self._begin(read_requests(prompts, sampling))
 
     def warm_up(self) -> None:
-        """Compile every program that serving needs; nothing is compiled after it."""
+        """Compile every program that serving needs; nothing is compiled after it.
+
+        Raises:
+          RuntimeError: requests have not ended: what warms up writes to their slots.
+        """
         with self._lock:
             self._check_alive()
-            if self._is_warm or self._replica.is_alone:
-                self._drain()
+            self._cancel_left()
+            if self._jobs:
+                raise RuntimeError(f"warm_up must be called before requests, and {len(self._jobs)} have not ended")
+            self._drain()
             with self._failing():
-                self._replica.tell_warm_up()
-                self._warm_up()
+                self._lead_warm_up()
 
     def follow(self) -> None:
         """Do what the first process's engine does, until its `hosts` are closed there.
@@ -241,14 +252,16 @@ class Engine:
         Raises:
           TypeError, ValueError: it can't be served.
         """
+        arrival = self._clock()  # before the wait for the lock
         prompt = self._door.read(request)
         with self._lock:
-            self._check_new([(request, prompt)])
-            return self._enter(request, prompt, self._events).request_id
+            (request_id,) = self._check_new([(request, prompt)])
+            return self._enter(request, prompt, request_id, arrival, self._events).request_id
 
     def cancel(self, request_id: str) -> bool:
         """End a request wherever it is; its last events say `"cancelled"`. False if it is unknown or has ended."""
         with self._lock:
+            self._check_alive()
             job = self._jobs.get(request_id)
             if job is not None:
                 self.cancel_job(job)
@@ -271,9 +284,15 @@ class Engine:
         self._left.append(jobs)
 
     def step(self) -> list[Event]:
-        """Plan and begin what can be, and wait for the oldest step under way; events of submitted requests."""
+        """Plan and begin what can be, and wait for the oldest step under way; events of submitted requests.
+
+        After a failure it returns the last events of those that it ended, once.
+        """
+        if self._error is None or not self._events:
+            with self._lock:
+                self._step()
+            self._call_monitor()
         with self._lock:
-            self._step()
             events = list(self._events)
             self._events.clear()
             return events
@@ -290,8 +309,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether some request has not ended, or some event has not been returned by `step`."""
+        """Whether some request has not ended, or some event has not been returned by `step`.
+
+        Raises:
+          RuntimeError: the engine has failed, and the last events of its requests have been returned.
+        """
         with self._lock:
+            if self._error is not None and not self._events:
+                self._check_alive()
             self._cancel_left()
             return bool(self._jobs or self._events)
 
@@ -314,18 +339,22 @@ class Engine:
 
     def _begin(self, requests: List[Request]) -> TokenStream:
         """Begin all or none."""
+        arrival = self._clock()  # before the wait for the lock
         read = []
         for i, request in enumerate(requests):
             with _naming(f"prompts[{i}]"):
                 read.append((request, self._door.read(request)))
         events: deque[Event] = deque()
         with self._lock:
-            self._check_new(read)
-            jobs = [self._enter(request, prompt, events) for request, prompt in read]
+            ids = self._check_new(read)
+            jobs = [
+                self._enter(request, prompt, request_id, arrival, events)
+                for (request, prompt), request_id in zip(read, ids, strict=True)
+            ]
         return TokenStream(self, jobs, events)
 
-    def _check_new(self, read: List[tuple[Request, PromptTokens]]) -> None:
-        """That all of them can be entered."""
+    def _check_new(self, read: List[tuple[Request, PromptTokens]]) -> list[str]:
+        """Check that all of them can be entered; their ids, those that are missing chosen apart from all others."""
         self._check_alive()
         ids = set(self._jobs)
         for i, (request, prompt) in enumerate(read):
@@ -340,15 +369,19 @@ class Engine:
                     raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
                 if request.request_id is not None:
                     ids.add(request.request_id)
+        return [self._choose_id(ids) if request.request_id is None else request.request_id for request, _ in read]
 
-    def _enter(self, request: Request, prompt: PromptTokens, events: deque[Event]) -> Job:
-        request_id = request.request_id
-        while request_id is None or (request.request_id is None and request_id in self._jobs):
-            request_id = f"request-{self._num_requests}"
+    def _choose_id(self, taken: set[str]) -> str:
+        while (request_id := f"request-{self._num_requests}") in taken:
             self._num_requests += 1
-        now = self._clock()
-        self._replica.note_arrival(request, prompt.tokens, request_id, now)
-        return self._add(Job(request_id, self._door.enter(request, prompt, request_id, now), events))
+        self._num_requests += 1
+        return request_id
+
+    def _enter(
+        self, request: Request, prompt: PromptTokens, request_id: str, arrival: float, events: deque[Event]
+    ) -> Job:
+        self._replica.note_arrival(request, prompt.tokens, request_id, arrival)
+        return self._add(Job(request_id, self._door.enter(request, prompt, request_id, arrival), events))
 
     def _add(self, job: Job) -> Job:
         self.scheduler.add(job.sequences[0])
@@ -372,6 +405,10 @@ class Engine:
 
     # Steps.
 
+    def _lead_warm_up(self) -> None:
+        self._replica.tell_warm_up()
+        self._warm_up()
+
     def _warm_up(self) -> None:
         """Compile all, wait for all others to, then run: JAX's CPU collectives wait 30 s for who comes late."""
         hosts = self._replica.hosts
@@ -386,12 +423,25 @@ class Engine:
         with self._lock:
             if not events:
                 self._step()
+        self._call_monitor()
+
+    def _call_monitor(self) -> None:
+        """Tell of steps that have ended, in order, outside of the lock: a monitor may call the engine."""
+        while self._ended_steps and self._monitoring.acquire(blocking=False):
+            try:
+                while self._ended_steps:
+                    step = self._ended_steps.popleft()
+                    if self._monitor is not None:
+                        self._monitor(step)
+            finally:
+                self._monitoring.release()
 
     def _step(self) -> None:
         self._check_alive()
         self._cancel_left()
         if not (self._is_warm or self._replica.is_alone):
-            self.warm_up()
+            with self._failing():
+                self._lead_warm_up()
         now = self._clock()
         with self._failing():
             self._replica.tell_step(now, self._under_way.measured)
@@ -422,9 +472,20 @@ class Engine:
             yield
         except BaseException as error:
             self._error = error
-            self._jobs.clear()
+            self._end_all()
             self._replica.hosts.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _end_all(self) -> None:
+        """Give every sequence that has not ended its last event. The scheduler's state counts no more."""
+        now = self._clock()
+        for job in self._jobs.values():
+            for sequence in job.sequences:
+                sample: Sample = sequence.data
+                if sample.metrics.finished is None:
+                    sample.metrics.finished = now
+                    job.events.append(sample.event(sample.cut(), None, "error"))
+        self._jobs.clear()
 
     def _check_alive(self) -> None:
         if self._error is not None:

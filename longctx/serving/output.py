@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class TokenLogprob(NamedTuple):
@@ -73,7 +73,8 @@ class Output:
     Attributes:
       token_ids: what was generated, a stop token included.
       text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
-      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens) or `"cancelled"`.
+      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"` (a step of
+        the engine failed).
       logprobs: of each token, if asked for.
       prompt_logprobs: of the prompt's tokens but the first, if asked for.
     """

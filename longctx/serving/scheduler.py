@@ -231,15 +231,14 @@ class Scheduler:
         return self.packer.predictor.prefill_seconds(start, stop, rows) / (self.plan.context if dealt else 1)
 
     def _heed_corrections(self) -> None:
-        """Where the device turns out to be another than predicted, what was predicted for all prompts is, anew.
+        """Where the device turns out to be another than predicted, predict anew how long all prompts take.
 
-        Else those who came before would be compared with those who came after by different measures.
+        Deadlines stay: what was promised is what is measured.
         """
         factor = self.packer.predictor.factor
         if abs(factor / self._factor - 1) > _NOTABLE:
             self._factor = factor
             for sequence in (*self.waiting, *self.prefilling):
-                self._promise(sequence)
                 self._look_ahead(sequence)
 
     def _begin_decoding(self, sequence: Sequence) -> None:
@@ -395,7 +394,9 @@ class Scheduler:
         """
         rank = self._next_rank(sequence)
         while sequence.reserved[rank] == 0 and self.pool.available(rank) == 0:
-            holders = (s for s in (*self.prefilling, *self.decoding) if rank in s.ranks or s is sequence)
+            holders = (
+                s for s in (*self.prefilling, *self.decoding) if rank in s.ranks or s.reserved[rank] or s is sequence
+            )
             victim = max(holders, key=_dispensable)
             self._put_back(victim)
             if victim is sequence:

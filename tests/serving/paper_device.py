@@ -5,12 +5,13 @@ request, as on real devices, at the price of a few list operations. They are tol
 """
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, StepMetrics
 from longctx.serving.batch import Batch
 from longctx.serving.executor import DeviceExecutor, Pending, Results
 from longctx.serving.hosts import Hosts
@@ -208,9 +209,10 @@ def make_engine(
     page_size: int = 4,
     plan: ParallelPlan | None = None,
     hosts: Hosts | None = None,
+    monitor: Callable[[StepMetrics], object] | None = None,
     **options: object,
 ) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
     executor = PaperExecutor(config, plan or ParallelPlan(), num_pages)
-    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, hosts=hosts)
+    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, hosts=hosts, monitor=monitor)

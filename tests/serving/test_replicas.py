@@ -105,6 +105,8 @@ def test_followers_take_no_requests() -> None:
         else:
             with pytest.raises(RuntimeError, match="process 1 follows process 0"):
                 engine.submit(Request([1]))
+            with pytest.raises(RuntimeError, match="process 1 follows process 0"):
+                engine.cancel("request-0")
             engine.follow()
 
     assert together(2, act) == [None, None]
