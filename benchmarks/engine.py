@@ -35,10 +35,10 @@ from benchmarks.timing import matmul_gflops, read_gbytes
 from longctx.models import Llama, load_checkpoint, save_checkpoint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
-from longctx.serving.device import MeshDevice
-from longctx.serving.executor import DeviceExecutor
-from longctx.serving.plan import Shape
-from longctx.serving.step import step
+from longctx.serving.executor.executor import DeviceExecutor
+from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.runner.step import step
+from longctx.serving.runner.step_inputs import Shape
 from longctx.simulation.workloads import Lengths, synthesize
 
 Workload = list[tuple[list[int], int]]  # prompts, and tokens to generate
@@ -56,7 +56,7 @@ def make_workload(prompt_tokens: str, output_tokens: str) -> Workload:
     return [(request.tokens(CONFIG.vocab_size).tolist(), request.output_tokens) for request in requests]
 
 
-class RecordingDevice(MeshDevice):
+class RecordingDevice(MeshModelRunner):
     """Keeps what each step was told, to run the same steps without scheduler and engine."""
 
     steps: list[tuple[np.ndarray, np.ndarray, Shape]]

@@ -8,7 +8,7 @@ exchanges, and under KV parallelism the linear layers of every rank. The ideal o
 `context` times. How long the linear layers take is measured on one device, by prompts of an eighth of a chunk each.
 
 All contenders take turns, a warm-up first, which compiles; times are medians over the rounds. Each plan has the chunk
-that suits it: a pipeline of many stages smaller ones, so that its first and last ticks count less; rows that are dealt
+that suits it: a pipeline of many stages smaller ones, so that its first and last ticks count less; sharded rows
 over eight ranks eight times as many, so that each rank has as many as one device alone.
 """
 
@@ -49,14 +49,14 @@ class Case(NamedTuple):
 CASES = [
     Case(ParallelPlan()),
     Case(ParallelPlan(stage=2), 0.5),
-    Case(ParallelPlan(context=2, exchange="pass_q", placement="deal")),
+    Case(ParallelPlan(context=2, exchange="pass_q", placement="interleave")),
     Case(ParallelPlan(tensor=2)),
-    Case(ParallelPlan(2, 2, 2, "auto", "deal")),
-    Case(ParallelPlan(1, 8, 1, "pass_q", "deal"), 8),
-    Case(ParallelPlan(1, 8, 1, "pass_kv", "deal"), 8),
+    Case(ParallelPlan(2, 2, 2, "auto", "interleave")),
+    Case(ParallelPlan(1, 8, 1, "pass_q", "interleave"), 8),
+    Case(ParallelPlan(1, 8, 1, "pass_kv", "interleave"), 8),
     Case(ParallelPlan(8, 1, 1), 0.25),
     Case(ParallelPlan(1, 1, 8)),
-    Case(ParallelPlan(1, 8, 1, "kvp", "deal")),
+    Case(ParallelPlan(1, 8, 1, "kvp", "interleave")),
 ]
 SMALL = 4  # of them are of one or two devices: the best of these is the ideal
 
@@ -67,7 +67,7 @@ class Reader:
     def __init__(self, case: Case, model: Llama, params: Params, length: int, chunk: int) -> None:
         self.case, self.chunk = case, int(chunk * case.times)
         context, pages = case.plan.context, -(-(length + 1) // PAGE)
-        rows = self.chunk // context if case.plan.deals_rows else self.chunk  # of a rank
+        rows = self.chunk // context if case.plan.shards_rows else self.chunk  # of a rank
         config = EngineConfig(
             page_size=PAGE,
             max_running=RUNNING,
@@ -151,7 +151,7 @@ def _row(
     expected: tuple[int, float],
 ) -> dict[str, Any]:
     plan = reader.case.plan
-    if plan.context > 1 and not plan.deals_rows:
+    if plan.context > 1 and not plan.shards_rows:
         ideal += (plan.context - 1) * linear
     return {
         "plan": reader.case.name,

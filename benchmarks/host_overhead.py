@@ -20,19 +20,19 @@ import numpy as np
 from longctx.models import Llama, LlamaConfig
 from longctx.parallel import make_mesh
 from longctx.serving import EngineConfig, Metrics, ParallelPlan, Request, SamplingParams
-from longctx.serving.batch import Batch
-from longctx.serving.device import MeshDevice
-from longctx.serving.executor import DeviceExecutor
-from longctx.serving.packing import Chunking, Packer
-from longctx.serving.pages import PagePool
-from longctx.serving.policy import make_policy
+from longctx.serving.executor.executor import DeviceExecutor
+from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.roofline import CPU, roofline
-from longctx.serving.prefix import KEY_BYTES, PageHash
-from longctx.serving.sample import Sample
-from longctx.serving.scheduler import Scheduler
-from longctx.serving.sequence import Sequence
-from longctx.serving.text import TextStream
+from longctx.serving.request.completion import Completion
+from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.runner.model_runner import MeshModelRunner
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.policy import make_policy
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence
 
 RUNNING, BUDGET, PAGE = 128, 512, 64
 MODEL = Llama(LlamaConfig(256, 16, 16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, max_positions=2**31 - 1))
@@ -62,10 +62,10 @@ class Host:
         params = MODEL.init(jax.random.key(0))
         # Only the device has a cache of one page.
         longest = max(lengths) + steps + 1 + chunks
-        make = functools.partial(MeshDevice, MODEL, params, make_mesh(), 1, PAGE)
+        make = functools.partial(MeshModelRunner, MODEL, params, make_mesh(), 1, PAGE)
         self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
         self.hash = PageHash(bytes(32), PAGE)
-        self.scheduler = Scheduler(_packer(sum(lengths)), PagePool(pages), PAGE, RUNNING)
+        self.scheduler = Scheduler(_chunker(sum(lengths)), PagePool(pages), PAGE, RUNNING)
         num_keys = 0
         for order, length in enumerate(lengths):
             prompt_length = length + chunks if order == RUNNING - 1 else length
@@ -77,14 +77,14 @@ class Host:
         assert batch.num_tokens == sum(lengths)
         for sequence in batch.admitted:
             self.executor._on_board(sequence)
-        self.scheduler.packer = _packer(BUDGET)
+        self.scheduler.chunker = _chunker(BUDGET)
         self.bytes_sent: set[int] = set()
         self._before = batch
 
     def step(self) -> Parts:
         """Plan and assemble one step, and take the results of the one before."""
         device = self.executor.device
-        assert isinstance(device, MeshDevice)
+        assert isinstance(device, MeshModelRunner)
         state = device.state
         begin = time.perf_counter_ns()
         batch = self.scheduler.schedule(0.0)
@@ -102,21 +102,21 @@ class Host:
     def _receive(self, batch: Batch) -> None:
         """As the engine does."""
         for sequence in batch.sampled:
-            sample: Sample = sequence.data
+            sample: Completion = sequence.completion
             text, _ = sample.push(7, None, 0.0)
             sample.extend_keys(sequence, self.hash)
             self.scheduler.receive(sequence)
             sample.event(text, 7)
 
 
-def _packer(budget: int) -> Packer:
+def _chunker(budget: int) -> Chunker:
     predictor = Corrected(roofline(MODEL.config, CPU, budget))
-    return Packer(make_policy("ilrs", 0.5), predictor, Chunking(False, budget))
+    return Chunker(make_policy("ilrs", 0.5), predictor, Chunking(False, budget))
 
 
 def _sequence(order: int, prompt_length: int, max_tokens: int, keys: list[bytes]) -> Sequence:
     request = Request((0,), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    sample = Sample(
+    sample = Completion(
         request=request,
         request_id=str(order),
         index=0,
@@ -124,11 +124,11 @@ def _sequence(order: int, prompt_length: int, max_tokens: int, keys: list[bytes]
         known=np.zeros(prompt_length + max_tokens, np.int32),
         seed=0,
         stop_ids=frozenset(),
-        text_stream=TextStream(None, ()),
+        text_stream=Detokenizer(None, ()),
         metrics=Metrics(0.0, prompt_length),
         prompt_logprobs=None,
     )
-    return Sequence(str(order), order, prompt_length, max_tokens, keys=keys, data=sample)
+    return Sequence(str(order), order, prompt_length, max_tokens, keys=keys, completion=sample)
 
 
 def main() -> None:

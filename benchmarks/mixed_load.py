@@ -28,7 +28,7 @@ from longctx.models.params import Params
 from longctx.serving import Engine, EngineConfig, Slo, StepMetrics
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
-from longctx.serving.profile import measure, random_shapes, shapes_to_measure, tiles
+from longctx.serving.profiler import measure, random_shapes, shapes_to_measure, tiles
 from longctx.simulation.replay import Record, replay
 from longctx.simulation.report import summarize
 from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize

@@ -11,13 +11,13 @@ import time
 import numpy as np
 
 from longctx.serving import Slo
-from longctx.serving.packing import Chunking, Packer
-from longctx.serving.pages import PagePool
-from longctx.serving.policy import POLICIES, make_policy
+from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.predictor import Corrected, RuntimePredictor
 from longctx.serving.predictor.runtime import Program
-from longctx.serving.scheduler import Scheduler
-from longctx.serving.sequence import Sequence
+from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.policy import POLICIES, make_policy
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence
 
 RUNNING, WAITING, PAGE, BUDGET = 128, 1000, 64, 512
 SHORT, LONG, OUTPUT = 64, 10**6, 4000
@@ -30,8 +30,8 @@ STEP = 0.05  # seconds
 def make_scheduler(policy: str, chunking: str, free_slots: int) -> Scheduler:
     lengths = [SHORT, LONG] * (RUNNING // 2)
     pages = sum(-(-(length + OUTPUT - 1) // PAGE) for length in lengths)
-    packer = Packer(make_policy(policy, 0.5), Corrected(PREDICTOR), Chunking.parse(chunking, BUDGET, RUNNING))
-    scheduler = Scheduler(packer, PagePool(pages), PAGE, RUNNING + free_slots, slo=Slo(tpot=STEP))
+    chunker = Chunker(make_policy(policy, 0.5), Corrected(PREDICTOR), Chunking.parse(chunking, BUDGET, RUNNING))
+    scheduler = Scheduler(chunker, PagePool(pages), PAGE, RUNNING + free_slots, slo=Slo(tpot=STEP))
     for order, length in enumerate(lengths):
         # Whatever the policy, short prompts are read first.
         priority = 1 if length == SHORT else 0

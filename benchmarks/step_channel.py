@@ -28,7 +28,7 @@ import numpy as np
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
-from longctx.serving.hosts import Hosts, join_hosts
+from longctx.serving.distributed import ProcessGroup, initialize
 
 LENGTHS, RUNNING = (128, 2048, 8192), 8
 
@@ -60,7 +60,7 @@ class Probe:
 PINGS = 500
 
 
-def ping(hosts: Hosts) -> list[float]:
+def ping(hosts: ProcessGroup) -> list[float]:
     """Messages while nothing else happens: microseconds one way, in the process that hears them."""
     delays = []
     for _ in range(PINGS):
@@ -73,7 +73,7 @@ def ping(hosts: Hosts) -> list[float]:
     return delays
 
 
-def lead(engine: Engine, hosts: Hosts, tokens: int) -> dict[str, Any]:
+def lead(engine: Engine, hosts: ProcessGroup, tokens: int) -> dict[str, Any]:
     channel, probe = hosts._channel, Probe()
     send, sizes = channel.send, []
 
@@ -100,7 +100,7 @@ def lead(engine: Engine, hosts: Hosts, tokens: int) -> dict[str, Any]:
     return found
 
 
-def follow(engine: Engine, hosts: Hosts) -> dict[str, Any]:
+def follow(engine: Engine, hosts: ProcessGroup) -> dict[str, Any]:
     channel, probe, delays = hosts._channel, Probe(), []
     receive = channel.receive
     parse = json.loads
@@ -136,7 +136,7 @@ def follow(engine: Engine, hosts: Hosts) -> dict[str, Any]:
 def run(process: int, coordinator: str, tokens: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    with join_hosts(coordinator, 2, process) as hosts:
+    with initialize(coordinator, 2, process) as hosts:
         pings = ping(hosts)
         config = LlamaConfig(256, 256, 512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, max_positions=16384)
         model = Llama(config)

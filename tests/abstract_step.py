@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
 from longctx.models.sharded_params import abstract_sharded_params, device_config
-from longctx.serving.cache import PagedCache
-from longctx.serving.plan import RowPlan, SamplePlan, Shape
-from longctx.serving.step import DeviceState, state_specs, step
+from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.step import DeviceState, state_specs, step
+from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
 
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
 PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from longctx.models import load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, EngineStats, ParallelPlan, Request, SamplingParams, StepMetrics
-from longctx.serving.batch import Chunk
+from longctx.serving.scheduler.batch import Chunk
 
 PIPELINE = ParallelPlan(stage=4, tensor=2)
 MESH = ParallelPlan(stage=2, context=2, tensor=2, exchange="kvp", placement="grow", rank_tokens=256)
@@ -129,7 +129,7 @@ def run_mesh() -> tuple[Engine, int, dict[str, list[int]], dict[str, list[Life]]
     def recording(now: float):  # type: ignore[no-untyped-def]
         batch = schedule(now)
         for chunk in batch.chunks if batch is not None else []:
-            lives[chunk.sequence.data.request_id].append(Life(batch.index, chunk))
+            lives[chunk.sequence.completion.request_id].append(Life(batch.index, chunk))
         return batch
 
     engine.scheduler.schedule = recording  # type: ignore[method-assign]

@@ -22,10 +22,10 @@ from longctx.cli.engine_flags import (
     make_engine,
     parallel_plan,
 )
-from longctx.cli.host_flags import add_host_arguments, join, spread
+from longctx.cli.process_flags import add_process_arguments, join, spread
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineStats, StepMetrics
-from longctx.serving.hosts import Hosts
+from longctx.serving.distributed import ProcessGroup
 from longctx.simulation import report
 from longctx.simulation.replay import Record, replay
 from longctx.simulation.workloads import (
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add_engine_arguments(parser)
     add_plan_arguments(parser)
-    add_host_arguments(parser)
+    add_process_arguments(parser)
     add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         return _run(options, hosts)
 
 
-def _run(options: argparse.Namespace, hosts: Hosts) -> int:
+def _run(options: argparse.Namespace, hosts: ProcessGroup) -> int:
     requests = _workload(options)
     mesh = spread(options, parallel_plan(options), hosts)
     model, params = load_checkpoint(options.model, mesh, options.dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from longctx.cli import reading
+from longctx.cli import prompt_progress
 from longctx.models import Llama, Tokenizer, load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     (model, params), tokenizer = load_checkpoint(TINY), load_tokenizer(TINY)
     config = _config(model, tokenizer, questions, notes, options.chunk_size)
     engine = Engine(model, params, config, tokenizer=tokenizer)
-    compiling = reading.warm_up(engine)
+    compiling = prompt_progress.warm_up(engine)
     conversation = _Conversation(engine, questions, notes)
     conversation.run()
     print(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
@@ -120,14 +120,14 @@ class _Conversation:
         self._start = time.monotonic()
         self._reader = self._ask(self._first)
         waiting = list(self._notes)
-        for events in reading.steps(self._engine, self._reader):
+        for events in prompt_progress.steps(self._engine, self._reader):
             if not self._is_read and any(event.request_id == self._reader for event in events):
                 self._is_read = True
                 self._seconds = time.monotonic() - self._start
                 self._prompt_tokens = self._engine.stats().prompt_tokens
                 for question in self._later:
                     self._ask(question)
-            # Spread over the first three quarters of the reading.
+            # Spread over the first three quarters of the prompt_progress.
             while waiting and self._share() > 0.75 * (1 - len(waiting) / len(self._notes)):
                 self._ask(waiting.pop(0))
             for event in events:
@@ -144,7 +144,7 @@ class _Conversation:
         lines = [
             f"prefill  {self._prompt_tokens / self._seconds:,.0f} tokens/s",
             f"TTFT     {', '.join(f'{_range(some)} {what}' for what, some in ttft.items() if some)}",
-            f"decode   {reading.decode_rate(outputs['later'] or outputs['first'])}",
+            f"decode   {prompt_progress.decode_rate(outputs['later'] or outputs['first'])}",
         ]
         if self.num_expected:
             lines += [f"right    {self.num_right} of {self.num_expected}"]

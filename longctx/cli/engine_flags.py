@@ -18,7 +18,7 @@ from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Slo
 from longctx.serving.parallel_plan import EXCHANGES, PLACEMENTS
 from longctx.serving.predictor.file import load_profile
-from longctx.serving.profile import subject
+from longctx.serving.profiler import subject
 
 _SIZES = ("page_size", "num_pages", "max_running", "token_budget", "run_ahead")
 _CHOICES = ("admission", "policy", "chunking", "max_share")

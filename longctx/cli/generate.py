@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from longctx.cli import reading
+from longctx.cli import prompt_progress
 from longctx.cli.engine_flags import add_plan_arguments, parallel_plan
-from longctx.cli.host_flags import add_host_arguments, join, spread
+from longctx.cli.process_flags import add_process_arguments, join, spread
 from longctx.models import Llama, load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
-from longctx.serving.hosts import Hosts
+from longctx.serving.distributed import ProcessGroup
 
 SUMMARY = "Continue a prompt with a Llama 3 or Qwen2.5 checkpoint."
 PAGE_SIZE = 64
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="from those X times as likely as the top")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     add_plan_arguments(parser)
-    add_host_arguments(parser)
+    add_process_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _generate(
-    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, hosts: Hosts
+    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, hosts: ProcessGroup
 ) -> int:
     tokenizer = load_tokenizer(options.model)
     if options.chat:
@@ -62,11 +62,11 @@ def _generate(
     if not hosts.is_first:
         engine.follow()
         return 0
-    compiling = reading.warm_up(engine)
+    compiling = prompt_progress.warm_up(engine)
 
     request_id = engine.submit(Request(tokens, sampling))
     printer = _Printer(sampling.n)
-    for events in reading.steps(engine, request_id):
+    for events in prompt_progress.steps(engine, request_id):
         for event in events:
             printer.show(event)
 
@@ -76,7 +76,7 @@ def _generate(
         f"\nprompt   {len(tokens):,} tokens\n"
         f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
         f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"
-        f"decode   {reading.decode_rate(printer.outputs)}"
+        f"decode   {prompt_progress.decode_rate(printer.outputs)}"
     )
     return 0
 
@@ -114,10 +114,10 @@ class _Printer:
         self._current = 0
 
     def show(self, event: Event) -> None:
-        self._held[event.sample] += event.text
+        self._held[event.index] += event.text
         if event.output is not None:
             self.outputs.append(event.output)
-            self._ended[event.sample] = True
+            self._ended[event.index] = True
         while self._current < len(self._held):
             sys.stdout.write(self._held[self._current])
             self._held[self._current] = ""

@@ -13,7 +13,7 @@ from longctx.models import load_checkpoint
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import relative_errors
-from longctx.serving.profile import context_room, measure, profile, random_shapes, subject
+from longctx.serving.profiler import context_room, measure, profile, random_shapes, subject
 
 SUMMARY = "Measure an engine's steps and fit the runtime predictor that schedulers go by."
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longctx.serving.checks import check_bool, check_integer, check_real
-from longctx.serving.packing import Chunking
-from longctx.serving.policy import Policy, make_policy
-from longctx.serving.slo import Slo
+from longctx.serving.scheduler.chunking import Chunking
+from longctx.serving.scheduler.policy import Policy, make_policy
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import check_bool, check_integer, check_real
 
 MAX_RUN_AHEAD = 8
 

@@ -7,14 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from longctx.serving.checks import check_integer
-from longctx.serving.placement import Placer
+from longctx.serving.kv_cache.placement import Placer
+from longctx.serving.validation import check_integer
 
 if TYPE_CHECKING:
     from longctx.models import LlamaConfig
 
 EXCHANGES = ("auto", "kvp", "pass_q", "pass_kv")
-PLACEMENTS = ("grow", "deal")
+PLACEMENTS = ("grow", "interleave")
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ParallelPlan:
       context: ranks that pages are spread over.
       tensor: devices that share heads, feed-forward and vocabulary.
       exchange: how the rows of a request that spans ranks are computed. `"kvp"`: by all of its ranks alike, and states
-        merge (Mnemosyne, 4.4). `"pass_q"`, `"pass_kv"`: dealt over all ranks in zigzag; then queries, or keys and
+        merge (Mnemosyne, 4.4). `"pass_q"`, `"pass_kv"`: sharded over all ranks in zigzag; then queries, or keys and
         values, go round a ring (context parallelism paper, 3.5), while what is no longer than one rank's step goes by
         `"kvp"`. `"auto"`: the one of these two that `choose_ring` expects to be faster, in each step.
-      placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, 4.4). `"deal"`: round
-        over all ranks, decodes too (context parallelism paper, 3.6).
+      placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, 4.4). `"interleave"`:
+        round over all ranks, decodes too (context parallelism paper, 3.6).
       rank_tokens: the most tokens of one request on a rank before it grows. None: as many as a rank's memory holds,
         and as a decode can read within its TPOT target, by prediction.
 
@@ -45,7 +45,7 @@ class ParallelPlan:
     context: int = 1
     tensor: int = 1
     exchange: Literal["auto", "kvp", "pass_q", "pass_kv"] = "auto"
-    placement: Literal["grow", "deal"] = "grow"
+    placement: Literal["grow", "interleave"] = "grow"
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class ParallelPlan:
         return self.stage * self.context * self.tensor
 
     @functools.cached_property
-    def deals_rows(self) -> bool:
-        """Whether some rows are dealt over `context`."""
+    def shards_rows(self) -> bool:
+        """Whether some rows are sharded over `context`."""
         return self.context > 1 and self.exchange != "kvp"
 
     def check(self, model: LlamaConfig, num_devices: int) -> None:
@@ -91,9 +91,9 @@ class ParallelPlan:
         """
         tokens = max(rows, predicted_tokens) if self.rank_tokens is None else self.rank_tokens
         limit = math.inf if tokens == math.inf else max(1, int(tokens) // page_size)
-        return Placer(self.context, self.placement == "deal", limit)
+        return Placer(self.context, self.placement == "interleave", limit)
 
 
-def is_dealt(plan: ParallelPlan, decodes: bool, remaining: int, rows: int) -> bool:
-    """Whether a sequence's next rows are dealt: all where pages are, else those of prompts longer than a step."""
-    return plan.deals_rows and (plan.placement == "deal" or (not decodes and remaining > rows))
+def is_sharded(plan: ParallelPlan, decodes: bool, remaining: int, rows: int) -> bool:
+    """Whether a sequence's next rows are sharded: all where pages are, else those of prompts longer than a step."""
+    return plan.shards_rows and (plan.placement == "interleave" or (not decodes and remaining > rows))

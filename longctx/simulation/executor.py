@@ -4,8 +4,8 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from longctx.serving.batch import Batch, Chunk
-from longctx.serving.executor import Results
+from longctx.serving.executor.executor import Results
+from longctx.serving.scheduler.batch import Batch, Chunk
 
 
 class _Pending(NamedTuple):

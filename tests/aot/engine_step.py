@@ -11,7 +11,7 @@ from h100 import h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models import LlamaConfig
-from longctx.serving.cache import page_bytes
+from longctx.serving.runner.paged_cache import page_bytes
 
 
 def check_step(config: LlamaConfig, dtype: Any) -> str:

@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from longctx.models import LlamaConfig
 from longctx.models.sharded_params import device_config
 from longctx.parallel.mesh import AXES
-from longctx.serving.cache import page_bytes
-from longctx.serving.hosts.mesh import arrange_devices
-from longctx.serving.plan import Shape
+from longctx.serving.distributed.mesh import arrange_devices
+from longctx.serving.runner.paged_cache import page_bytes
+from longctx.serving.runner.step_inputs import Shape
 
 # Beyond 80 % of a device's 85 GB, XLA's scheduler holds too little back to let messages travel beside work.
 MEMORY = 68 * 10**9
@@ -32,7 +32,7 @@ TICK, PLAIN, SAMPLING = "tick", "true_computation", "false_computation"
 class Case(NamedTuple):
     model: str
     mesh: tuple[int, int, int]
-    rows: tuple[int, int, int]  # dealt, shared and own, on each rank
+    rows: tuple[int, int, int]  # sharded, shared and own, on each rank
     temp: int  # MiB that the program may take beside its arguments
     exchange: str = "pass_q"
     message: int = 0
@@ -97,20 +97,20 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
     yield all_gather(SAMPLING, shape.samples * config.vocab_size // (stages * tensor), F32, "stage", "tensor")
     yield all_gather(TICK, shape.samples * (2 + 2 * TOP), F32, "context")  # tokens and what is told of them
 
-    if shape.shared and case.merge == "gather":
-        yield all_gather(layer, shape.shared * state, F32, "context")
-    elif shape.shared:
-        yield all_to_all(shape.shared * state, F32)
-        yield all_to_all(shape.shared * heads * size, BF16)
-    if shape.dealt:
+    if shape.replicated and case.merge == "gather":
+        yield all_gather(layer, shape.replicated * state, F32, "context")
+    elif shape.replicated:
+        yield all_to_all(shape.replicated * state, F32)
+        yield all_to_all(shape.replicated * heads * size, BF16)
+    if shape.sharded:
         key_values = 2 * kv_heads * size
-        yield all_gather(layer, shape.dealt * key_values, BF16, "context")
-        block = shape.dealt * heads * size
+        yield all_gather(layer, shape.sharded * key_values, BF16, "context")
+        block = shape.sharded * heads * size
         if shape.exchange == "pass_kv":
             block = shape.message * PAGE_SIZE * key_values
             yield all_gather(TICK, 2 * shape.message * PAGE_SIZE, F32, "context")  # whose keys, and where they are
         else:
-            yield all_to_all(ranks * shape.dealt * state, F32)
+            yield all_to_all(ranks * shape.sharded * state, F32)
         for _ in range(ranks - 1):
             yield Sent(layer, "collective-permute", ("context",), block * BF16)
 

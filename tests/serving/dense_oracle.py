@@ -7,7 +7,7 @@ import numpy as np
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.sampling import IN_OUTPUT, IN_PROMPT, Controls, draw
+from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, draw
 
 VOCAB, LENGTH = 50, 176
 EOS = 7

@@ -14,14 +14,14 @@ from workload import Workload
 
 from longctx.parallel import tensor
 from longctx.serving import Engine, ParallelPlan, Request, SamplingParams
-from longctx.serving.batch import Batch, Chunk
+from longctx.serving.scheduler.batch import Batch, Chunk
 
 POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) <= 8]
 ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
-WAYS = [("grow", "kvp"), ("grow", "auto"), ("deal", "pass_q"), ("deal", "pass_kv")]
+WAYS = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
 ALL = [(sizes, way) for sizes in POWERS + ODD for way in (WAYS if sizes[1] > 1 else WAYS[:1])]
 # The others are slow. Beside these, all three axes at once in random workloads, and sessions under "auto".
-SOME = [((1, 3, 1), ("deal", "pass_kv"))]
+SOME = [((1, 3, 1), ("interleave", "pass_kv"))]
 
 
 @functools.cache
@@ -67,13 +67,15 @@ def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, even
     engine = spread_engine(plan)
     recorded = Recorded(engine)
     Workload(engine, seed, oracle_of(plan.stage, plan.tensor).continuation).run(events)
-    kinds = {"dealt" if chunk.dealt else "shared" if len(chunk.ranks) > 1 else "own" for chunk in recorded.chunks}
+    kinds = {
+        "sharded" if chunk.sharded else "replicated" if len(chunk.ranks) > 1 else "local" for chunk in recorded.chunks
+    }
     if plan.context == 1:
-        assert kinds == {"own"}
-    elif placement == "deal":
-        assert kinds == {"dealt"}
+        assert kinds == {"local"}
+    elif placement == "interleave":
+        assert kinds == {"sharded"}
     else:
-        assert kinds >= {"own", "shared"}
+        assert kinds >= {"local", "replicated"}
         assert recorded.grew(decodes=True)
         assert recorded.grew(decodes=False) or exchange == "auto"
 
@@ -120,7 +122,7 @@ def test_four_turns_whatever_made_their_pages() -> None:
         # The last token of a turn was never an input, and nothing else is computed again.
         assert output.metrics.cached_tokens == (len(conversation) - length - 1 if turn else 0)
         conversation += output.token_ids
-    assert {chunk.dealt for chunk in recorded.chunks} == {False, True}
+    assert {chunk.sharded for chunk in recorded.chunks} == {False, True}
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     assert error() < 1e-4
     monkeypatch.setattr(tensor, "add_up", doubled)
-    monkeypatch.setattr("longctx.serving.step.add_up", doubled)
+    monkeypatch.setattr("longctx.serving.runner.step.add_up", doubled)
     try:
         assert error() > 1e-3
     finally:

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_device import MODEL, continuation, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_device import MODEL, continuation, make_engine
 from workload import Workload
 
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo, exchange
-from longctx.serving.batch import Batch
-from longctx.serving.cache import default_num_pages, page_bytes
-from longctx.serving.filling import Step
-from longctx.serving.placement import Dealt, Grown, Need, Placer
+from longctx.serving.engine.resolve import check_memory, param_bytes
+from longctx.serving.kv_cache.placement import Grown, Interleaved, Need, Placer
 from longctx.serving.predictor import CurvePredictor
-from longctx.serving.sequence import Sequence
-from longctx.serving.spread import check_memory, param_bytes
+from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.step_budget import Step
 
 exchange._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
 
@@ -30,7 +30,7 @@ PLANS = st.builds(
     stage=st.sampled_from([1, 2, 3, 4]),
     context=st.sampled_from([1, 2, 3, 4, 5]),
     exchange=st.sampled_from(["auto", "kvp", "pass_q", "pass_kv"]),
-    placement=st.sampled_from(["grow", "deal"]),
+    placement=st.sampled_from(["grow", "interleave"]),
     rank_tokens=st.sampled_from([None, 4, 16, 40]),
 )
 
@@ -73,7 +73,7 @@ def test_random_workloads(
     Workload(engine, seed).run(150)
 
 
-@pytest.mark.parametrize("placement", ["grow", "deal"])
+@pytest.mark.parametrize("placement", ["grow", "interleave"])
 @pytest.mark.parametrize("admission", ["reserve", "optimistic"])
 def test_thousands_of_events(admission: str, placement: str) -> None:
     """With pools so small that memory decides what runs."""
@@ -131,7 +131,7 @@ def test_a_follower_that_is_put_back_before_its_fork() -> None:
 
 
 def test_found_pages_that_leave_no_room_for_the_rest_are_computed_again() -> None:
-    engine = make_engine(4, 4, ParallelPlan(1, 2, placement="deal"))
+    engine = make_engine(4, 4, ParallelPlan(1, 2, placement="interleave"))
     first = Request([1] * 9, SamplingParams(max_tokens=7, ignore_eos=True))
     for prompt in ([1] * 9, [2] * 3, [1] * 12, [1] * 20):
         (output,) = engine.generate([Request(prompt, first.sampling)])
@@ -279,7 +279,7 @@ def test_there_is_room_for_what_is_on_a_rank_of_its_own() -> None:
 def test_placements_count_what_they_place(stop: int, first: int, home: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     starts = sorted({0, *rng.integers(1, 30, 3).tolist()})
-    for placement in (Dealt(4, home), Grown(4, [(at, int(rng.integers(4))) for at in starts])):
+    for placement in (Interleaved(4, home), Grown(4, [(at, int(rng.integers(4))) for at in starts])):
         ranks = [placement.rank(number) for number in range(80)]
         assert placement.counts(first, stop) == [ranks[first:stop].count(rank) for rank in range(4)]
         some = tuple(set(ranks[first : first + 2]))

@@ -7,7 +7,7 @@ from dense_oracle import MODEL, PARAMS, agrees, make_engine
 
 from longctx.serving import Engine, Request, SamplingParams
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.serving.profile import BatchShape, measure, profile, random_shapes, shapes_to_measure, subject
+from longctx.serving.profiler import BatchShape, measure, profile, random_shapes, shapes_to_measure, subject
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = list(range(1, 40))

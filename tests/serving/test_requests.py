@@ -4,12 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from paper_device import MODEL, VOCAB, continuation, make_engine
+from fake_device import MODEL, VOCAB, continuation, make_engine
 
 from longctx.models import ByteTokenizer
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams
-from longctx.serving.sequence import Sequence, State
-from longctx.serving.text import TextStream
+from longctx.serving.request.detokenizer import Detokenizer
+from longctx.serving.scheduler.sequence import Sequence, State
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB, 30).tolist()
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -213,7 +213,7 @@ def test_what_is_refused_changes_no_seed() -> None:
             with pytest.raises(ValueError, match=r"prompts\[1\]: .* need 25 pages"):
                 engine.generate([[1], [1] * 80], SamplingParams(max_tokens=20, temperature=1.0))
         engine.submit(Request(PROMPT, draw))
-        seeds.append(engine.scheduler.waiting[0].data.seed)
+        seeds.append(engine.scheduler.waiting[0].completion.seed)
     assert seeds[0] == seeds[1]
 
 
@@ -292,7 +292,7 @@ def test_states_change_as_they_may() -> None:
 
 
 def stream_text(text: str, *stop: str) -> tuple[list[str], bool]:
-    stream = TextStream(ByteTokenizer(), stop)
+    stream = Detokenizer(ByteTokenizer(), stop)
     pieces = []
     for byte in text.encode():
         pieces.append(stream.push(byte))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from longctx.serving import SamplingParams
-from longctx.serving.sampling import IN_OUTPUT, IN_PROMPT, Controls, _kept, _penalise, draw, token_logprobs
+from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, _kept, _penalise, draw, token_logprobs
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])

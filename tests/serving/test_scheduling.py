@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingParams, Slo, StepMetrics
-from longctx.serving.batch import Batch, Chunk
-from longctx.serving.packing import Chunking, Packer
-from longctx.serving.policy import POLICIES, make_policy, rank
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.serving.sequence import Sequence
+from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.policy import POLICIES, make_policy, rank
+from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import VirtualExecutor
 from longctx.simulation.replay import Record, replay
 from longctx.simulation.workloads import WorkloadRequest
@@ -88,7 +88,7 @@ def test_no_decode_waits_longer_than_promised(
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
     assert mixed
-    least = functools.partial(engine.scheduler.packer._smallest, efficient=0.5)
+    least = functools.partial(engine.scheduler.chunker._smallest, efficient=0.5)
     for step in mixed:
         # Decodes wait for just this step: it ends in time as far as predictions, corrected on the way, are right.
         assert step.seconds <= step.predicted * (1 + error) / (1 - error) + 1e-9
@@ -105,7 +105,7 @@ def test_chunks_shrink_as_the_context_grows() -> None:
     sizes = [count for _, count, _ in chunks[:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 350
-    least = functools.partial(engine.scheduler.packer._smallest, efficient=0.5)
+    least = functools.partial(engine.scheduler.chunker._smallest, efficient=0.5)
     assert least(0) > least(100_000) >= 1
     for at, count, step in chunks[:-1]:
         work = Work(1, 1, 10 + step.number)
@@ -179,9 +179,9 @@ def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
 
 def test_priority_comes_before_urgency() -> None:
     for policy in POLICIES:
-        packer = Packer(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
+        chunker = Chunker(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
         low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
-        assert list(rank(packer.policy, [low, high], 1.0)) == [high, low]
+        assert list(rank(chunker.policy, [low, high], 1.0)) == [high, low]
 
 
 def test_more_than_can_be_done_of_a_mix() -> None:
@@ -258,23 +258,23 @@ def test_who_is_put_back() -> None:
 
 def prompt(order: int, length: int, arrival: float = 0.0, ttft: float = 10.0, priority: int = 0) -> Sequence:
     sequence = Sequence(f"s{order}", order, length, 1, arrival, priority)
-    sequence.deadline, sequence.patience = arrival + ttft, ttft
-    sequence.rest = DEVICE.prefill_seconds(0, length, BUDGET)
+    sequence.deadline, sequence.ttft_budget = arrival + ttft, ttft
+    sequence.prefill_remaining = DEVICE.prefill_seconds(0, length, BUDGET)
     return sequence
 
 
 def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> None:
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
     for max_share, now in itertools.product((0.0, 0.25, 0.5, 1.0), (10.0, 12.0, 14.0, 16.0)):
-        packer = Packer(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
-        shares = dict(packer.pack([long, short], [], now))
-        used = 1 - (20.0 - now - short.rest) / 10.0
-        if next(rank(packer.policy, [long, short], now)) is short:
+        chunker = Chunker(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
+        shares = dict(chunker.pack([long, short], [], now))
+        used = 1 - (20.0 - now - short.prefill_remaining) / 10.0
+        if next(rank(chunker.policy, [long, short], now)) is short:
             assert shares == {short: BUDGET}
         else:
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)
             assert shares[long] == BUDGET - shares.get(short, 0)
-    lrs = Packer(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
+    lrs = Chunker(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
     assert dict(lrs.pack([long, short], [], 12.0)) == {long: BUDGET}
 
 
@@ -284,10 +284,10 @@ def test_by_predicted_time_where_chunks_are_adaptive() -> None:
     long.computed = 90_000
     decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
     work = Work(1, 1, 20)
-    packer = Packer(make_policy("ilrs", 0.5), DEVICE, Chunking(True, BUDGET))
-    long.rest = DEVICE.prefill_seconds(90_000, 100_000, BUDGET)
+    chunker = Chunker(make_policy("ilrs", 0.5), DEVICE, Chunking(True, BUDGET))
+    long.prefill_remaining = DEVICE.prefill_seconds(90_000, 100_000, BUDGET)
     long.deadline = 25.0  # more urgent than the short one
-    shares = dict(packer.pack([long, short], [decode], 18.0))
+    shares = dict(chunker.pack([long, short], [decode], 18.0))
     with_long = work.with_chunk(90_000, shares[long], False)
     total = DEVICE.seconds(with_long.with_chunk(0, shares[short], False))
     begin = DEVICE.seconds(work)
@@ -298,11 +298,11 @@ def test_by_predicted_time_where_chunks_are_adaptive() -> None:
 
 def test_what_a_long_prompt_lends_and_nobody_needs_is_its_own() -> None:
     long, tiny, longer = prompt(0, 100_000), prompt(1, 3, arrival=-2.0), prompt(2, 150_000, ttft=50.0)
-    packer = Packer(make_policy("ilrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    shares = dict(packer.pack([long, longer], [], 5.0))
+    chunker = Chunker(make_policy("ilrs", 1.0), DEVICE, Chunking(False, BUDGET))
+    shares = dict(chunker.pack([long, longer], [], 5.0))
     assert shares == {long: BUDGET}  # those that need more do not borrow
     long.deadline = 0.5  # by far the most urgent
-    assert dict(packer.pack([long, tiny, longer], [], 5.0)) == {long: BUDGET - 3, tiny: 3}
+    assert dict(chunker.pack([long, tiny, longer], [], 5.0)) == {long: BUDGET - 3, tiny: 3}
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -333,9 +333,11 @@ def test_what_is_no_policy() -> None:
 
 
 def test_a_device_that_takes_no_time() -> None:
-    packer = Packer(make_policy("ilrs", 0.5), CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), Chunking(True, BUDGET))
+    chunker = Chunker(
+        make_policy("ilrs", 0.5), CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), Chunking(True, BUDGET)
+    )
     decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
-    assert dict(packer.pack([prompt(0, 100)], [decode], 0.0)).popitem()[1] == 100
+    assert dict(chunker.pack([prompt(0, 100)], [decode], 0.0)).popitem()[1] == 100
 
 
 # What is promised.

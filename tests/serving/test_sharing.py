@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from paper_device import VOCAB, PaperExecutor, continuation, make_engine
+from fake_device import VOCAB, FakeExecutor, continuation, make_engine
 
 from longctx.serving import Request, SamplingParams
-from longctx.serving.pages import PagePool
-from longctx.serving.prefix import PageHash
+from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.prefix import PageHash
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 45).tolist()
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -43,7 +43,7 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
     engine = make_engine(page_size=8)
     executor = engine._executor
-    assert isinstance(executor, PaperExecutor)
+    assert isinstance(executor, FakeExecutor)
     device = executor.device
     params = SamplingParams(max_tokens=6, temperature=1.0, n=4, seed=3, ignore_eos=True)
     events = engine.stream(PROMPT[:length], params)
@@ -51,7 +51,7 @@ def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
     for event in events:
         most = max(most, engine.scheduler.pool.num_held)
         if event.output is not None:
-            answers[event.sample] = event.output.token_ids
+            answers[event.index] = event.output.token_ids
     assert answers == {i: continuation(PROMPT[:length], params, i) for i in range(4)}
     assert len({tuple(x) for x in answers.values()}) == 4
     own = -(-(length + 5) // 8) - (length - 1) // 8  # from the page with the prompt's last token on

@@ -9,9 +9,9 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.parallel import make_mesh
 from longctx.serving import upkeep
-from longctx.serving.cache import PagedCache, page_bytes
-from longctx.serving.plan import RowPlan, SamplePlan
-from longctx.serving.step import DeviceState
+from longctx.serving.runner.paged_cache import PagedCache, page_bytes
+from longctx.serving.runner.step import DeviceState
+from longctx.serving.runner.step_inputs import RowPlan, SamplePlan
 
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
 

@@ -1,9 +1,9 @@
 """The engine under random workloads, in virtual time: right tokens, one end for each request, nothing lost."""
 
 import pytest
+from fake_device import make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_device import make_engine
 from workload import Workload
 
 from longctx.serving import Slo

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-from paper_device import EOS, VOCAB, continuation
+from fake_device import EOS, VOCAB, continuation
 
 from longctx.serving import Engine, Event, Request, SamplingParams
 
@@ -71,7 +71,7 @@ class Workload:
 
     def look(self, events: list[Event]) -> None:
         for event in events:
-            at = event.request_id, event.sample
+            at = event.request_id, event.index
             request = self.open.get(event.request_id)
             assert request is not None or event.request_id in self.cancelled
             assert not self.ends[at], "an event after the end"

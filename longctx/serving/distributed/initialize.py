@@ -1,0 +1,110 @@
+"""`initialize`: processes find each other, compare what they are, and then make their devices one system."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+import longctx
+from longctx.serving.distributed.cluster_env import ClusterEnv, detect
+from longctx.serving.distributed.process_group import ProcessGroup
+from longctx.serving.validation import check_integer, check_real
+
+
+def initialize(
+    coordinator: str = "auto",
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    failure_timeout: float = 30.0,
+    join_timeout: float = 120.0,
+    ports: tuple[int, int] | None = None,
+) -> ProcessGroup:
+    """Become one of the processes that run an engine together; call it before anything else asks JAX for devices.
+
+    They meet at process 0 by ZeroMQ, and where all have come and agree, `jax.distributed.initialize` is called. (It
+    would abort the process otherwise.) A process that is alone on its host takes all of its GPUs, or those of
+    `CUDA_VISIBLE_DEVICES` or `JAX_LOCAL_DEVICE_IDS`. Where there are several and none of these is set, each takes the
+    one of its local id, as Slurm or Open MPI give it.
+
+    Args:
+      coordinator: `host:port` where process 0 listens, or `"auto"`: as Slurm, Open MPI or Kubernetes say.
+      num_processes, process_id: how many there are, and which this is; with `"auto"`, None.
+      failure_timeout: seconds within which all exit when one of them is gone, or when a step's results don't come.
+      join_timeout: seconds within which all have to come; and later, that they wait for each other to load and compile.
+      ports: (first, last) where process 0 may listen besides, on one port more than there are processes. None: any.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong, or contradicts another process's.
+      ModuleNotFoundError: pyzmq is not installed.
+      TimeoutError: process 0 does not answer, or some did not come.
+    """
+    failure_timeout = check_real("failure_timeout", failure_timeout, 2)
+    join_timeout = check_real("join_timeout", join_timeout, 0.5)
+    place = _place(coordinator, num_processes, process_id)
+    if ports is not None and not (len(ports) == 2 and 0 < ports[0] < ports[1] < 65536):
+        raise ValueError(f"ports must be the first and the last of some, got {ports!r}")
+    if place.num_processes == 1:
+        return ProcessGroup.alone()
+    try:
+        from longctx.serving.distributed import rendezvous
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[hosts]'") from None
+    terms = rendezvous.Terms(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
+    meet = rendezvous.lead if place.process_id == 0 else rendezvous.follow
+    traits = _traits() | {"num_processes": place.num_processes, **terms._asdict(), "ports": None}
+    hosts, jax_address = meet(place, terms, traits)
+    with contextlib.suppress(AttributeError):  # it would swallow SIGTERM
+        jax.config.update("jax_enable_preemption_service", False)
+    takes_all = hosts.names.count(hosts.name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
+    try:
+        jax.distributed.initialize(
+            jax_address,
+            place.num_processes,
+            place.process_id,
+            cluster_detection_method="deactivate" if takes_all else None,
+            initialization_timeout=int(join_timeout) + 1,
+            # Later than we: it can't say why.
+            heartbeat_timeout_seconds=int(2 * failure_timeout) + 1,
+            shutdown_timeout_seconds=int(failure_timeout) + 1,
+        )
+    except BaseException as error:
+        hosts.fail(f"{type(error).__name__}: {error}")
+        raise
+    return hosts
+
+
+def _place(coordinator: str, num_processes: int | None, process_id: int | None) -> ClusterEnv:
+    if not isinstance(coordinator, str):
+        raise TypeError(f'coordinator must be host:port or "auto", got {coordinator!r}')
+    if coordinator == "auto":
+        if num_processes is not None or process_id is not None:
+            raise ValueError('num_processes and process_id must be None with coordinator="auto", which finds them')
+        return detect()
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f'coordinator must be host:port or "auto", got {coordinator!r}')
+    if num_processes is None or process_id is None:
+        raise ValueError(f"num_processes and process_id must be given with coordinator={coordinator!r}")
+    num_processes = check_integer("num_processes", num_processes, 1)
+    process_id = check_integer("process_id", process_id, 0)
+    if process_id >= num_processes:
+        raise ValueError(f"process_id must be below num_processes={num_processes}, got {process_id}")
+    return ClusterEnv(coordinator, num_processes, process_id)
+
+
+def _traits() -> dict[str, Any]:
+    """Of this program: with other code, processes might decide otherwise."""
+    code, folder = hashlib.blake2b(digest_size=8), Path(longctx.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        code.update(path.read_bytes())
+    return {
+        "longctx": code.hexdigest(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }

@@ -1,0 +1,1 @@
+"""The engine: its core, and the drivers of that core."""

@@ -1,0 +1,117 @@
+"""Where an engine runs: the mesh of a plan, and how many pages each of its ranks has room for."""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.typing import DTypeLike
+
+from longctx.models import Llama
+from longctx.models.params import Params
+from longctx.models.sharded_params import abstract_sharded_params, device_config
+from longctx.parallel.mesh import AXES, make_mesh
+from longctx.serving.config import EngineConfig
+from longctx.serving.distributed import ProcessGroup, make_process_mesh
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
+
+
+def resolve_mesh(
+    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, hosts: ProcessGroup | None = None
+) -> tuple[ParallelPlan, Mesh | None]:
+    """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params.
+
+    Raises:
+      TypeError, ValueError: they contradict each other, the model, or the devices that there are.
+    """
+    if plan is not None and not isinstance(plan, ParallelPlan):
+        raise TypeError(f"plan must be a ParallelPlan, got {plan!r}")
+    if mesh is not None:
+        unknown = set(mesh.shape) - set(AXES)
+        if unknown:
+            raise ValueError(f"mesh must have the axes stage, context and tensor, got {tuple(mesh.shape)}")
+        sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}
+        plan = ParallelPlan(**sizes) if plan is None else plan
+        if any(getattr(plan, axis) != size for axis, size in sizes.items()):
+            raise ValueError(f"mesh must be of the plan's sizes, {plan}, got {sizes}")
+        devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in AXES if axis in mesh.shape])
+        mesh = Mesh(devices.reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+    elif params is not None:
+        there = params["embed"].devices()
+        if plan is None and len(there) > 1:
+            raise ValueError(f"mesh or plan must be given for parameters on {len(there)} devices")
+        plan = plan or ParallelPlan()
+    plan = plan or ParallelPlan()
+    # Who brings an executor of their own needs no devices.
+    plan.check(model.config, plan.num_devices if params is None else jax.device_count())
+    if params is None:
+        return plan, mesh
+    if mesh is None:
+        if hosts is not None and hosts.num_processes > 1:
+            mesh = make_process_mesh(hosts, plan.stage, plan.context, plan.tensor)
+        elif plan.num_devices == 1:
+            there = sorted(params["embed"].devices(), key=lambda device: device.id)
+            mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+        else:
+            mesh = make_mesh(plan.stage, plan.context, plan.tensor)
+    found, expected = len({device.process_index for device in mesh.devices.flat}), hosts.num_processes if hosts else 1
+    if found != expected:
+        raise ValueError(
+            f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"
+        )
+    check_memory(model, mesh, params["embed"].dtype, mesh.local_devices[0])
+    return plan, mesh
+
+
+def check_memory(model: Llama, mesh: Mesh, dtype: DTypeLike, device: jax.Device, pages: int = 0, size: int = 1) -> None:
+    """ValueError if a device's share of the parameters and so many pages of `size` tokens are more than its memory."""
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if memory is None:
+        return
+    needed, cache = param_bytes(model, mesh, dtype), pages * page_bytes(_width(model, mesh), size, dtype)
+    if needed + cache > memory["bytes_limit"]:
+        params, limit = needed / 2**30, memory["bytes_limit"] / 2**30
+        raise ValueError(
+            f"plan puts {params:.1f} GiB of parameters and {cache / 2**30:.1f} GiB of pages on each device, and "
+            f"{device} has {limit:.1f}: more stages or a larger tensor would spread them further"
+        )
+
+
+def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Of the parameters that each device has."""
+    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Of the head's part that each device has."""
+    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype)["lm_head"])
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def resolve_num_pages(
+    model: Llama, params: Params | None, config: EngineConfig, max_length: int, mesh: Mesh | None
+) -> int:
+    """Pages on each context rank: `num_pages`, or as many as all that may run could ever need, if there is room.
+
+    Raises:
+      ValueError: there is no room, with the numbers.
+    """
+    most = config.max_running * -(-max_length // config.page_size)
+    if params is None or mesh is None:
+        return config.num_pages or most
+    dtype, device = params["embed"].dtype, mesh.local_devices[0]
+    if config.num_pages is not None:
+        check_memory(model, mesh, dtype, device, config.num_pages, config.page_size)
+        return config.num_pages
+    placed = params["embed"].devices() == set(mesh.devices.flat)
+    # What is placed already stays, but for the head, which is spread over stages too.
+    besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
+    return default_num_pages(_width(model, mesh), config.page_size, dtype, device, most, besides)
+
+
+def _width(model: Llama, mesh: Mesh) -> int:
+    """Numbers that a device keeps of a token's keys: layers * KV heads * head size."""
+    local = device_config(model.config, mesh)
+    return (local.num_layers // mesh.shape["stage"]) * (local.num_kv_heads // mesh.shape["tensor"]) * local.head_dim

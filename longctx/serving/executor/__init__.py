@@ -1,0 +1,1 @@
+"""Turns batches into the arrays that a step reads, and its results into tokens."""

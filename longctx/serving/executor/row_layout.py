@@ -1,0 +1,210 @@
+"""Which row of which rank computes which token of a batch: from plain data to arrays, on the host alone."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.parallel.plan import deal_tokens
+from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.scheduler.batch import Batch, Chunk
+
+SHARDED, REPLICATED, LOCAL = range(3)  # kinds of rows, in the order in which a rank has them
+
+
+class _Rows:
+    """Of one kind on one rank."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.pages: list[int] = []  # of the rank; -1: another's
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def add(self, tokens: list[int], positions: list[int], slot: int, pages: list[int]) -> None:
+        self.tokens += tokens
+        self.positions += positions
+        self.slots += [slot] * len(positions)
+        self.pages += pages
+
+    def fill_up(self, count: int) -> None:
+        """With rows that are nobody's."""
+        missing = count - len(self)
+        self.add([0] * missing, [0] * missing, -1, [-1] * missing)
+
+
+class Sampled(NamedTuple):
+    """Where a token is drawn."""
+
+    chunk: Chunk
+    rank: int
+    kind: int
+    row: int  # of its kind
+    number: int  # among those of its rank
+
+
+class Layout:
+    """The rows of a batch. Keeps what it needs of sequences, which change while the batch is in the stages.
+
+    Attributes:
+      counts: rows of each kind on the rank that has most.
+      sampled: in the order of `Batch.sampled`.
+      entries: new entries of each rank's page tables: (slot, entry, page, number).
+    """
+
+    def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int) -> None:
+        self.batch, self._num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
+        self._rows = [[_Rows() for _ in range(num_ranks)] for _ in range(3)]
+        self._sharded_pages: list[list[int]] = []  # of all ranks, for each row that is sharded, rank after rank
+        self._places: dict[int, tuple[int, int, int]] = {}  # of chunks' last rows, by slot: rank, kind, row
+        self.entries: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_ranks)]
+        sharded = []
+        for chunk in batch.chunks:
+            if chunk.sharded:
+                sharded.append(chunk)
+            elif len(chunk.ranks) == 1:
+                self._add(chunk, chunk.ranks[0], LOCAL)
+            else:
+                self._share(chunk)
+        if sharded:
+            self._deal(sharded)
+        self.counts: tuple[int, int, int] = tuple(max(map(len, kind)) for kind in self._rows)  # type: ignore[assignment]
+        self.sampled: list[Sampled] = []
+        drawn = [0] * num_ranks
+        for chunk in batch.chunks:
+            if chunk.samples:
+                rank, kind, row = self._places[chunk.slot]
+                self.sampled.append(Sampled(chunk, rank, kind, row, drawn[rank]))
+                drawn[rank] += 1
+
+    # From chunks to rows.
+
+    def _add(self, chunk: Chunk, rank: int, kind: int) -> None:
+        sequence, slot, start, count = chunk[:4]
+        rows, first = self._rows[kind][rank], rank * self._num_pages
+        if count == 1:
+            page = sequence.pages[start // self._page_size] - first
+            rows.tokens.append(-1 if chunk.decodes else int(sequence.completion.tokens[start]))
+            rows.positions.append(start)
+            rows.slots.append(slot)
+            rows.pages.append(page if 0 <= page < self._num_pages else -1)
+        else:
+            pages = self._pages(chunk) - first
+            pages[(pages < 0) | (pages >= self._num_pages)] = -1
+            tokens = sequence.completion.tokens[start : start + count].tolist()
+            rows.add(tokens, list(range(start, start + count)), slot, pages.tolist())
+        self._places[slot] = rank, kind, len(rows.slots) - 1
+
+    def _share(self, chunk: Chunk) -> None:
+        """In the same place on all ranks of the sequence, the first of which draws."""
+        top = max(len(self._rows[REPLICATED][rank]) for rank in chunk.ranks)
+        for rank in reversed(chunk.ranks):
+            self._rows[REPLICATED][rank].fill_up(top)
+            self._add(chunk, rank, REPLICATED)
+
+    def _deal(self, chunks: list[Chunk]) -> None:
+        """Long chunks in zigzag, single tokens to where there is least, in turns from step to step."""
+        n, rows = self._num_ranks, self._rows[SHARDED]
+        pages: list[list[int]] = [[] for _ in range(n)]
+        long = [chunk for chunk in chunks if chunk.num_tokens > 1]
+        if long:
+            known = np.concatenate([c.sequence.completion.tokens[c.start : c.start + c.num_tokens] for c in long])
+            positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens) for c in long])
+            slots = np.repeat([c.slot for c in long], [c.num_tokens for c in long])
+            owners = np.concatenate([self._pages(c) for c in long])
+            ends = np.cumsum([c.num_tokens for c in long]) - 1
+            for rank, mine in enumerate(deal_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
+                own = rows[rank]
+                own.tokens, own.positions = known[mine].tolist(), positions[mine].tolist()
+                own.slots, pages[rank] = slots[mine].tolist(), owners[mine].tolist()
+                for row in np.flatnonzero(np.isin(mine, ends)).tolist():
+                    self._places[own.slots[row]] = rank, SHARDED, row
+        for chunk in (chunk for chunk in chunks if chunk.num_tokens == 1):
+            rank = min(range(n), key=lambda rank: (len(rows[rank]), (rank - self.batch.index) % n))
+            own, start = rows[rank], chunk.start
+            own.tokens.append(-1 if chunk.decodes else int(chunk.sequence.completion.tokens[start]))
+            own.positions.append(start)
+            own.slots.append(chunk.slot)
+            pages[rank].append(chunk.sequence.pages[start // self._page_size])
+            self._places[chunk.slot] = rank, SHARDED, len(own) - 1
+        self._sharded_pages = pages
+
+    def _pages(self, chunk: Chunk) -> np.ndarray:
+        """The page of each token."""
+        first, last = chunk.start // self._page_size, (chunk.start + chunk.num_tokens - 1) // self._page_size
+        number = np.arange(chunk.start, chunk.start + chunk.num_tokens) // self._page_size - first
+        return np.array(chunk.sequence.pages[first : last + 1])[number]
+
+    # From rows to arrays.
+
+    def pack_rows(self, shape: Shape) -> np.ndarray:
+        """A `RowPlan` of each rank, int32 `[ranks, length]`."""
+        packed, plan = RowPlan.empty(shape)
+        firsts = self._firsts(shape)
+        for first, kind in zip(firsts, self._rows, strict=True):
+            for rank, rows in enumerate(kind):
+                part = (rank, slice(first, first + len(rows)))
+                plan.tokens[part], plan.positions[part], plan.slots[part] = rows.tokens, rows.positions, rows.slots
+        # A rank may have to keep what is sharded to any.
+        others = (shape.ranks - 1) * shape.sharded
+        plan.offsets[:, others + shape.sharded :] = plan.positions[:, shape.sharded :] % self._page_size
+        for first, kind in zip(firsts[1:], self._rows[1:], strict=True):
+            for rank, rows in enumerate(kind):
+                plan.pages[rank, others + first : others + first + len(rows)] = rows.pages
+        if shape.sharded:
+            self._pack_sharded(plan, shape)
+        if shape.replicated and shape.ranks > 1:
+            plan.groups[:] = plan.slots[:, shape.sharded : firsts[LOCAL]].reshape(1, -1)
+        for rank, entries in enumerate(self.entries):
+            if entries:
+                columns = zip(*entries, strict=True)
+                for part, column in zip(plan[-4:], columns, strict=True):
+                    part[rank, : len(entries)] = column
+        return packed
+
+    def _pack_sharded(self, plan: RowPlan, shape: Shape) -> None:
+        positions, slots = (x[:, : shape.sharded].reshape(-1) for x in (plan.positions, plan.slots))
+        plan.sharded_positions[:], plan.sharded_slots[:] = positions, slots
+        plan.sharded_order[:] = np.lexsort((positions, np.where(slots < 0, np.iinfo(np.int32).max, slots)))
+        by_rank = np.full((shape.ranks, shape.sharded), -1, np.int32)
+        for rank, mine in enumerate(self._sharded_pages):
+            by_rank[rank, : len(mine)] = mine
+        pages, ranks = by_rank.reshape(-1), np.arange(shape.ranks)[:, None]
+        owned = (pages >= 0) & (pages // self._num_pages == ranks)
+        plan.pages[:, : pages.size] = np.where(owned, pages - ranks * self._num_pages, -1)
+        plan.offsets[:, : pages.size] = positions % self._page_size
+        if shape.message:
+            asking = sorted({slot for rows in self._rows[SHARDED] for slot in rows.slots if slot >= 0})
+            plan.message_slots[:, : len(asking)] = asking
+
+    def pack_samples(self, shape: Shape, controls: np.ndarray, plain: np.ndarray) -> np.ndarray:
+        """A `SamplePlan`, int32 `[length]`; controls and plain are the slots'."""
+        packed, plan = SamplePlan.empty(shape)
+        if self.sampled:
+            firsts = self._firsts(shape)
+            told = [
+                (at.rank, at.number, firsts[at.kind] + at.row, at.chunk.slot, at.chunk.start + at.chunk.num_tokens)
+                for at in self.sampled
+            ]
+            rank, number, row, slot, position = np.array(told, np.int32).T
+            plan.rows[rank, number], plan.slots[rank, number], plan.positions[rank, number] = row, slot, position
+            plan.controls[rank, number] = controls[slot]
+            plan.plain[0] = plain[slot].all()
+        return packed
+
+    def rows_of(self, chunk: Chunk, shape: Shape) -> list[tuple[int, int, int]]:
+        """(rank, row, position) of a chunk's tokens, each once."""
+        firsts = self._firsts(shape)
+        found: dict[int, tuple[int, int, int]] = {}
+        for first, kind in zip(firsts, self._rows, strict=True):
+            for rank, rows in enumerate(kind):
+                for row, slot in enumerate(rows.slots):
+                    if slot == chunk.slot:
+                        found.setdefault(rows.positions[row], (rank, first + row, rows.positions[row]))
+        return [found[position] for position in sorted(found)]
+
+    @staticmethod
+    def _firsts(shape: Shape) -> tuple[int, int, int]:
+        return 0, shape.sharded, shape.sharded + shape.replicated

@@ -1,0 +1,101 @@
+"""What a user gets: `Event`s as tokens come, and an `Output` at the end of each sequence."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log probability, and the likeliest tokens in its place with theirs, descending."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Metrics:
+    """Of one sequence. Times are seconds on the engine's clock.
+
+    Attributes:
+      arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
+      prompt_tokens, output_tokens: how many.
+      cached_tokens: tokens of the prompt whose keys and values were found in the cache.
+      preemptions: how often it was put back (optimistic admission).
+      recomputed_tokens: tokens whose keys and values that threw away.
+      ttft_deadline, tpot_target: what was due, by its request or by default: seconds, both.
+      slack: when it was admitted, the share that was left of the time to its deadline after its prompt (Medha, 4.2).
+      longest_gap: seconds, at most, between two of its tokens.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    last_token: float | None = None
+    longest_gap: float = 0.0
+    ttft_deadline: float | None = None
+    tpot_target: float | None = None
+    slack: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from arrival."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def kept_ttft(self) -> bool | None:
+        """Whether the first token came in time; None if nothing was due, or none came."""
+        return None if self.ttft is None or self.ttft_deadline is None else self.ttft <= self.ttft_deadline
+
+    @property
+    def kept_tpot(self) -> bool | None:
+        """Whether the mean time per token kept its target; None if there was none, or one token at most."""
+        return None if self.tpot is None or self.tpot_target is None else self.tpot <= self.tpot_target
+
+
+@dataclass(frozen=True)
+class Output:
+    """One continuation, whole. A request with n > 1 has n of them, `sample` 0 to n - 1.
+
+    Attributes:
+      token_ids: what was generated, a stop token included.
+      text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
+      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"` (a step of
+        the engine failed).
+      logprobs: of each token, if asked for.
+      prompt_logprobs: of the prompt's tokens but the first, if asked for.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    metrics: Metrics
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step brought a sequence. `text` is what has become certain; `output` is there with the last event."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    output: Output | None = None

@@ -1,0 +1,1 @@
+"""What devices compute: the compiled step over the mesh, and small programs beside it."""

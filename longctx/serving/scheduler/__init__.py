@@ -1,0 +1,1 @@
+"""What each step computes: plain Python over plain data, without JAX and without a clock."""

@@ -1,0 +1,133 @@
+"""Whose prompt is read next, and who may share a step with it: the scheduling policies.
+
+A policy orders prompts, those that wait and those half read alike, anew in every step: so a prompt is preempted between
+two of its chunks. Decodes are not its affair: they always run.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Protocol, runtime_checkable
+
+from longctx.serving.scheduler.sequence import Sequence
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Pure functions of plain data: no clock, no randomness.
+
+    Of a sequence they may read `arrival`, `deadline` (when its first token is due), `ttft_budget` (seconds from its
+    arrival to then), `prefill_remaining` (predicted seconds of the rest of its prompt, computed alone) and its lengths.
+    Results are finite.
+    """
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        """The least is the most urgent. Higher priority comes before it, and of equals who came first."""
+        ...
+
+    def share(self, sequence: Sequence, now: float) -> float:
+        """The share of a step, 0 to 1, that a prompt may have of one that is more urgent, but longer."""
+        ...
+
+
+def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> Iterator[Sequence]:
+    """The most urgent first. Whoever stops early pays for no more than a look at each."""
+    urgency = policy.urgency
+    heap = [(-s.priority, urgency(s, now), s.order, s) for s in sequences]
+    heapq.heapify(heap)
+    while heap:
+        yield heapq.heappop(heap)[-1]
+
+
+def relative_slack(sequence: Sequence, now: float) -> float:
+    """The share of the time to its deadline that is left after what is yet to be read; negative if it will be late.
+
+    Source: Medha, 4.2, equation 7, where `now` is implicit: it takes the deadline as time that is left.
+    """
+    return (sequence.deadline - now - sequence.prefill_remaining) / sequence.ttft_budget
+
+
+class Alone:
+    """A prompt has a whole step, as far as it can use it; what it leaves is the next one's."""
+
+    def share(self, sequence: Sequence, now: float) -> float:
+        return 0.0
+
+
+class FirstComeFirstServed(Alone):
+    """`fcfs`: in order of arrival. A short prompt waits for the whole of a long one before it."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.arrival
+
+
+class EarliestDeadlineFirst(Alone):
+    """`edf`: optimal while all deadlines can be kept; beyond that, long prompts come due and block all others."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.deadline
+
+
+class ShortestRemainingPrefill(Alone):
+    """`srpf`: the least mean TTFT. A long prompt may wait for ever."""
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return sequence.prefill_remaining
+
+
+class LeastRelativeSlack(Alone):
+    """`lrs`: by `relative_slack`, so a long prompt is urgent only once it has waited long for its length.
+
+    Neither kind starves the other: when there is more to do than can be done, all are late by the same multiple of
+    what they were promised.
+    """
+
+    def urgency(self, sequence: Sequence, now: float) -> float:
+        return relative_slack(sequence, now)
+
+
+@dataclass(frozen=True)
+class InputLengthAwareSlack(LeastRelativeSlack):
+    """`ilrs`: Medha's policy: as `lrs`, and short prompts share steps with a long one (prefill-prefill batching).
+
+    The nearer a prompt is to its deadline, the larger its share of the step, up to `max_share`: what it has used up of
+    its slack.
+
+    Source: Medha, 4.2.
+    """
+
+    max_share: float = 0.5
+
+    def share(self, sequence: Sequence, now: float) -> float:
+        return min(self.max_share, max(0.0, 1.0 - relative_slack(sequence, now)))
+
+
+POLICIES: dict[str, Callable[[float], Policy]] = {
+    "fcfs": lambda max_share: FirstComeFirstServed(),
+    "edf": lambda max_share: EarliestDeadlineFirst(),
+    "srpf": lambda max_share: ShortestRemainingPrefill(),
+    "lrs": lambda max_share: LeastRelativeSlack(),
+    "ilrs": InputLengthAwareSlack,
+}
+
+
+def make_policy(name: str | Policy, max_share: float) -> Policy:
+    """One of `POLICIES`, or what is a policy already.
+
+    Raises:
+      ValueError: there is no such policy.
+    """
+    if isinstance(name, str):
+        if name not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
+        return POLICIES[name](max_share)
+    if isinstance(name, type) or not isinstance(name, Policy):
+        raise TypeError(f"policy must be a name or have `urgency` and `share`, got {name!r}")
+    probe = Sequence("probe", 0, prompt_length=1, max_tokens=1, deadline=1.0)
+    for method in (name.urgency, name.share):
+        value = method(probe, 0.0)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"policy must return finite numbers, got {value!r} from {method.__qualname__}")
+    return name

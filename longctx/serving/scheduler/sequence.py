@@ -1,0 +1,101 @@
+"""What the scheduler knows of one sequence: plain data, and the states that it goes through."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.placement import Placement
+
+
+class State(enum.Enum):
+    """Of a sequence. Putting back (optimistic admission) leads from the middle two to WAITING."""
+
+    WAITING = "waiting"  # holds nothing
+    PREFILLING = "prefilling"  # has a slot and pages; tokens to compute before the next can be sampled
+    DECODING = "decoding"  # every step computes the token that the step before has sampled
+    FINISHED = "finished"
+
+
+_NEXT = {
+    State.WAITING: {State.PREFILLING, State.FINISHED},
+    State.PREFILLING: {State.DECODING, State.WAITING, State.FINISHED},
+    State.DECODING: {State.WAITING, State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+class Tail(NamedTuple):
+    """A session's last, partial page: what finds it, its number in the sequence, and how many of its tokens count."""
+
+    key: Key
+    number: int
+    tokens: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a request. The scheduler decides by the first group of fields; `data` is for executors only.
+
+    `length` counts tokens that are known or being sampled, `computed` those whose keys and values are written or
+    planned to be: plans run ahead of results. `in_flight` counts samples that are planned and not yet received.
+    """
+
+    name: str
+    order: int  # of arrival
+    prompt_length: int
+    max_tokens: int
+    arrival: float = 0.0
+    priority: int = 0
+    ttft_deadline: float | None = None
+    tpot_target: float | None = None
+    keys: list[Any] = field(default_factory=list)  # of its full pages, as far as tokens are known
+    tail: "Tail | None" = None  # the partial page that the turn before it left
+    may_share: bool = True  # begin with pages that others have computed
+    followers: "list[Sequence]" = field(default_factory=list)  # other samples, that begin where its prompt ends
+    completion: Any = None
+
+    state: State = State.WAITING
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    placement: Placement | None = None  # of pages to come
+    ranks: tuple[int, ...] = ()  # that its pages are on
+    reserved: list[int] = field(default_factory=list)  # pages of each rank
+    ready: int = 0  # the first step that its next rows may be in
+    registered: int = 0  # pages that have been offered for sharing, or were shared
+    length: int = 0
+    computed: int = 0
+    in_flight: int = 0
+    cached: int | None = None  # tokens found in the cache when first admitted
+    preemptions: int = 0
+    recomputed: int = 0  # tokens whose keys and values were thrown away
+
+    # What policies go by: seconds, promised and predicted.
+    deadline: float = 0.0  # when its first token is due
+    ttft_budget: float = 1.0  # from its arrival to then
+    prefill_remaining: float = 0.0  # that the remaining tokens take alone
+    prefix_hit_tokens: int = 0  # tokens of its prompt that were in the cache when it came
+    slack: float | None = None  # relative, when it was last admitted
+
+    def __post_init__(self) -> None:
+        if self.prompt_length < 1 or self.max_tokens < 1:
+            raise ValueError("prompt_length and max_tokens must be at least 1")
+        self.length = self.prompt_length
+
+    def to(self, state: State) -> None:
+        assert state in _NEXT[self.state], f"{self.name}: {self.state.value} can't become {state.value}"
+        self.state = state
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next can be sampled."""
+        return self.length - self.computed
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all of its samples are planned."""
+        return self.length == self.prompt_length + self.max_tokens
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in (State.PREFILLING, State.DECODING)

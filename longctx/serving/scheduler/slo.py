@@ -1,0 +1,67 @@
+"""What is promised to a request that asks for nothing in particular: `Slo`."""
+
+from dataclasses import dataclass
+
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.request import Request
+from longctx.serving.validation import check_real
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Default service-level objectives; a request's own come before them.
+
+    Attributes:
+      ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
+      ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
+      tpot: seconds between tokens at most; None: nothing is promised.
+
+    Raises:
+      TypeError, ValueError: one is not a positive, finite number, or ttft_factor is below 1.
+    """
+
+    ttft_factor: float = 5.0
+    ttft_least: float = 1.0
+    tpot: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_factor", "ttft_least", "tpot"):
+            value = getattr(self, name)
+            if (name != "tpot" or value is not None) and check_real(name, value, 0) == 0:
+                raise ValueError(f"{name} must be above 0")
+        if self.ttft_factor < 1:
+            raise ValueError(f"ttft_factor must be at least 1, no prompt being read faster, got {self.ttft_factor}")
+
+    def ttft(self, prefill_seconds: float) -> float:
+        """Seconds within which the first token of a prompt is due that takes so long alone."""
+        return max(self.ttft_least, self.ttft_factor * prefill_seconds)
+
+
+def check_slo(slo: Slo, predictor: Predictor) -> None:
+    """ValueError if no token can ever keep the default TPOT."""
+    least = predictor.seconds(Work(1, 1, 1))
+    if slo.tpot is not None and least > slo.tpot:
+        raise ValueError(f"slo: tpot={slo.tpot} can't be met: a step takes {least:.3g} s, by the engine's profile")
+
+
+def check_possible(request: Request, cached: int, length: int, rows: int, predictor: Predictor) -> None:
+    """ValueError if what a request asks for can't be met by an engine that does nothing else.
+
+    Its prompt has `length` tokens, of which the cache has the first `cached`; chunks have `rows` tokens at most.
+    """
+    if request.ttft_deadline is not None:
+        least = predictor.prefill_seconds(min(cached, length - 1), length, rows)
+        if least > request.ttft_deadline:
+            raise ValueError(
+                f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take {least:.3g} s "
+                "even alone, by the engine's profile"
+            )
+    if request.tpot_target is not None:
+        last = length + request.sampling.max_tokens - 2  # tokens before the last one that is computed
+        least = predictor.seconds(Work().with_chunk(last, 1, True))
+        if least > request.tpot_target:
+            raise ValueError(
+                f"tpot_target={request.tpot_target} can't be met: a token after {last:,} others takes {least:.3g} s "
+                "even alone, by the engine's profile"
+            )

@@ -1,0 +1,144 @@
+"""One of several processes that run an engine, for tests: `process_main.py SCENARIO COORDINATOR PROCESSES ID JSON`."""
+
+import json
+import sys
+import time
+from typing import Any
+
+import jax
+
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
+from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
+
+
+def make_engine(hosts: ProcessGroup, options: dict[str, Any], **more: Any) -> tuple[Engine, Any]:
+    from dense_oracle import LENGTH, Oracle, make_model
+
+    plan = ParallelPlan(**options["plan"])
+    oracle = Oracle(make_model(plan.stage, 8, 2, 48))
+    config = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
+    config |= {"max_running": 6} | options.get("config", {}) | more
+    return Engine(oracle.model, oracle.params, EngineConfig(**config), plan=plan, hosts=hosts), oracle
+
+
+def workload(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """Random requests, sessions, cancels; every token is compared with the dense oracle's."""
+    engine, oracle = make_engine(hosts, options)
+    if not hosts.is_first:
+        engine.follow()
+        print(json.dumps({"steps": engine.stats().steps}))
+        return
+    from workload import Workload
+
+    print(describe_mesh(engine.mesh, hosts), file=sys.stderr)
+    # Compiling all that may be needed takes minutes here, where processes share cores: what is needed will do.
+    engine._is_warm = options.get("cold", False)
+    Workload(engine, options["seed"], oracle.continuation).run(options["events"])
+    print(json.dumps({"steps": engine.stats().steps}))
+
+
+def forever(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """Generates until something happens; says when it has begun, after so many events of a workload."""
+    engine, oracle = make_engine(hosts, options)
+    if not hosts.is_first:
+        engine.follow()
+        return
+    if "events" in options:
+        from workload import Workload
+
+        workload = Workload(engine, 0, oracle.continuation)
+        workload.act(options["events"])
+        while engine.has_work:  # `finish` would empty the cache, in this process alone
+            workload.step()
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.generate(Request([1, 2, 3], params))
+    print("running", flush=True)
+    while not options.get("idle"):
+        engine.generate(Request([1, 2, 3], params))
+    time.sleep(1000)
+
+
+def differs(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """One process plans otherwise than the others."""
+    engine, _ = make_engine(hosts, options)
+    if hosts.process_id == options["who"]:
+        pool = engine.scheduler.pool
+        pool._free[0].reverse()
+    if not hosts.is_first:
+        engine.follow()
+        return
+    engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
+
+
+def breaks(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """An error in one process."""
+    engine, _ = make_engine(hosts, options)
+    if hosts.process_id == options["who"]:
+        wait, count = engine._executor.wait, iter(range(1000))
+
+        def fail(pending: Any) -> Any:
+            if next(count) == 5:
+                if options.get("stand_still"):
+                    time.sleep(1000)
+                raise RuntimeError("the roof is on fire")
+            return wait(pending)
+
+        engine._executor.wait = fail  # type: ignore[method-assign]
+    if not hosts.is_first:
+        engine.follow()
+        return
+    engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
+
+
+def contradicts(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """Processes with different configurations."""
+    more = options["more"][hosts.process_id]
+    make_engine(hosts, options, **more)
+
+
+def reads(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+    """A checkpoint: how many bytes of it this process reads, how many its devices have, and how many there are."""
+    from longctx.models import checkpoint_fingerprint, load_checkpoint
+    from longctx.models.builtin import TINY
+    from longctx.models.safetensors_reader import SafetensorsReader
+
+    counted, read = [], SafetensorsReader.read
+
+    def count(self: SafetensorsReader, *arguments: Any) -> Any:
+        counted.append(read(self, *arguments))
+        return counted[-1]
+
+    SafetensorsReader.read = count  # type: ignore[method-assign]
+    plan = ParallelPlan(**options["plan"])
+    mesh = make_process_mesh(hosts, plan.stage, plan.context, plan.tensor)
+    hosts.agree("checkpoint", checkpoint_fingerprint(TINY))
+    model, params = load_checkpoint(TINY, mesh)
+    here = 0
+    for leaf in jax.tree.leaves(params):
+        here += sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    engine = Engine(model, params, EngineConfig(token_budget=16, buckets=(16,), max_running=2), mesh, hosts=hosts)
+    if hosts.is_first:
+        engine.generate([[1, 2, 3]])
+    else:
+        engine.follow()
+    print(json.dumps({"read": sum(x.nbytes for x in counted), "here": here, "whole": whole}))
+
+
+def main() -> int:
+    scenario, coordinator, processes, process, text = sys.argv[1:]
+    options = json.loads(text)
+    plan = ParallelPlan(**options["plan"])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_num_cpu_devices", plan.num_devices // int(processes))
+    timeouts = {"failure_timeout": options.get("failure_timeout", 30), "join_timeout": options.get("join_timeout", 60)}
+    with initialize(coordinator, int(processes), int(process), **timeouts) as hosts:
+        globals()[scenario](hosts, options)
+    if hosts.is_first:
+        time.sleep(options.get("afterwards", 0))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

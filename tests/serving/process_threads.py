@@ -1,0 +1,45 @@
+"""Processes that meet, as threads of one: all but `jax.distributed`."""
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from longctx.serving.distributed import ProcessGroup, rendezvous
+from longctx.serving.distributed.cluster_env import ClusterEnv
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def meet(
+    coordinator: str, num_processes: int, process_id: int, failure: float = 5.0, join: float = 60.0
+) -> ProcessGroup:
+    act = rendezvous.lead if process_id == 0 else rendezvous.follow
+    terms = rendezvous.Terms(failure, join, rendezvous.ANY_PORT)
+    return act(ClusterEnv(coordinator, num_processes, process_id), terms, {"num_processes": num_processes})[0]
+
+
+def together(num_processes: int, act: Callable[[ProcessGroup], Any], join: float = 60.0) -> list[Any]:
+    """What `act` returns in each process, or raises."""
+    coordinator = f"127.0.0.1:{free_port()}"
+
+    def run(process_id: int) -> Any:
+        with meet(coordinator, num_processes, process_id, join=join) as hosts:
+            return act(hosts)
+
+    return in_threads([lambda i=i: run(i) for i in range(num_processes)])
+
+
+def in_threads(acts: list[Callable[[], Any]]) -> list[Any]:
+    def outcome(act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return list(pool.map(outcome, acts))

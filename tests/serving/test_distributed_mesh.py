@@ -1,0 +1,54 @@
+"""Which device of which host gets which part of the mesh."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.serving.distributed.mesh import arrange_devices
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+def devices(*processes: int) -> list[Any]:
+    return [Device(i, process) for i, process in enumerate(processes)]
+
+
+def hosts_of(mesh: Any, names: str) -> list[str]:
+    return [
+        "".join(names[device.process_index] for device in group)
+        for group in mesh.devices.reshape(-1, mesh.shape["tensor"])
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_tensor_stays_inside_a_host(order: int) -> None:
+    mesh = arrange_devices(devices(0, 0, 0, 0, 1, 1, 1, 1)[::order], "ab", 2, 2, 2)
+    assert hosts_of(mesh, "ab") == ["aa", "aa", "bb", "bb"]  # and context, as there is room for it
+    assert np.vectorize(lambda device: device.id)(mesh.devices).reshape(-1).tolist() == list(range(8))
+    assert hosts_of(arrange_devices(devices(0, 0, 1, 1), "ab", 1, 2, 2), "ab") == ["aa", "bb"]
+
+
+def test_processes_of_a_host_belong_together() -> None:
+    """Whatever their ids: two hosts, of four processes with two devices each."""
+    mesh = arrange_devices(devices(0, 0, 1, 1, 2, 2, 3, 3), "abab", 2, 1, 4)
+    assert hosts_of(mesh, "abab") == ["aaaa", "bbbb"]
+    assert [device.process_index for device in mesh.devices.reshape(-1)] == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 1, 8), "tensor must divide the 4 devices of a host, got 8, which would be on a and b"),
+        ((2, 1, 2), r"stage \* context \* tensor = 2 \* 1 \* 2 = 4 devices, and the 2 processes have 8"),
+        ((4, 4, 1), "16 devices, and the 2 processes have 8"),
+    ],
+)
+def test_what_does_not_fit(shape: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arrange_devices(devices(0, 0, 0, 0, 1, 1, 1, 1), "ab", *shape)

@@ -1,0 +1,112 @@
+"""Engines on paper that decide alike: what is told to them, and what happens when one doesn't."""
+
+import time
+from typing import Any
+
+import pytest
+from fake_device import make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from process_threads import together
+from workload import Workload
+
+from longctx.serving import ParallelPlan, Request, SamplingParams
+from longctx.serving.distributed import ProcessGroup
+
+
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 2**20),
+    processes=st.integers(2, 3),
+    plan=st.sampled_from(
+        [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exchange="kvp", rank_tokens=12)]
+    ),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    policy=st.sampled_from(["fcfs", "ilrs", "lrs"]),
+    chunking=st.sampled_from(["static", "adaptive"]),
+)
+def test_all_decide_alike(
+    seed: int, processes: int, plan: ParallelPlan, admission: str, policy: str, chunking: str
+) -> None:
+    def act(hosts: ProcessGroup) -> Any:
+        engine = make_engine(40, plan=plan, admission=admission, policy=policy, chunking=chunking, hosts=hosts)
+        if hosts.is_first:
+            Workload(engine, seed).run(150)
+        else:
+            engine.follow()
+        decisions, stats = engine._replica.decisions, engine.stats()
+        return decisions.digest, decisions.count, stats.steps, stats.output_tokens, stats.preemptions
+
+    first, *others = together(processes, act)
+    assert not isinstance(first, Exception), first
+    assert others == [first] * len(others)
+
+
+def test_messages_do_not_grow_with_contexts() -> None:
+    """A step's message is as long for long prompts as for short ones, but for the one that brings the prompt."""
+
+    def act(hosts: ProcessGroup) -> Any:
+        engine = make_engine(40, hosts=hosts)
+        if not hosts.is_first:
+            engine.follow()
+            return None
+        sizes = {}
+        for length in (2, 100):
+            engine.submit(Request([i % 40 for i in range(length)], SamplingParams(max_tokens=12, ignore_eos=True)))
+            while engine.has_work:
+                before = hosts._channel.bytes_sent
+                engine.step()
+                sizes.setdefault(length, []).append(hosts._channel.bytes_sent - before)
+        return sizes
+
+    sizes = together(2, act)[0]
+    assert sizes[100][0] - sizes[2][0] >= 4 * 98
+    assert max(sizes[100][1:]) < 160
+
+
+def test_one_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    def act(hosts: ProcessGroup) -> None:
+        engine = make_engine(hosts=hosts)
+        if hosts.process_id == 2:
+            engine.scheduler.pool._free[0].reverse()
+        if hosts.is_first:
+            engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
+            time.sleep(1)
+        else:
+            engine.follow()
+
+    together(3, act, join=3)
+    assert no_exit.count(70) == 3
+    told = capsys.readouterr().err
+    assert told.count("process 2") >= 3
+    for process in (0, 1, 2):
+        (mine,) = [text for text in told.split("longctx: ") if text.startswith(f"process {process} ")]
+        assert "decided otherwise than process 0 within 16 steps" in mine
+        assert mine.count("computes slot") >= 4  # of both
+
+
+def test_configurations_have_to_be_the_same() -> None:
+    def act(hosts: ProcessGroup) -> None:
+        make_engine(hosts=hosts, policy=("ilrs", "fcfs")[hosts.process_id], run_ahead=2 + hosts.process_id)
+
+    for error in together(2, act):
+        assert isinstance(error, ValueError)
+        assert "policy: 'ilrs' in process 0, 'fcfs' in process 1; run_ahead: 2 in process 0, 3" in str(error)
+
+
+def test_followers_take_no_requests() -> None:
+    def act(hosts: ProcessGroup) -> None:
+        engine = make_engine(hosts=hosts)
+        if hosts.is_first:
+            with pytest.raises(RuntimeError, match="follow is for"):
+                engine.follow()
+            with pytest.raises(RuntimeError, match="in one process alone"), engine.lend_executor():
+                pass
+        else:
+            with pytest.raises(RuntimeError, match="process 1 follows process 0"):
+                engine.submit(Request([1]))
+            with pytest.raises(RuntimeError, match="process 1 follows process 0"):
+                engine.cancel("request-0")
+            engine.follow()
+
+    assert together(2, act) == [None, None]

@@ -1,0 +1,229 @@
+"""Real processes: tokens of one device on meshes over them, and how all end when one of them does."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_threads import free_port
+
+from longctx.models.builtin import TINY
+from longctx.models.safetensors_reader import SINGLE_FILE
+
+PROCESS = Path(__file__).with_name("process_main.py")
+FAILURE = 6.0  # seconds, in place of 30
+
+
+class Processes:
+    """Some that run one scenario."""
+
+    def __init__(self, folder: Path, scenario: str, count: int, **options: Any) -> None:
+        self.folder, coordinator = folder, f"127.0.0.1:{free_port()}"
+        options = {"failure_timeout": FAILURE} | options
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.running = []
+        for i in range(count):
+            command = [sys.executable, str(PROCESS), scenario, coordinator, str(count), str(i), json.dumps(options)]
+            with self._path(i).open("wb") as out:
+                self.running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
+
+    def _path(self, process: int) -> Path:
+        return self.folder / f"process-{process}.txt"
+
+    def told(self, process: int) -> str:
+        return self._path(process).read_text(errors="replace")
+
+    def wait_until(self, process: int, text: str, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while text not in self.told(process):
+            assert self.running[process].poll() is None, self.told(process)
+            assert time.monotonic() < deadline, f"{text!r} was not said: {self.told(process)}"
+            time.sleep(0.05)
+
+    def statuses(self, timeout: float, but: int | None = None) -> list[int]:
+        deadline = time.monotonic() + timeout
+        return [
+            running.wait(max(0.1, deadline - time.monotonic())) for i, running in enumerate(self.running) if i != but
+        ]
+
+
+@contextmanager
+def processes(folder: Path, scenario: str, count: int, **options: Any) -> Iterator[Processes]:
+    started = Processes(folder, scenario, count, **options)
+    try:
+        yield started
+    finally:
+        for running in started.running:
+            running.kill()
+            running.wait()
+
+
+SIZES = [(2, 2, 1), (1, 4, 1), (2, 1, 2), (4, 2, 1)]
+WAYS = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
+ALL = [
+    (count, sizes, way, seed)
+    for seed, (count, sizes, way) in enumerate(
+        (count, sizes, way) for count in (2, 4) for sizes in SIZES for way in (WAYS if sizes[1] > 1 else WAYS[:1])
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "sizes", "way", "seed"), ALL, ids=str)
+def test_tokens_are_those_of_one_device(
+    count: int, sizes: tuple[int, int, int], way: tuple[str, str], seed: int, tmp_path: Path
+) -> None:
+    """Prompts and decodes mixed, sessions, shared prefixes, several samples, cancels."""
+    stage, context, tensor = sizes
+    plan = {"stage": stage, "context": context, "tensor": tensor, "placement": way[0], "exchange": way[1]}
+    plan |= {"rank_tokens": 16}
+    options = {"plan": plan, "seed": seed, "events": 40, "failure_timeout": 120, "join_timeout": 120}
+    options["cold"] = way[1] != "kvp"
+    with processes(tmp_path, "workload", count, **options) as all_:
+        assert all_.statuses(500) == [0] * count, "\n".join(map(all_.told, range(count)))
+        steps = [json.loads(all_.told(i).splitlines()[-1])["steps"] for i in range(count)]
+        assert len(set(steps)) == 1
+        assert steps[0] > 20
+        parts = re.findall(r"cpu \d+ of process (\d)", all_.told(0))
+        assert parts == [str(i * count // (stage * context * tensor)) for i in range(stage * context * tensor)]
+
+
+def test_tokens_of_one_device_until_one_is_killed(tmp_path: Path) -> None:
+    """Two processes of two devices."""
+    plan = {"stage": 2, "tensor": 2}
+    with processes(tmp_path, "forever", 2, plan=plan, events=25) as all_:
+        all_.wait_until(0, "running")
+        all_.running[1].kill()
+        assert all_.statuses(FAILURE, but=1) == [70]
+        assert re.search(r"longctx: process 0 .* ends: process 1 .* is gone", all_.told(0))
+
+
+PIPELINE = {2: {"stage": 2}, 3: {"stage": 3}}
+DEATHS = [
+    (signal.SIGSTOP, 2, 0, True),
+    (signal.SIGKILL, 2, 1, False),
+    (signal.SIGKILL, 2, 0, False),
+    (signal.SIGKILL, 2, 0, True),
+    (signal.SIGKILL, 2, 1, True),
+    (signal.SIGSTOP, 2, 1, False),
+    (signal.SIGSTOP, 2, 1, True),
+    (signal.SIGSTOP, 2, 0, False),
+    *((sign, 3, who, idle) for sign in (signal.SIGKILL, signal.SIGSTOP) for who in (0, 2) for idle in (False, True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sign", "count", "who", "idle"),
+    [DEATHS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DEATHS[1:])],
+)
+def test_others_end_when_one_is_gone(sign: signal.Signals, count: int, who: int, idle: bool, tmp_path: Path) -> None:
+    with processes(tmp_path, "forever", count, plan=PIPELINE[count], idle=idle) as all_:
+        all_.wait_until(0, "running")
+        time.sleep(0.5)
+        all_.running[who].send_signal(sign)
+        began = time.monotonic()
+        statuses = all_.statuses(FAILURE, but=who)
+        seconds = time.monotonic() - began
+        print(
+            f"{sign.name} of process {who} of {count}, {'idle' if idle else 'generating'}: {seconds:.1f} s, {statuses}"
+        )
+        for process in {*range(count)} - {who}:
+            told = all_.told(process)
+            # Where process 0 dies, JAX may be the first to say so.
+            by_us = f"longctx: process {process}" in told and f"process {who}" in told
+            assert by_us or (who == 0 and "JAX distributed service detected fatal errors" in told), told
+        assert all(status not in (0, None) for status in statuses)
+        if sign == signal.SIGSTOP:
+            all_.running[who].send_signal(signal.SIGCONT)
+            assert all_.running[who].wait(3 * FAILURE) != 0
+
+
+@pytest.mark.slow
+def test_a_restart_serves_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with processes(tmp_path, "forever", 2, plan=PIPELINE[2]) as all_:
+            all_.wait_until(0, "running")
+            all_.running[1].kill()
+            assert all_.statuses(FAILURE)[0] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("stand_still", [False, True])
+def test_an_error_in_one_is_the_end_of_all(who: int, stand_still: bool, tmp_path: Path) -> None:
+    options = {"plan": PIPELINE[2], "who": who, "stand_still": stand_still}
+    with processes(tmp_path, "breaks", 2, **options) as all_:
+        assert all(status != 0 for status in all_.statuses(120))
+        assert "longctx: process" in all_.told(1 - who)
+        expected = "has waited for the results of a step" if stand_still else "RuntimeError: the roof is on fire"
+        assert expected in all_.told(1 - who)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "most"), [({"stage": 2}, 0.75), ({"tensor": 2}, 0.55), ({"context": 2}, 1.0)], ids=str
+)
+def test_each_reads_its_shards_alone(plan: dict[str, int], most: float, tmp_path: Path) -> None:
+    with processes(tmp_path, "reads", 2, plan=plan, failure_timeout=120) as all_:
+        assert all_.statuses(200) == [0, 0], all_.told(0) + all_.told(1)
+        for told in (json.loads(all_.told(i).splitlines()[-1]) for i in (0, 1)):
+            assert told["read"] == told["here"]
+            assert 0.4 < told["read"] / told["whole"] <= most
+
+
+@pytest.mark.slow
+def test_the_first_may_go_on_by_itself(tmp_path: Path) -> None:
+    """For longer than others wait at their exit."""
+    with processes(tmp_path, "reads", 2, plan={"stage": 2}, failure_timeout=20, afterwards=30) as all_:
+        assert all_.statuses(200) == [0, 0], all_.told(0) + all_.told(1)
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path) -> None:
+    coordinator = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-c", "import sys; from longctx.cli import main; sys.exit(main())"]
+    flags = ["generate", "--model", str(TINY), "--prompt", "The pass key of castle is", "--max-tokens", "8"]
+
+    other = tmp_path / "other"
+    shutil.copytree(TINY, other)
+    weights = other / SINGLE_FILE
+    weights.write_bytes(weights.read_bytes()[:-100_000] + bytes(100_000))
+
+    def run(process: int, *more: str) -> subprocess.Popen[str]:
+        where = ["--coordinator", coordinator, "--num-processes", "2", "--process-id", str(process)] if more else []
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*command, *flags, *where, *more], text=True, **pipes)  # type: ignore[call-overload]
+
+    alone, *both = run(0), run(0, "--stage", "2"), run(1, "--stage", "2")
+    texts = [each.communicate(timeout=200) for each in (alone, *both)]
+    assert [each.returncode for each in (alone, *both)] == [0, 0, 0], texts
+    # Gloo says on standard output how it is connected.
+    told = [re.sub(r"\[Gloo\].*\n", "", out) for out, _ in texts]
+    assert told[1].split("\nprompt")[0] == told[0].split("\nprompt")[0]
+    assert told[2] == ""
+    assert "cpu 0 of process 0" in texts[1][1]
+    for flag, value, said in (
+        ("--dtype", "bfloat16", "same engine, and differ in dtype: 'float32' in process 0, 'bfloat16' in process 1"),
+        ("--model", str(other), f"same checkpoint, and differ in {SINGLE_FILE}"),
+    ):
+        for each in [run(0, "--stage", "2"), run(1, "--stage", "2", flag, value)]:
+            assert f"longctx: processes must have the {said}" in each.communicate(timeout=100)[1]
+            assert each.returncode == 2
+
+
+@pytest.mark.slow
+def test_sizes_are_compared(tmp_path: Path) -> None:
+    more = [{}, {"max_running": 5}]
+    with processes(tmp_path, "contradicts", 2, plan=PIPELINE[2], more=more) as all_:
+        assert all_.statuses(100) == [1, 1]
+        assert all("ValueError: processes must have the same engine" in all_.told(i) for i in (0, 1))
+        assert all("max_running: 6 in process 0, 5 in process 1" in all_.told(i) for i in (0, 1))

@@ -1,0 +1,167 @@
+"""How processes meet, what they refuse, and what each says about it."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+from process_threads import free_port, in_threads, meet, together
+
+from longctx.serving.distributed import ProcessGroup, initialize, rendezvous
+from longctx.serving.distributed.cluster_env import ClusterEnv
+
+
+@pytest.fixture
+def coordinator() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 5])
+def test_values_are_gathered(num_processes: int) -> None:
+    def act(hosts: ProcessGroup) -> Any:
+        assert hosts.num_processes == num_processes
+        hosts.barrier("first")
+        return hosts.is_first, hosts.gather("number", {"mine": hosts.process_id})
+
+    numbers = [{"mine": i} for i in range(num_processes)]
+    assert together(num_processes, act) == [(i == 0, numbers) for i in range(num_processes)]
+
+
+def test_alone_there_is_nobody_to_ask() -> None:
+    with ProcessGroup.alone() as hosts:
+        assert hosts.gather("number", 3) == [3]
+        hosts.agree("number", {"a": 1})
+        assert hosts.is_first
+
+
+def test_what_differs_is_said_everywhere() -> None:
+    def act(hosts: ProcessGroup) -> None:
+        hosts.agree("sizes", {"same": [1, 2], "rows": 8 + (hosts.process_id == 2), "extra"[hosts.process_id :]: 1})
+
+    for error in together(3, act):
+        assert isinstance(error, ValueError)
+        assert re.search(
+            "must have the same sizes.*rows: 8 in process 0, 9 in process 2.*tra: nothing in process 0", str(error)
+        )
+
+
+def test_they_come_to_different_places(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    def act(hosts: ProcessGroup) -> None:
+        hosts.barrier("here" if hosts.is_first else "there")
+
+    error = together(2, act, join=1.5)[0]
+    assert isinstance(error, RuntimeError)
+    assert "came to there, process 0 to here" in str(error)
+    assert no_exit == [70]
+    assert "process 1" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_processes(coordinator: str) -> None:
+    errors = in_threads([lambda: meet(coordinator, 2, 0), lambda: meet(coordinator, 3, 1)])
+    assert all("has num_processes 3, and process 0 has 2" in str(error) for error in errors)
+    assert all(isinstance(error, ValueError) for error in errors)
+
+
+def test_two_with_one_id(coordinator: str) -> None:
+    errors = in_threads([lambda i=i: meet(coordinator, 3, i) for i in (0, 1, 1)])
+    assert all(isinstance(error, ValueError) and "has already" in str(error) for error in errors)
+
+
+def test_one_does_not_come(coordinator: str) -> None:
+    errors = in_threads([lambda i=i: meet(coordinator, 4, i, join=1) for i in (0, 2)])
+    assert all("process 1, 3 did not come within 1 s" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "localhost"])
+def test_any_family_of_addresses(host: str) -> None:
+    coordinator = f"{host}:{free_port()}"
+    first, second = in_threads([lambda i=i: closed(meet(coordinator, 2, i)) for i in (0, 1)])
+    assert (first, second) == (0, 1)
+
+
+def closed(hosts: ProcessGroup) -> int:
+    hosts.close()
+    return hosts.process_id
+
+
+def test_the_first_may_come_last(coordinator: str) -> None:
+    def late() -> int:
+        time.sleep(1.5)
+        return closed(meet(coordinator, 2, 0))
+
+    assert in_threads([late, lambda: closed(meet(coordinator, 2, 1))]) == [0, 1]
+
+
+def test_who_went_while_it_waited_may_come_again(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_GONE", 0.6)
+    monkeypatch.setattr(rendezvous, "_AGAIN", 0.2)
+
+    def again() -> int:
+        with pytest.raises(TimeoutError):
+            meet(coordinator, 3, 1, join=-1.5)
+        time.sleep(1)
+        return closed(meet(coordinator, 3, 1))
+
+    def last() -> int:
+        time.sleep(2.5)
+        return closed(meet(coordinator, 3, 2))
+
+    assert in_threads([lambda: closed(meet(coordinator, 3, 0)), again, last]) == [0, 1, 2]
+
+
+def test_ports_are_those_that_are_given(coordinator: str) -> None:
+    low = free_port()
+
+    def run(process: int) -> int:
+        terms = rendezvous.Terms(5, 5, (low, low + 9))
+        act = rendezvous.lead if process == 0 else rendezvous.follow
+        hosts, jax_address = act(ClusterEnv(coordinator, 2, process), terms, {})
+        assert low <= int(jax_address.rpartition(":")[2]) <= low + 9
+        assert process or low <= hosts._channel.port <= low + 9
+        return closed(hosts)
+
+    assert in_threads([lambda: run(0), lambda: run(1)]) == [0, 1]
+
+
+def test_nobody_is_there(coordinator: str) -> None:
+    with pytest.raises(TimeoutError, match=f"coordinator {coordinator} did not answer within 0.5 s"):
+        meet(coordinator, 2, 1, join=0.5)
+
+
+def test_the_port_is_taken(coordinator: str) -> None:
+    first, second = in_threads([lambda: meet(coordinator, 2, 0, join=1)] * 2)
+    assert {type(first), type(second)} == {TimeoutError, ValueError}
+    assert "can't listen on port" in str(first) + str(second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "coordinator must be host:port"),
+        (("host:70000", 2, 0), "coordinator must be host:port"),
+        ((7,), "coordinator must be host:port"),
+        (("host:7",), "num_processes and process_id must be given"),
+        (("host:7", 0, 0), "num_processes must be an integer of at least 1"),
+        (("host:7", 2, 2), "process_id must be below num_processes=2, got 2"),
+        (("host:7", 2, 1, 1.0), "failure_timeout must be finite and 2"),
+        (("host:7", 2, 1, 30, 60, (9, 8)), "ports must be the first and the last"),
+        (("host:7", 2, 1, 30, "long"), "join_timeout must be a number"),
+        (("auto", 2), "num_processes and process_id must be None"),
+        (("auto",), "found no Slurm"),
+        (("no such host.invalid:7", 2, 1, 30, 0.5), "coordinator no such host.invalid:7: "),
+    ],
+)
+def test_arguments(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        initialize(*arguments)
+
+
+def test_what_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longctx.serving.distributed.cluster_env import detect
+
+    environment = {"JOB_ID": "77", "STEP_NODELIST": "node[3-4]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    place = detect()
+    assert place.coordinator.startswith("node3:")
+    assert place[1:] == (2, 1)
