@@ -35,7 +35,7 @@ setup(
         # Compiles for GPUs where there is none. Where it is installed, JAX looks for a driver in every process:
         # `make test` installs it aside.
         "aot": ["jax-cuda12-plugin>=0.10"],
-        "hosts": ["pyzmq>=26"],  # one engine in many processes
+        "distributed": ["pyzmq>=26"],  # one engine in many processes
         "docs": ["matplotlib>=3.9"],
         "train": ["orbax-checkpoint>=0.11"],
         "test": [

@@ -60,21 +60,21 @@ class Probe:
 PINGS = 500
 
 
-def ping(hosts: ProcessGroup) -> list[float]:
+def ping(group: ProcessGroup) -> list[float]:
     """Messages while nothing else happens: microseconds one way, in the process that hears them."""
     delays = []
     for _ in range(PINGS):
-        if hosts.is_first:
-            hosts.tell({"kind": "ping", "at": time.perf_counter()})
+        if group.is_first:
+            group.tell({"kind": "ping", "at": time.perf_counter()})
             time.sleep(0.002)
         else:
-            at = hosts.hear().header["at"]
+            at = group.hear().header["at"]
             delays.append(1e6 * (time.perf_counter() - at))
     return delays
 
 
-def lead(engine: Engine, hosts: ProcessGroup, tokens: int) -> dict[str, Any]:
-    channel, probe = hosts._channel, Probe()
+def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
+    channel, probe = group._channel, Probe()
     send, sizes = channel.send, []
 
     def stamped(header: dict[str, Any], frames: Any = None) -> None:
@@ -85,7 +85,7 @@ def lead(engine: Engine, hosts: ProcessGroup, tokens: int) -> dict[str, Any]:
 
     engine.warm_up()
     channel.send = stamped
-    replica = engine._replica
+    replica = engine._lockstep
     for owner, method in ((replica, "tell_step"), (replica.decisions, "plan"), (replica.decisions, "draw")):
         probe.wrap(owner, method, method)
     found: dict[str, Any] = {"sizes": {}}
@@ -100,8 +100,8 @@ def lead(engine: Engine, hosts: ProcessGroup, tokens: int) -> dict[str, Any]:
     return found
 
 
-def follow(engine: Engine, hosts: ProcessGroup) -> dict[str, Any]:
-    channel, probe, delays = hosts._channel, Probe(), []
+def follow(engine: Engine, group: ProcessGroup) -> dict[str, Any]:
+    channel, probe, delays = group._channel, Probe(), []
     receive = channel.receive
     parse = json.loads
 
@@ -115,7 +115,7 @@ def follow(engine: Engine, hosts: ProcessGroup) -> dict[str, Any]:
 
     channel.receive = waited
     for method in ("plan", "draw"):
-        probe.wrap(engine._replica.decisions, method, method)
+        probe.wrap(engine._lockstep.decisions, method, method)
     engine.follow()
     text = json.dumps({"number": 1000, "kind": "step", "now": 12345.678901234, "seconds": 0.012345678})
     start = time.perf_counter()
@@ -136,8 +136,8 @@ def follow(engine: Engine, hosts: ProcessGroup) -> dict[str, Any]:
 def run(process: int, coordinator: str, tokens: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    with initialize(coordinator, 2, process) as hosts:
-        pings = ping(hosts)
+    with initialize(coordinator, 2, process) as group:
+        pings = ping(group)
         config = LlamaConfig(256, 256, 512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, max_positions=16384)
         model = Llama(config)
         engine_config = EngineConfig(
@@ -148,8 +148,8 @@ def run(process: int, coordinator: str, tokens: int) -> None:
             prefix_cache=False,
         )
         params = model.init(jax.random.key(0))
-        engine = Engine(model, params, engine_config, plan=ParallelPlan(tensor=2), hosts=hosts)
-        found = lead(engine, hosts, tokens) if hosts.is_first else follow(engine, hosts)
+        engine = Engine(model, params, engine_config, plan=ParallelPlan(tensor=2), process_group=group)
+        found = lead(engine, group, tokens) if group.is_first else follow(engine, group)
     if pings:
         found["pings"] = np.percentile(pings, (10, 50, 99)).tolist()
     print(json.dumps(found), flush=True)

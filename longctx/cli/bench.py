@@ -67,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    with join(options) as hosts:
-        return _run(options, hosts)
+    with join(options) as group:
+        return _run(options, group)
 
 
-def _run(options: argparse.Namespace, hosts: ProcessGroup) -> int:
+def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
     requests = _workload(options)
-    mesh = spread(options, parallel_plan(options), hosts)
+    mesh = spread(options, parallel_plan(options), group)
     model, params = load_checkpoint(options.model, mesh, options.dtype)
     requests = _encode(requests, options.model)
     context = model.config.max_positions
@@ -82,12 +82,12 @@ def _run(options: argparse.Namespace, hosts: ProcessGroup) -> int:
 
     config = engine_config(options, max_length=options.max_length or longest, seed=options.seed)
     steps: list[StepMetrics] = []
-    engine = make_engine(options, model, params, config, mesh=mesh, monitor=steps.append, hosts=hosts)
+    engine = make_engine(options, model, params, config, mesh=mesh, monitor=steps.append, process_group=group)
     needed = -(-(longest - 1) // config.page_size)
     pages = engine.num_pages * engine.plan.context
     if needed > pages:
         raise ValueError(f"--num-pages must be at least {needed} for the longest request, got {pages}")
-    if not hosts.is_first:
+    if not group.is_first:
         engine.follow()
         return 0
 

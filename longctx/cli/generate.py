@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
     text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
     plan = parallel_plan(options)
-    with join(options) as hosts:
-        return _generate(options, text, sampling, plan, hosts)
+    with join(options) as group:
+        return _generate(options, text, sampling, plan, group)
 
 
 def _generate(
-    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, hosts: ProcessGroup
+    options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, group: ProcessGroup
 ) -> int:
     tokenizer = load_tokenizer(options.model)
     if options.chat:
@@ -55,11 +55,11 @@ def _generate(
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    mesh = spread(options, plan, hosts)
+    mesh = spread(options, plan, group)
     model, params = load_checkpoint(options.model, mesh, options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)
-    engine = Engine(model, params, config, mesh, tokenizer, plan=plan, hosts=hosts)
-    if not hosts.is_first:
+    engine = Engine(model, params, config, mesh, tokenizer, plan=plan, process_group=group)
+    if not group.is_first:
         engine.follow()
         return 0
     compiling = prompt_progress.warm_up(engine)

@@ -53,18 +53,18 @@ def join(options: argparse.Namespace) -> ProcessGroup:
             raise ValueError(str(error)) from None
 
 
-def spread(options: argparse.Namespace, plan: ParallelPlan, hosts: ProcessGroup) -> Mesh | None:
+def spread(options: argparse.Namespace, plan: ParallelPlan, group: ProcessGroup) -> Mesh | None:
     """Where the parameters of `options.model` go, in all processes; the first one shows it."""
-    if hosts.num_processes == 1:
+    if group.num_processes == 1:
         return plan_mesh(plan)
-    hosts.agree("checkpoint", checkpoint_fingerprint(options.model))
-    if plan.num_devices % hosts.num_processes:
+    group.agree("checkpoint", checkpoint_fingerprint(options.model))
+    if plan.num_devices % group.num_processes:
         raise ValueError(
             f"--num-processes must divide the {plan.num_devices} devices of --stage, --context and --tensor, "
-            f"got {hosts.num_processes}"
+            f"got {group.num_processes}"
         )
-    make_cpu_devices(plan.num_devices // hosts.num_processes)
-    mesh = make_process_mesh(hosts, plan.stage, plan.context, plan.tensor)
-    if hosts.is_first:
-        print(describe_mesh(mesh, hosts), file=sys.stderr)
+    make_cpu_devices(plan.num_devices // group.num_processes)
+    mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
+    if group.is_first:
+        print(describe_mesh(mesh, group), file=sys.stderr)
     return mesh

@@ -22,7 +22,7 @@ from longctx.serving.request.completion import Completion
 from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request, SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, parts_of
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -172,7 +172,7 @@ def measure(
             start = time.perf_counter()
             executor.wait(executor.submit(batch))
             times[i].append(time.perf_counter() - start)
-            works[i] = Work.of(parts_of(batch.chunks, 0, 1))
+            (works[i],) = work_by_rank(batch.chunks, 1)
             if progress is not None:
                 progress(done + 1, len(order))
     return list(zip(works, map(median, times), strict=True))

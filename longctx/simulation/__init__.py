@@ -1,3 +1,5 @@
-"""Serving without devices: executors in virtual time."""
+"""Serving without devices: the core of the engine in virtual time, workloads, and reports. It loads no JAX."""
 
-from longctx.simulation.executor import VirtualExecutor as VirtualExecutor
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,40 +3,19 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from longctx.serving import Engine, EngineStats, Metrics, Request, SamplingParams, StepMetrics
+from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.request.request import Request, SamplingParams
+from longctx.simulation.record import Record, Served
 from longctx.simulation.workloads import WorkloadRequest
 
-
-@dataclass(frozen=True)
-class Served:
-    """A request that has ended; seconds from the beginning of the workload. `ttft` counts from when it was due."""
-
-    due: float
-    metrics: Metrics
-    ttft: float
-    tpot: float | None
-
-    @property
-    def kept_ttft(self) -> bool | None:
-        """Whether the first token came in time, from when the request was due."""
-        return None if self.metrics.ttft_deadline is None else self.ttft <= self.metrics.ttft_deadline
-
-
-@dataclass
-class Record:
-    """What a workload came to: its requests in the order in which they ended, and the engine after each step."""
-
-    seconds: float = 0.0
-    served: list[Served] = field(default_factory=list)
-    timeline: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, running, waiting
-    stats: EngineStats | None = None
-    steps: list[StepMetrics] = field(default_factory=list)  # where the engine's monitor appends to it
+if TYPE_CHECKING:
+    from longctx.serving.engine.engine import Engine
 
 
 def replay(
-    engine: Engine,
+    engine: "Engine",
     requests: List[WorkloadRequest],
     clock: Callable[[], float],
     sleep: Callable[[float], None] = time.sleep,
@@ -70,10 +49,7 @@ def replay(
             continue
         for event in engine.step():
             if event.output is not None:
-                metrics = event.output.metrics
-                arrival = due.pop(event.request_id)
-                assert metrics.first_token is not None
-                record.served.append(Served(arrival, metrics, metrics.first_token - start - arrival, metrics.tpot))
+                record.served.append(Served.of(event.output.metrics, due.pop(event.request_id), start))
         record.stats = engine.stats()
         record.timeline.append((clock() - start, record.stats.running, record.stats.waiting))
         if progress is not None:

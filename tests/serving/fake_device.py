@@ -65,9 +65,6 @@ class FakeDevice:
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         pass
 
-    def copy_page(self, rank: int, source: int, target: int) -> None:
-        self.pages[:, rank, target] = self.pages[:, rank, source]
-
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> Any:
         none = np.zeros((targets.size, shape.num_top))
         return none[:, 0], none.astype(int), none
@@ -208,11 +205,13 @@ def make_engine(
     num_pages: int = 24,
     page_size: int = 4,
     plan: ParallelPlan | None = None,
-    hosts: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     monitor: Callable[[StepMetrics], object] | None = None,
     **options: object,
 ) -> Engine:
     options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
     executor = FakeExecutor(config, plan or ParallelPlan(), num_pages)
-    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, hosts=hosts, monitor=monitor)
+    return Engine(
+        MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, process_group=group, monitor=monitor
+    )

@@ -11,36 +11,36 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, Samplin
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
 
 
-def make_engine(hosts: ProcessGroup, options: dict[str, Any], **more: Any) -> tuple[Engine, Any]:
+def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tuple[Engine, Any]:
     from dense_oracle import LENGTH, Oracle, make_model
 
     plan = ParallelPlan(**options["plan"])
     oracle = Oracle(make_model(plan.stage, 8, 2, 48))
     config = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
     config |= {"max_running": 6} | options.get("config", {}) | more
-    return Engine(oracle.model, oracle.params, EngineConfig(**config), plan=plan, hosts=hosts), oracle
+    return Engine(oracle.model, oracle.params, EngineConfig(**config), plan=plan, process_group=group), oracle
 
 
-def workload(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Random requests, sessions, cancels; every token is compared with the dense oracle's."""
-    engine, oracle = make_engine(hosts, options)
-    if not hosts.is_first:
+    engine, oracle = make_engine(group, options)
+    if not group.is_first:
         engine.follow()
         print(json.dumps({"steps": engine.stats().steps}))
         return
     from workload import Workload
 
-    print(describe_mesh(engine.mesh, hosts), file=sys.stderr)
+    print(describe_mesh(engine.mesh, group), file=sys.stderr)
     # Compiling all that may be needed takes minutes here, where processes share cores: what is needed will do.
     engine._is_warm = options.get("cold", False)
     Workload(engine, options["seed"], oracle.continuation).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
-def forever(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Generates until something happens; says when it has begun, after so many events of a workload."""
-    engine, oracle = make_engine(hosts, options)
-    if not hosts.is_first:
+    engine, oracle = make_engine(group, options)
+    if not group.is_first:
         engine.follow()
         return
     if "events" in options:
@@ -58,22 +58,22 @@ def forever(hosts: ProcessGroup, options: dict[str, Any]) -> None:
     time.sleep(1000)
 
 
-def differs(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def differs(group: ProcessGroup, options: dict[str, Any]) -> None:
     """One process plans otherwise than the others."""
-    engine, _ = make_engine(hosts, options)
-    if hosts.process_id == options["who"]:
+    engine, _ = make_engine(group, options)
+    if group.process_id == options["who"]:
         pool = engine.scheduler.pool
         pool._free[0].reverse()
-    if not hosts.is_first:
+    if not group.is_first:
         engine.follow()
         return
     engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
 
 
-def breaks(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
     """An error in one process."""
-    engine, _ = make_engine(hosts, options)
-    if hosts.process_id == options["who"]:
+    engine, _ = make_engine(group, options)
+    if group.process_id == options["who"]:
         wait, count = engine._executor.wait, iter(range(1000))
 
         def fail(pending: Any) -> Any:
@@ -84,19 +84,19 @@ def breaks(hosts: ProcessGroup, options: dict[str, Any]) -> None:
             return wait(pending)
 
         engine._executor.wait = fail  # type: ignore[method-assign]
-    if not hosts.is_first:
+    if not group.is_first:
         engine.follow()
         return
     engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
 
 
-def contradicts(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def contradicts(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Processes with different configurations."""
-    more = options["more"][hosts.process_id]
-    make_engine(hosts, options, **more)
+    more = options["more"][group.process_id]
+    make_engine(group, options, **more)
 
 
-def reads(hosts: ProcessGroup, options: dict[str, Any]) -> None:
+def reads(group: ProcessGroup, options: dict[str, Any]) -> None:
     """A checkpoint: how many bytes of it this process reads, how many its devices have, and how many there are."""
     from longctx.models import checkpoint_fingerprint, load_checkpoint
     from longctx.models.builtin import TINY
@@ -110,15 +110,17 @@ def reads(hosts: ProcessGroup, options: dict[str, Any]) -> None:
 
     SafetensorsReader.read = count  # type: ignore[method-assign]
     plan = ParallelPlan(**options["plan"])
-    mesh = make_process_mesh(hosts, plan.stage, plan.context, plan.tensor)
-    hosts.agree("checkpoint", checkpoint_fingerprint(TINY))
+    mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
+    group.agree("checkpoint", checkpoint_fingerprint(TINY))
     model, params = load_checkpoint(TINY, mesh)
     here = 0
     for leaf in jax.tree.leaves(params):
         here += sum({str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards}.values())
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    engine = Engine(model, params, EngineConfig(token_budget=16, buckets=(16,), max_running=2), mesh, hosts=hosts)
-    if hosts.is_first:
+    engine = Engine(
+        model, params, EngineConfig(token_budget=16, buckets=(16,), max_running=2), mesh, process_group=group
+    )
+    if group.is_first:
         engine.generate([[1, 2, 3]])
     else:
         engine.follow()
@@ -133,9 +135,9 @@ def main() -> int:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_num_cpu_devices", plan.num_devices // int(processes))
     timeouts = {"failure_timeout": options.get("failure_timeout", 30), "join_timeout": options.get("join_timeout", 60)}
-    with initialize(coordinator, int(processes), int(process), **timeouts) as hosts:
-        globals()[scenario](hosts, options)
-    if hosts.is_first:
+    with initialize(coordinator, int(processes), int(process), **timeouts) as group:
+        globals()[scenario](group, options)
+    if group.is_first:
         time.sleep(options.get("afterwards", 0))
     return 0
 

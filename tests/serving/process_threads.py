@@ -28,8 +28,8 @@ def together(num_processes: int, act: Callable[[ProcessGroup], Any], join: float
     coordinator = f"127.0.0.1:{free_port()}"
 
     def run(process_id: int) -> Any:
-        with meet(coordinator, num_processes, process_id, join=join) as hosts:
-            return act(hosts)
+        with meet(coordinator, num_processes, process_id, join=join) as group:
+            return act(group)
 
     return in_threads([lambda i=i: run(i) for i in range(num_processes)])
 

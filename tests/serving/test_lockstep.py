@@ -28,13 +28,13 @@ from longctx.serving.distributed import ProcessGroup
 def test_all_decide_alike(
     seed: int, processes: int, plan: ParallelPlan, admission: str, policy: str, chunking: str
 ) -> None:
-    def act(hosts: ProcessGroup) -> Any:
-        engine = make_engine(40, plan=plan, admission=admission, policy=policy, chunking=chunking, hosts=hosts)
-        if hosts.is_first:
+    def act(group: ProcessGroup) -> Any:
+        engine = make_engine(40, plan=plan, admission=admission, policy=policy, chunking=chunking, group=group)
+        if group.is_first:
             Workload(engine, seed).run(150)
         else:
             engine.follow()
-        decisions, stats = engine._replica.decisions, engine.stats()
+        decisions, stats = engine._lockstep.decisions, engine.stats()
         return decisions.digest, decisions.count, stats.steps, stats.output_tokens, stats.preemptions
 
     first, *others = together(processes, act)
@@ -45,18 +45,18 @@ def test_all_decide_alike(
 def test_messages_do_not_grow_with_contexts() -> None:
     """A step's message is as long for long prompts as for short ones, but for the one that brings the prompt."""
 
-    def act(hosts: ProcessGroup) -> Any:
-        engine = make_engine(40, hosts=hosts)
-        if not hosts.is_first:
+    def act(group: ProcessGroup) -> Any:
+        engine = make_engine(40, group=group)
+        if not group.is_first:
             engine.follow()
             return None
         sizes = {}
         for length in (2, 100):
             engine.submit(Request([i % 40 for i in range(length)], SamplingParams(max_tokens=12, ignore_eos=True)))
             while engine.has_work:
-                before = hosts._channel.bytes_sent
+                before = group._channel.bytes_sent
                 engine.step()
-                sizes.setdefault(length, []).append(hosts._channel.bytes_sent - before)
+                sizes.setdefault(length, []).append(group._channel.bytes_sent - before)
         return sizes
 
     sizes = together(2, act)[0]
@@ -65,11 +65,11 @@ def test_messages_do_not_grow_with_contexts() -> None:
 
 
 def test_one_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    def act(hosts: ProcessGroup) -> None:
-        engine = make_engine(hosts=hosts)
-        if hosts.process_id == 2:
+    def act(group: ProcessGroup) -> None:
+        engine = make_engine(group=group)
+        if group.process_id == 2:
             engine.scheduler.pool._free[0].reverse()
-        if hosts.is_first:
+        if group.is_first:
             engine.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=60, ignore_eos=True))
             time.sleep(1)
         else:
@@ -86,8 +86,8 @@ def test_one_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.
 
 
 def test_configurations_have_to_be_the_same() -> None:
-    def act(hosts: ProcessGroup) -> None:
-        make_engine(hosts=hosts, policy=("ilrs", "fcfs")[hosts.process_id], run_ahead=2 + hosts.process_id)
+    def act(group: ProcessGroup) -> None:
+        make_engine(group=group, policy=("ilrs", "fcfs")[group.process_id], run_ahead=2 + group.process_id)
 
     for error in together(2, act):
         assert isinstance(error, ValueError)
@@ -95,9 +95,9 @@ def test_configurations_have_to_be_the_same() -> None:
 
 
 def test_followers_take_no_requests() -> None:
-    def act(hosts: ProcessGroup) -> None:
-        engine = make_engine(hosts=hosts)
-        if hosts.is_first:
+    def act(group: ProcessGroup) -> None:
+        engine = make_engine(group=group)
+        if group.is_first:
             with pytest.raises(RuntimeError, match="follow is for"):
                 engine.follow()
             with pytest.raises(RuntimeError, match="in one process alone"), engine.lend_executor():

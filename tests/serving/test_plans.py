@@ -21,7 +21,7 @@ from longctx.serving.predictor import CurvePredictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.serving.scheduler.step_budget import Step
+from longctx.serving.scheduler.step_budget import StepBudget
 
 exchange._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
 
@@ -118,10 +118,10 @@ def test_others_fill_the_gaps_of_decodes() -> None:
     assert after <= 4 * stages
 
 
-def test_a_follower_that_is_put_back_before_its_fork() -> None:
+def test_completions_of_a_prompt_that_are_preempted() -> None:
     """Under every number of stages, with memory that runs out again and again."""
     for stages in (1, 3, 4):
-        engine = make_engine(14, 2, ParallelPlan(stages), admission="optimistic", prefix_cache=True)
+        engine = make_engine(14, 2, ParallelPlan(stages), admission="optimistic", prefix_cache=stages != 3)
         params = SamplingParams(max_tokens=8, temperature=1.0, n=2, seed=5, ignore_eos=True)
         prompts = [[i, 1, 2, 3, 4] for i in range(5)]
         outputs = engine.generate(prompts, params)
@@ -156,7 +156,7 @@ def test_a_token_comes_after_all_stages() -> None:
     assert all(b - a >= stages for found in by_sequence.values() for a, b in itertools.pairwise(found))
 
 
-def test_rows_under_way_grow_by_one_bucket_in_as_many_steps_as_stages() -> None:
+def test_in_flight_rows_grow_by_one_bucket_in_as_many_steps_as_stages() -> None:
     stages, buckets = 3, (1, 2, 4, 8, 16)
     engine = make_engine(200, 2, ParallelPlan(stages), buckets=buckets)
     batches = record(engine)
@@ -225,7 +225,7 @@ def test_plans_that_do_not_fit(plan: ParallelPlan, model: dict[str, int], device
         ({"stage": 0}, ValueError, "stage must be"),
         ({"context": 2.5}, TypeError, "context must be"),
         ({"exchange": "ring"}, ValueError, "exchange must be one of auto, kvp, pass_q, pass_kv"),
-        ({"placement": "random"}, ValueError, "placement must be one of grow, deal"),
+        ({"placement": "random"}, ValueError, "placement must be one of grow, interleave"),
         ({"rank_tokens": 0}, ValueError, "rank_tokens must be"),
     ],
 )
@@ -266,7 +266,9 @@ def test_room_for_pages_beside_what_is_yet_to_be_placed() -> None:
 
 def test_there_is_room_for_what_is_on_a_rank_of_its_own() -> None:
     """A prompt that will span two ranks, beside a step's worth of another's rows on the second of them."""
-    step = Step(ParallelPlan(context=2, exchange="kvp"), 16, CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), 64, [])
+    step = StepBudget(
+        ParallelPlan(context=2, exchange="kvp"), 16, CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), 64, []
+    )
     here, there = Sequence("here", 0, 400, 1), Sequence("there", 1, 240, 1)
     here.placement, there.placement = Grown(2, [(0, 0), (16, 1)]), Grown(2, [(0, 1)])
     step.take(there, 64)
@@ -289,25 +291,19 @@ def test_placements_count_what_they_place(stop: int, first: int, home: int, seed
 
 @given(
     pages=st.integers(1, 60),
-    followers=st.integers(0, 2),
     limit=st.sampled_from([1, 3, 10, np.inf]),
     seed=st.integers(0, 1000),
-    deal=st.booleans(),
+    interleave=st.booleans(),
 )
-def test_what_is_placed_fits_and_what_fits_is_placed(
-    pages: int, followers: int, limit: float, seed: int, deal: bool
-) -> None:
+def test_what_is_placed_fits_and_what_fits_is_placed(pages: int, limit: float, seed: int, interleave: bool) -> None:
     rng = np.random.default_rng(seed)
     available, load = rng.integers(0, 40, 3).tolist(), rng.random(3).tolist()
-    need = Need(0, pages, max(0, pages - 2), followers, (0, 0, 0), None)
-    placement = Placer(3, deal, limit).place(0, need, available, load)
-    total = pages + followers * min(2, pages)
+    placement = Placer(3, interleave, limit).place(0, Need(0, pages, (0, 0, 0), None), available, load)
     if placement is None:
-        # What is forked has one place, whatever room is left here and there.
-        assert deal or sum(available) < total + 3 * followers * 2
+        assert interleave or sum(available) < pages
         return
-    needed = need.of(placement)
-    assert sum(needed) == total
+    needed = placement.counts(0, pages)
+    assert sum(needed) == pages
     assert all(x <= y for x, y in zip(needed, available, strict=True))
-    if not deal and limit * 3 >= pages and min(available) >= limit * (1 + followers):
-        assert max(placement.counts(0, pages)) <= limit
+    if not interleave and limit * 3 >= pages and min(available) >= limit:
+        assert max(needed) <= limit

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from fake_device import VOCAB, FakeExecutor, continuation, make_engine
+from fake_device import VOCAB, FakeDevice, FakeExecutor, continuation, make_engine
 
-from longctx.serving import Request, SamplingParams
+from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.scheduler.sequence import Sequence
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 45).tolist()
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -39,12 +40,14 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
     assert output.metrics.cached_tokens == 0
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("length", [45, 40, 41, 3])
-def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
-    engine = make_engine(page_size=8)
+def test_completions_share_the_pages_of_their_prompt(length: int, prefix_cache: bool) -> None:
+    engine = make_engine(page_size=8, prefix_cache=prefix_cache)
     executor = engine._executor
     assert isinstance(executor, FakeExecutor)
-    device = executor.device
+    device = executor.runner
+    assert isinstance(device, FakeDevice)
     params = SamplingParams(max_tokens=6, temperature=1.0, n=4, seed=3, ignore_eos=True)
     events = engine.stream(PROMPT[:length], params)
     most, answers = 0, {}
@@ -56,7 +59,75 @@ def test_samples_share_the_pages_of_their_prompt(length: int) -> None:
     assert len({tuple(x) for x in answers.values()}) == 4
     own = -(-(length + 5) // 8) - (length - 1) // 8  # from the page with the prompt's last token on
     assert most <= (length - 1) // 8 + 4 * own
-    assert device.num_rows <= length + 4 * 6  # the prompt is computed once, but for its last token
+    assert device.num_rows <= length + 3 * 8 + 4 * 5  # each computes at most one page of the prompt that is not shared
+
+
+def test_prompt_logprobs_are_told_once_for_all_completions() -> None:
+    engine = make_engine(page_size=8)
+    engine.generate(PROMPT, TEN)
+    params = SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=3, prompt_logprobs=0, ignore_eos=True)
+    outputs = engine.generate(PROMPT, params)
+    assert [x.token_ids for x in outputs] == [continuation(PROMPT, params, i) for i in range(3)]
+    assert [len(x.prompt_logprobs or ()) for x in outputs] == [len(PROMPT) - 1] * 3
+    assert outputs[0].metrics.cached_tokens == 0
+
+
+PLANS = [
+    ParallelPlan(),
+    ParallelPlan(stage=3),
+    ParallelPlan(context=2, exchange="kvp", rank_tokens=24),
+    ParallelPlan(context=3, exchange="pass_q", placement="interleave"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "srpf", "lrs", "ilrs"])
+def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan) -> None:
+    """Requests that arrive together, whose prompts begin alike."""
+    engine = make_engine(60, 4, plan, policy=policy, max_running=6)
+    executor = engine._executor
+    assert isinstance(executor.runner, FakeDevice)  # type: ignore[attr-defined]
+    five = SamplingParams(max_tokens=5, ignore_eos=True)
+    prompts = [[*PROMPT[:40], i, i + 1] for i in range(6)]
+    outputs = engine.generate(prompts, five)
+    assert [x.token_ids for x in outputs] == [continuation(prompt, five) for prompt in prompts]
+    cached = [x.metrics.cached_tokens for x in outputs]
+    assert sorted(cached) == [0] + [40] * 5
+
+
+def test_nobody_waits_for_a_prefix_longer_than_computing_it_takes() -> None:
+    """Who computes the prefix gets no rows, since others are more urgent: the one that waits goes on by itself."""
+
+    class LongFirst:
+        def urgency(self, sequence: Sequence, now: float) -> float:
+            return sequence.order if sequence.prompt_length != 200 else -1.0
+
+        def share(self, sequence: Sequence, now: float) -> float:
+            return 0.0
+
+    engine = make_engine(200, 4, policy=LongFirst(), max_running=4)
+    first = engine.stream([*PROMPT[:40], 1], TEN)
+    engine.step()  # the first one is admitted, and has begun
+    blocking = engine.stream([2] * 200, TEN)
+    second = engine.stream([*PROMPT[:40], 3], TEN)
+    outputs = [event.output for stream in (first, blocking, second) for event in stream if event.output is not None]
+    assert [x.token_ids for x in outputs] == [
+        continuation(prompt, TEN) for prompt in ([*PROMPT[:40], 1], [2] * 200, [*PROMPT[:40], 3])
+    ]
+    metrics = outputs[2].metrics
+    assert metrics.cached_tokens < 40
+    assert metrics.admitted is not None
+    assert outputs[1].metrics.first_token is not None
+    assert metrics.admitted < outputs[1].metrics.first_token
+
+
+def test_a_wait_for_a_prefix_ends_with_its_maker() -> None:
+    engine = make_engine(60, 4)
+    first = engine.stream([*PROMPT[:40], 1], TEN)
+    second = engine.stream([*PROMPT[:40], 3], TEN)
+    engine.step()
+    first.close()
+    assert [t for event in second for t in event.token_ids] == continuation([*PROMPT[:40], 3], TEN)
 
 
 def test_the_next_turn_finds_the_partial_page_too() -> None:
@@ -171,8 +242,8 @@ def test_prompt_logprobs_do_not_begin_in_a_partial_page() -> None:
     assert second.metrics.cached_tokens == 0
 
 
-def test_samples_that_never_fit_are_refused() -> None:
-    engine = make_engine(num_pages=4, page_size=4, admission="optimistic")
-    with pytest.raises(ValueError, match="need 6 pages of 4 tokens, more than the 4"):
-        engine.submit(Request([1] * 4, SamplingParams(max_tokens=1, temperature=1.0, n=6)))
-    engine.generate([1] * 4, SamplingParams(max_tokens=1, temperature=1.0, n=4))
+def test_completions_that_do_not_fit_together_take_turns() -> None:
+    engine = make_engine(num_pages=4, page_size=4)
+    params = SamplingParams(max_tokens=9, temperature=1.0, n=6, seed=1, ignore_eos=True)
+    outputs = engine.generate([1] * 4, params)
+    assert [x.token_ids for x in outputs] == [continuation([1] * 4, params, i) for i in range(6)]

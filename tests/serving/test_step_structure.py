@@ -2,15 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state, compile_step, make_shape
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.parallel import make_mesh
-from longctx.serving import upkeep
-from longctx.serving.runner.paged_cache import PagedCache, page_bytes
-from longctx.serving.runner.step import DeviceState
+from longctx.serving.runner import state_updates
+from longctx.serving.runner.paged_cache import page_bytes
 from longctx.serving.runner.step_inputs import RowPlan, SamplePlan
 
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
@@ -36,9 +34,8 @@ def test_what_is_done_now_and_then_copies_no_cache_either(dtype: object) -> None
     pages, seen = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((CONFIG.vocab_size,), jnp.uint8)
     state = abstract_state(mesh, dtype)
     for lowered in (
-        upkeep.copy_page.lower(mesh, state, scalar, scalar, scalar, NUM_PAGES),
-        upkeep.set_entries.lower(state, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), pages, pages),
-        upkeep.set_seen.lower(state, scalar, seen),
+        state_updates.set_entries.lower(state, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), pages, pages),
+        state_updates.set_seen.lower(state, scalar, seen),
     ):
         compiled = lowered.compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(WIDTH, PAGE_SIZE, dtype)
@@ -51,15 +48,3 @@ def test_what_is_sent_in_a_step_depends_on_its_rows_alone() -> None:
     sizes = {4 * (RowPlan.length(shape) + SamplePlan.length(shape)) for shape in shapes}
     assert len(sizes) == 1
     assert sizes.pop() < 4096
-
-
-def test_copied_pages_are_equal_in_every_layer() -> None:
-    mesh = make_mesh()
-    cache = PagedCache(*(jnp.arange(3 * 4 * 2 * 5.0).reshape(12, 2, 1, 5) + i for i in range(2)))
-    state = DeviceState(cache, jnp.zeros((1, 1, 1), jnp.int32), None, None, *(jnp.zeros((1, 1)) for _ in range(2)))
-    before = [np.array(x).reshape(3, 4, 2, 1, 5) for x in cache]
-    copied = upkeep.copy_page(mesh, state, np.int32(0), np.int32(1), np.int32(3), 4).cache
-    after = [np.array(x).reshape(3, 4, 2, 1, 5) for x in copied]
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(new[:, 3], old[:, 1])
-        np.testing.assert_array_equal(new[:, :3], old[:, :3])

@@ -98,14 +98,13 @@ class Workload:
     def check(self) -> None:
         """Reference counts are those of the running sequences' pages, promises are theirs, slots are not shared."""
         scheduler = self.engine.scheduler
-        running = [*scheduler.prefilling, *scheduler.decoding]
+        running = list(scheduler.running)
         held = Counter(page for sequence in running for page in sequence.pages)
-        held += Counter(source for _, (source, _) in scheduler._forks)  # until it is copied
         pool = scheduler.pool
         assert {page: n for page, n in enumerate(pool._references) if n} == held
-        holders = [h for s in running for h in (s, *s.followers)]
-        assert pool.reserved == [sum(h.reserved[rank] for h in holders) for rank in range(pool.num_ranks)]
-        slots = [h.slot for h in holders] + scheduler._slots + [slot for _, slot in scheduler._resting]
+        assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]
+        free = scheduler.running.slots
+        slots = [s.slot for s in running] + free.free + [slot for _, slot in free.resting]
         assert sorted(slots) == list(range(self.engine.config.max_running))
         assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
         for sequence in running:

@@ -1,4 +1,4 @@
-"""Engines in many processes have to be alike before they begin."""
+"""Checks that the engines of all processes are configured alike before they begin."""
 
 import dataclasses
 import hashlib
@@ -15,8 +15,8 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 
 
-def agree(
-    hosts: ProcessGroup,
+def check_config(
+    group: ProcessGroup,
     model: Llama,
     params: Params | None,
     config: EngineConfig,
@@ -27,7 +27,7 @@ def agree(
     max_length: int,
     num_pages: int,
 ) -> tuple[EngineConfig, int]:
-    """See to it that engines in all processes are alike; the configuration with one secret for all, and pages.
+    """Check that the engines of all processes are alike; returns the configuration with one secret for all, and pages.
 
     Raises:
       ValueError: they are not, with what differs.
@@ -37,7 +37,7 @@ def agree(
     if not isinstance(config.policy, str):
         # Not `repr`, which may have an address.
         settings["policy"] = [type(config.policy).__qualname__, repr(sorted(vars(config.policy).items()))]
-    hosts.agree(
+    group.agree(
         "engine",
         settings
         | {f"plan.{name}": value for name, value in dataclasses.asdict(plan).items()}
@@ -51,7 +51,7 @@ def agree(
             "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
         },
     )
-    told = hosts.gather("pages", [num_pages, os.urandom(32).hex()])
+    told = group.gather("pages", [num_pages, os.urandom(32).hex()])
     secret = bytes.fromhex(told[0][1]) if secret is None else secret
     return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in told)
 

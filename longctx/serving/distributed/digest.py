@@ -1,4 +1,4 @@
-"""What an engine decided, as one number to be compared, and the last of it to be shown: `DecisionDigest`."""
+"""A digest of what an engine decided, to be compared between processes, and the last decisions to be shown."""
 
 from collections import deque
 from collections.abc import Sequence as List
@@ -10,7 +10,7 @@ _KEPT = 8
 
 
 class DecisionDigest:
-    """A running number of all that was planned and drawn, and the last of it."""
+    """A hash of all that was planned and drawn, and the last of it."""
 
     def __init__(self) -> None:
         self.digest, self.count = 0, 0
@@ -19,7 +19,7 @@ class DecisionDigest:
     def plan(self, batch: Batch) -> None:
         chunks = tuple((c.slot, c.start, c.num_tokens, *c.ranks, c.samples, c.sharded) for c in batch.chunks)
         pages = tuple((run.slot, run.first, *run.pages) for run in batch.tables)
-        self._note(("plan", batch.index), chunks, pages, tuple(batch.copies))
+        self._note(("plan", batch.index), chunks, pages)
 
     def draw(self, batch: Batch, tokens: List[int]) -> None:
         self._note(("draw", batch.index), tuple(tokens))
@@ -37,7 +37,5 @@ class DecisionDigest:
                 lines.append(f"  step {index} drew {list(what[0])}")
             else:
                 rows = "; ".join(f"slot {c[0]}: {c[2]} from {c[1]} on ranks {list(c[3:-2])}" for c in what[0])
-                lines.append(
-                    f"  step {index} computes {rows or 'nothing'}; tables {list(what[1])}, copies {list(what[2])}"
-                )
+                lines.append(f"  step {index} computes {rows or 'nothing'}; tables {list(what[1])}")
         return "\n".join(lines)

@@ -53,14 +53,14 @@ def initialize(
     try:
         from longctx.serving.distributed import rendezvous
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[hosts]'") from None
+        raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[distributed]'") from None
     terms = rendezvous.Terms(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
     meet = rendezvous.lead if place.process_id == 0 else rendezvous.follow
     traits = _traits() | {"num_processes": place.num_processes, **terms._asdict(), "ports": None}
-    hosts, jax_address = meet(place, terms, traits)
+    group, jax_address = meet(place, terms, traits)
     with contextlib.suppress(AttributeError):  # it would swallow SIGTERM
         jax.config.update("jax_enable_preemption_service", False)
-    takes_all = hosts.names.count(hosts.name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
+    takes_all = group.names.count(group.name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
     try:
         jax.distributed.initialize(
             jax_address,
@@ -73,9 +73,9 @@ def initialize(
             shutdown_timeout_seconds=int(failure_timeout) + 1,
         )
     except BaseException as error:
-        hosts.fail(f"{type(error).__name__}: {error}")
+        group.fail(f"{type(error).__name__}: {error}")
         raise
-    return hosts
+    return group
 
 
 def _place(coordinator: str, num_processes: int | None, process_id: int | None) -> ClusterEnv:

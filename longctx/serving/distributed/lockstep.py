@@ -17,6 +17,7 @@ import numpy as np
 
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.process_group import ProcessGroup
+from longctx.serving.executor.interface import Executor
 from longctx.serving.request.request import Request, SamplingParams
 from longctx.serving.scheduler.batch import Batch
 
@@ -33,12 +34,15 @@ class Cancel(NamedTuple):
     request_id: str
 
 
+News = Arrival | Cancel
+
+
 class StepOrder(NamedTuple):
-    """Plan at time `now`; `seconds` is what the last step that was waited for took, None if nobody knows."""
+    """Plan at time `now`; `seconds`: how long the last step that was waited for took, None if nobody knows."""
 
     now: float
     seconds: float | None
-    news: list[Arrival | Cancel]
+    news: list[News]
 
 
 class WarmUpOrder(NamedTuple):
@@ -52,26 +56,29 @@ class Lockstep:
       now: on others than the first: its time, as told last.
     """
 
-    def __init__(self, hosts: ProcessGroup) -> None:
-        self.hosts, self.decisions, self.now = hosts, DecisionDigest(), 0.0
-        self.is_alone = hosts.num_processes == 1
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
+        self.is_alone = group.num_processes == 1
         self._news: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
         self._num_steps = 0
-        if hosts.watch is not None:
-            hosts.watch.explain = self.decisions.__str__
+        if group.watch is not None:
+            group.watch.explain = self.decisions.__str__
 
     @property
     def leads(self) -> bool:
-        return self.hosts.is_first
+        return self.group.is_first
 
-    def time(self) -> float:
-        """That of the first process, as told last: a clock for the others."""
-        return self.now
+    def warm_up(self, executor: Executor) -> None:
+        """Compile all, wait until all processes have, then run: JAX's CPU collectives wait 30 s for a late one."""
+        executor.compile()
+        self.group.barrier("that all is compiled")
+        with self.limit("a first run", self.group.join_timeout):
+            executor.warm_up()
 
     def limit(self, what: str, seconds: float | None = None) -> AbstractContextManager[None]:
         """Around what must not take longer, than the failure timeout if nothing is said."""
-        watch = self.hosts.watch
+        watch = self.group.watch
         if watch is None:
             return nullcontext()
         return watch.limit(what, watch.failure_timeout if seconds is None else seconds)
@@ -105,20 +112,20 @@ class Lockstep:
             header["digest"] = self.decisions.digest
         if self._news:
             header["news"] = self._news
-        self.hosts.tell(header, self._frames)
+        self.group.tell(header, self._frames)
         self._news, self._frames = [], []
         self._num_steps += 1
 
     def tell_warm_up(self) -> None:
         if not self.is_alone:
-            self.hosts.tell({"kind": "warm_up"})
+            self.group.tell({"kind": "warm_up"})
 
     # In the others.
 
     def orders(self) -> Iterator[StepOrder | WarmUpOrder]:
         """What the first process does, until it ends."""
         while True:
-            header, frames = self.hosts.hear()
+            header, frames = self.group.hear()
             if header["kind"] == "end":
                 return
             if header["kind"] == "warm_up":
@@ -133,7 +140,7 @@ class Lockstep:
             yield StepOrder(self.now, header["seconds"], news)
 
     def _differ(self) -> None:
-        watch = self.hosts.watch
+        watch = self.group.watch
         assert watch is not None
         text = f"{watch.me} decided otherwise than process 0 within {COMPARED} steps. It decided:\n{self.decisions}"
         watch.send(watch.peers[0], "differs", text)

@@ -10,16 +10,16 @@ from longctx.parallel.mesh import AXES
 from longctx.serving.distributed.process_group import ProcessGroup
 
 
-def make_process_mesh(hosts: ProcessGroup, stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+def make_process_mesh(group: ProcessGroup, stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
     """All devices of all processes, in the order of hosts, so that `tensor`, which runs fastest, stays inside one.
 
     Args:
-      hosts: may be several processes on one host; a host is known by its name.
+      group: may be several processes on one host; a host is known by its name.
 
     Raises:
       ValueError: the sizes are not those of all devices, or a group of `tensor` would be on two hosts.
     """
-    return arrange_devices(jax.devices(), hosts.names, stage, context, tensor)
+    return arrange_devices(jax.devices(), group.names, stage, context, tensor)
 
 
 def arrange_devices(devices: Sequence[jax.Device], names: Sequence[str], stage: int, context: int, tensor: int) -> Mesh:
@@ -48,12 +48,12 @@ def arrange_devices(devices: Sequence[jax.Device], names: Sequence[str], stage: 
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def describe_mesh(mesh: Mesh, hosts: ProcessGroup) -> str:
+def describe_mesh(mesh: Mesh, group: ProcessGroup) -> str:
     """Which device has which part, a line for each."""
     lines = ["stage  context  tensor  device"]
     for (stage, context, tensor), device in np.ndenumerate(mesh.devices):
         where = (
-            f"{device.device_kind} {device.id} of process {device.process_index} on {hosts.names[device.process_index]}"
+            f"{device.device_kind} {device.id} of process {device.process_index} on {group.names[device.process_index]}"
         )
         lines.append(f"{stage:>5}  {context:>7}  {tensor:>6}  {where}")
     return "\n".join(lines)

@@ -147,8 +147,8 @@ def follow(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[Pro
     pair.connect(f"tcp://{host}:{welcome['pair']}")
     receiver = Receiver(context, f"tcp://{host}:{welcome['steps']}", place.process_id, terms.failure_timeout)
     watch = Watchdog(f"process {place.process_id} ({me})", [peer], terms.failure_timeout)
-    hosts = ProcessGroup(place.process_id, welcome["names"], watch, receiver, context, terms.join_timeout)
-    return hosts, f"{host}:{welcome['jax']}"
+    group = ProcessGroup(place.process_id, welcome["names"], watch, receiver, context, terms.join_timeout)
+    return group, f"{host}:{welcome['jax']}"
 
 
 def _await_name(coordinator: str, deadline: float) -> None:

@@ -1,152 +1,59 @@
-"""From a `Request` to the sequences that the scheduler knows, or to an error that says what is wrong with it."""
+"""Checks, tokenises and hashes requests, and makes sequences of them."""
 
-from collections import OrderedDict
+import os
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longctx.models import LlamaConfig, Tokenizer
+from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
-from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
+from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Metrics, TokenLogprob
-from longctx.serving.request.request import Request
-from longctx.serving.scheduler.sequence import Sequence, Tail
+from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.validation import check_text
 
-
-class Prompt(NamedTuple):
-    """A request's tokens `[T]` int32 and the keys of its full pages."""
-
-    tokens: np.ndarray
-    keys: list[bytes]
-
-
-class SessionEnd(NamedTuple):
-    """Where a session's last turn stopped: the key before its partial page, and that page's key, number and tokens."""
-
-    parent: bytes
-    key: bytes
-    number: int
-    tokens: np.ndarray
+if TYPE_CHECKING:
+    from longctx.models.tokenizer import Tokenizer
 
 
 class InputProcessor:
-    """Checks requests and makes sequences of them. Knows the conversations, not what runs."""
+    """Prepares requests for an engine. It has no state, so it may do that in any thread, or in another process."""
 
     def __init__(
         self,
         model: LlamaConfig,
         config: EngineConfig,
         max_length: int,
-        tokenizer: Tokenizer | None,
+        tokenizer: "Tokenizer | None",
         page_hash: PageHash,
-        num_pages: int,
     ) -> None:
-        self._model, self._config, self._max_length, self._num_pages = model, config, max_length, num_pages
+        self._model, self._config, self._max_length = model, config, max_length
         self._tokenizer, self._hash = tokenizer, page_hash
-        self._sessions: OrderedDict[tuple[str, str], SessionEnd] = OrderedDict()
-        self._rng = np.random.default_rng(config.seed)
-        self._count = 0
 
-    def read(self, request: Request) -> Prompt:
-        """Check a request, tokenise and hash its prompt. Changes nothing, so it needs no lock.
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Check a request, tokenise its prompt and hash its full pages.
 
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """
         if not isinstance(request, Request):
             raise TypeError(f"request must be a Request, got {type(request).__name__}")
-        tokens = self._tokens(request.prompt)
+        tokens = self._tokenise(request.prompt)
         self._check(request, len(tokens))
         keys: list[bytes] = []
         if self._config.prefix_cache:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant))
-        return Prompt(tokens, keys)
+        elif request.sampling.n > 1:
+            # Its completions share the prompt's pages with each other alone.
+            self._hash.extend(keys, tokens, os.urandom(KEY_BYTES))
+        return PreparedRequest(request, tokens, keys)
 
-    def enter(self, request: Request, prompt: Prompt, request_id: str, now: float) -> list[Sequence]:
-        """The sequences of a request, the first with the others as its followers."""
-        params, tokens = request.sampling, prompt.tokens
-        seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
-        stop_ids = {*params.stop_token_ids}
-        if not params.ignore_eos:
-            stop_ids |= {*self._model.eos_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())}
-        prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
-
-        sequences = []
-        for index in range(params.n):
-            known = np.zeros(len(tokens) + params.max_tokens, np.int32)
-            known[: len(tokens)] = tokens
-            text = Detokenizer(self._tokenizer, params.stop)
-            metrics = Metrics(now, len(tokens))
-            sample = Completion(
-                request,
-                request_id,
-                index,
-                len(tokens),
-                known,
-                seed,
-                frozenset(stop_ids),
-                text,
-                metrics,
-                prompt_logprobs,
-            )
-            sequences.append(
-                Sequence(
-                    name=f"{request_id}/{index}",
-                    order=self._count,
-                    prompt_length=len(tokens),
-                    max_tokens=params.max_tokens,
-                    arrival=now,
-                    priority=request.priority,
-                    ttft_deadline=request.ttft_deadline,
-                    tpot_target=request.tpot_target,
-                    keys=list(prompt.keys),
-                    tail=self._find_tail(request, prompt),
-                    may_share=params.prompt_logprobs is None,
-                    completion=sample,
-                )
-            )
-            self._count += 1
-        sequences[0].followers = sequences[1:]
-        return sequences
-
-    def leave(self, sequence: Sequence) -> Tail | None:
-        """Remember where a session's turn ends; what the next one will look for."""
-        sample: Completion = sequence.completion
-        session = sample.request.session_id
-        if session is None or sample.index > 0 or not sequence.is_running:
-            return None
-        size = self._config.page_size
-        valid = min(sequence.computed, sample.num_known)
-        number = valid // size
-        if number > len(sequence.keys) or valid == number * size:
-            return None
-        tenant = sample.request.tenant
-        parent = sequence.keys[number - 1] if number else self._hash.root(tenant)
-        tokens = sample.tokens[number * size : valid].copy()
-        key = self._hash.tail(parent, session, tokens)
-        self._sessions[tenant, session] = SessionEnd(parent, key, number, tokens)
-        self._sessions.move_to_end((tenant, session))
-        if len(self._sessions) > self._num_pages:  # the oldest has no page any more
-            self._sessions.popitem(last=False)
-        return Tail(key, number, len(tokens))
-
-    def _find_tail(self, request: Request, prompt: Prompt) -> Tail | None:
-        """The page where its session stopped, as far as the prompt goes on like it."""
-        end = self._sessions.get((request.tenant, request.session_id)) if request.session_id is not None else None
-        if end is None or end.number > len(prompt.keys):
-            return None
-        if end.parent != (prompt.keys[end.number - 1] if end.number else self._hash.root(request.tenant)):
-            return None
-        own = prompt.tokens[end.number * self._config.page_size :][: len(end.tokens)]
-        differs = np.flatnonzero(own != end.tokens[: len(own)])
-        common = int(differs[0]) if len(differs) else len(own)
-        return Tail(end.key, end.number, common) if common else None
-
-    def _tokens(self, prompt: str | List[int]) -> np.ndarray:
+    def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -185,3 +92,61 @@ class InputProcessor:
                 raise ValueError(f"{name} must be at most max_logprobs={self._config.max_logprobs}, got {count}")
         if request.session_id is not None and not self._config.prefix_cache:
             raise ValueError("session_id needs prefix_cache=True: its pages are kept there")
+
+
+class SequenceMaker:
+    """Makes the sequences of prepared requests, in the order of arrival: an engine has one.
+
+    Args:
+      sessions: where conversations stopped.
+      seed: of the seeds of requests that bring none.
+    """
+
+    def __init__(self, model: LlamaConfig, tokenizer: "Tokenizer | None", sessions: Sessions, seed: int) -> None:
+        self._eos_ids = {*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
+        self._tokenizer, self._sessions = tokenizer, sessions
+        self._rng = np.random.default_rng(seed)
+        self._count = 0
+
+    def make(self, prepared: PreparedRequest, request_id: str, arrival: float) -> list[Sequence]:
+        """A sequence for each of the request's n completions."""
+        request, tokens, keys = prepared
+        params = request.sampling
+        seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
+        stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+        prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
+        partial_page = self._sessions.find(request.tenant, request.session_id, keys, tokens)
+        sequences = []
+        for index in range(params.n):
+            known = np.zeros(len(tokens) + params.max_tokens, np.int32)
+            known[: len(tokens)] = tokens
+            completion = Completion(
+                request=request,
+                request_id=request_id,
+                index=index,
+                num_prompt=len(tokens),
+                known=known,
+                seed=seed,
+                stop_ids=stop_ids,
+                detokenizer=Detokenizer(self._tokenizer, params.stop),
+                metrics=Metrics(arrival, len(tokens)),
+                prompt_logprobs=prompt_logprobs,
+            )
+            sequences.append(
+                Sequence(
+                    name=f"{request_id}/{index}",
+                    order=self._count,
+                    prompt_length=len(tokens),
+                    max_tokens=params.max_tokens,
+                    arrival=arrival,
+                    priority=request.priority,
+                    ttft_deadline=request.ttft_deadline,
+                    tpot_target=request.tpot_target,
+                    keys=list(keys),
+                    partial_page=partial_page,
+                    may_share=completion.num_prompt_logprobs is None,
+                    completion=completion,
+                )
+            )
+            self._count += 1
+        return sequences

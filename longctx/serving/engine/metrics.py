@@ -1,19 +1,21 @@
-"""What an engine tells of itself: `StepMetrics` of every step, `EngineStats` of all."""
+"""Figures of an engine: `StepMetrics` of every step, `EngineStats` of all."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from longctx.serving.executor.interface import EndedStep
 
 
 class StepMetrics(NamedTuple):
-    """Of a step that has ended. Seconds are the engine's clock's.
+    """A step that has ended, by the engine's clock.
 
     Attributes:
       number: of the step, from 0.
-      finished: when.
-      seconds: it took, since it was begun or, if that was later, the step before ended.
+      finished: when it ended.
+      seconds: that it took, since it was begun or, if that was later, the step before ended.
       is_exact: whether the engine waited for it; else it ended at some time before it was looked at.
       predicted: seconds that it was to take, when it was planned.
-      decodes: sequences that it wrote a token of.
+      decodes: sequences that decoded a token in it.
       chunks: of prompts: (position of the first token, tokens) of each.
     """
 
@@ -24,6 +26,12 @@ class StepMetrics(NamedTuple):
     predicted: float
     decodes: int
     chunks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, step: EndedStep, predicted: float) -> Self:
+        chunks = tuple((chunk.start, chunk.num_tokens) for chunk in step.batch.chunks if not chunk.decodes)
+        decodes = len(step.batch.chunks) - len(chunks)
+        return cls(step.batch.index, step.finished, step.duration, step.is_exact, predicted, decodes, chunks)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,24 +1,106 @@
-"""Where an engine runs: the mesh of a plan, and how many pages each of its ranks has room for."""
+"""What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
-from longctx.models import Llama
+from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.parallel.mesh import AXES, make_mesh
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed import ProcessGroup, make_process_mesh
+from longctx.serving.distributed.config_check import check_config
+from longctx.serving.distributed.mesh import make_process_mesh
+from longctx.serving.distributed.process_group import ProcessGroup
+from longctx.serving.engine.build import Built, build_core
+from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import hardware_of, roofline
+from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
+from longctx.serving.scheduler.slo import check_slo
+
+
+class Resolved(NamedTuple):
+    """The arguments of an engine, checked against each other and completed.
+
+    `num_pages` is of each context rank; `is_profiled`: whether the predictor was given.
+    """
+
+    model: Llama
+    config: EngineConfig
+    plan: ParallelPlan
+    mesh: Mesh | None
+    tokenizer: Tokenizer | None
+    predictor: Predictor
+    is_profiled: bool
+    num_pages: int
+    max_length: int
+
+    def make_executor(self, params: Params | None) -> Executor:
+        """The executor that runs batches on the mesh; ValueError without parameters."""
+        if params is None or self.mesh is None:
+            raise ValueError("params must be given, unless an executor is")
+        from longctx.serving.executor.executor import DeviceExecutor
+
+        return DeviceExecutor.on_mesh(
+            self.model, params, self.config, self.plan, self.mesh, self.num_pages, self.max_length
+        )
+
+    def make_core(self) -> Built:
+        return build_core(
+            self.model.config,
+            self.config,
+            self.plan,
+            self.predictor,
+            self.num_pages,
+            self.max_length,
+            self.tokenizer,
+        )
+
+
+def resolve(
+    model: Llama,
+    params: Params | None,
+    config: EngineConfig | None,
+    mesh: Mesh | None,
+    plan: ParallelPlan | None,
+    tokenizer: Tokenizer | None,
+    predictor: Predictor | None,
+    process_group: ProcessGroup | None,
+) -> Resolved:
+    """Check and complete the arguments of an `Engine`, which says what they are.
+
+    Raises:
+      TypeError, ValueError: they contradict each other, the model, the devices, or those of other processes.
+    """
+    config = config or EngineConfig()
+    plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
+    positions = model.config.max_positions
+    max_length = config.max_length or positions
+    if max_length > positions:
+        raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
+    num_pages = resolve_num_pages(model, params, config, max_length, mesh)
+    if process_group is not None and process_group.num_processes > 1:
+        config, num_pages = check_config(
+            process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages
+        )
+    is_profiled = predictor is not None
+    if predictor is None:
+        hardware = hardware_of(None if mesh is None else mesh.devices.flat[0])
+        predictor = roofline(model.config, hardware, config.token_budget, stage=plan.stage, tensor=plan.tensor)
+    check_predictor(predictor, config.token_budget)
+    if is_profiled:
+        check_slo(config.slo, predictor)
+    return Resolved(model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length)
 
 
 def resolve_mesh(
-    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, hosts: ProcessGroup | None = None
+    model: Llama, params: Params | None, mesh: Mesh | None, plan: ParallelPlan | None, group: ProcessGroup | None = None
 ) -> tuple[ParallelPlan, Mesh | None]:
     """The plan of an engine and its mesh, each from the other where one is missing; no mesh without params.
 
@@ -48,14 +130,14 @@ def resolve_mesh(
     if params is None:
         return plan, mesh
     if mesh is None:
-        if hosts is not None and hosts.num_processes > 1:
-            mesh = make_process_mesh(hosts, plan.stage, plan.context, plan.tensor)
+        if group is not None and group.num_processes > 1:
+            mesh = make_process_mesh(group, plan.stage, plan.context, plan.tensor)
         elif plan.num_devices == 1:
             there = sorted(params["embed"].devices(), key=lambda device: device.id)
             mesh = Mesh(np.array(there[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
         else:
             mesh = make_mesh(plan.stage, plan.context, plan.tensor)
-    found, expected = len({device.process_index for device in mesh.devices.flat}), hosts.num_processes if hosts else 1
+    found, expected = len({device.process_index for device in mesh.devices.flat}), group.num_processes if group else 1
     if found != expected:
         raise ValueError(
             f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"

@@ -54,4 +54,4 @@ class TokenStream(Iterator[Event]):
 
     def __del__(self) -> None:
         if self._num_open:
-            self._engine.leave(self.jobs)
+            self._engine.abandon(self.jobs)

@@ -7,6 +7,7 @@ import numpy as np
 from longctx.parallel.plan import deal_tokens
 from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.sequence import completion_of
 
 SHARDED, REPLICATED, LOCAL = range(3)  # kinds of rows, in the order in which a rank has them
 
@@ -45,7 +46,16 @@ class Sampled(NamedTuple):
     number: int  # among those of its rank
 
 
-class Layout:
+class TableEntry(NamedTuple):
+    """An entry of a rank's page table: the page, and its number in its sequence."""
+
+    slot: int
+    entry: int
+    page: int
+    number: int
+
+
+class RowLayout:
     """The rows of a batch. Keeps what it needs of sequences, which change while the batch is in the stages.
 
     Attributes:
@@ -55,11 +65,11 @@ class Layout:
     """
 
     def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int) -> None:
-        self.batch, self._num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
+        self.batch, self.num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
         self._rows = [[_Rows() for _ in range(num_ranks)] for _ in range(3)]
         self._sharded_pages: list[list[int]] = []  # of all ranks, for each row that is sharded, rank after rank
         self._places: dict[int, tuple[int, int, int]] = {}  # of chunks' last rows, by slot: rank, kind, row
-        self.entries: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_ranks)]
+        self.entries: list[list[TableEntry]] = [[] for _ in range(num_ranks)]
         sharded = []
         for chunk in batch.chunks:
             if chunk.sharded:
@@ -86,14 +96,14 @@ class Layout:
         rows, first = self._rows[kind][rank], rank * self._num_pages
         if count == 1:
             page = sequence.pages[start // self._page_size] - first
-            rows.tokens.append(-1 if chunk.decodes else int(sequence.completion.tokens[start]))
+            rows.tokens.append(-1 if chunk.decodes else int(completion_of(sequence).tokens[start]))
             rows.positions.append(start)
             rows.slots.append(slot)
             rows.pages.append(page if 0 <= page < self._num_pages else -1)
         else:
             pages = self._pages(chunk) - first
             pages[(pages < 0) | (pages >= self._num_pages)] = -1
-            tokens = sequence.completion.tokens[start : start + count].tolist()
+            tokens = completion_of(sequence).tokens[start : start + count].tolist()
             rows.add(tokens, list(range(start, start + count)), slot, pages.tolist())
         self._places[slot] = rank, kind, len(rows.slots) - 1
 
@@ -106,11 +116,11 @@ class Layout:
 
     def _deal(self, chunks: list[Chunk]) -> None:
         """Long chunks in zigzag, single tokens to where there is least, in turns from step to step."""
-        n, rows = self._num_ranks, self._rows[SHARDED]
+        n, rows = self.num_ranks, self._rows[SHARDED]
         pages: list[list[int]] = [[] for _ in range(n)]
         long = [chunk for chunk in chunks if chunk.num_tokens > 1]
         if long:
-            known = np.concatenate([c.sequence.completion.tokens[c.start : c.start + c.num_tokens] for c in long])
+            known = np.concatenate([completion_of(c.sequence).tokens[c.start : c.start + c.num_tokens] for c in long])
             positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens) for c in long])
             slots = np.repeat([c.slot for c in long], [c.num_tokens for c in long])
             owners = np.concatenate([self._pages(c) for c in long])
@@ -124,7 +134,7 @@ class Layout:
         for chunk in (chunk for chunk in chunks if chunk.num_tokens == 1):
             rank = min(range(n), key=lambda rank: (len(rows[rank]), (rank - self.batch.index) % n))
             own, start = rows[rank], chunk.start
-            own.tokens.append(-1 if chunk.decodes else int(chunk.sequence.completion.tokens[start]))
+            own.tokens.append(-1 if chunk.decodes else int(completion_of(chunk.sequence).tokens[start]))
             own.positions.append(start)
             own.slots.append(chunk.slot)
             pages[rank].append(chunk.sequence.pages[start // self._page_size])

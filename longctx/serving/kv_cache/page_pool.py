@@ -10,7 +10,7 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 from collections import OrderedDict
 from collections.abc import Sequence
 
-Key = bytes | int
+Key = bytes
 
 
 class PagePool:
@@ -27,6 +27,8 @@ class PagePool:
         self.per_rank, self.num_ranks, self.num_pages = per_rank, num_ranks, per_rank * num_ranks
         self.reserved = [0] * num_ranks
         self.num_evicted = 0
+        self.num_returned = 0  # how often pages became available
+        self.num_forgotten = 0  # keys that are not found any more
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
         self._key_of: list[Key | None] = [None] * self.num_pages
@@ -65,6 +67,7 @@ class PagePool:
             self.reserved[rank] += count
 
     def unreserve(self, counts: Sequence[int]) -> None:
+        self.num_returned += 1
         for rank, count in enumerate(counts):
             assert 0 <= count <= self.reserved[rank]
             self.reserved[rank] -= count
@@ -97,6 +100,7 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back the pages of one sequence, in order. Those with a key become idle, the first the most recent."""
+        self.num_returned += 1
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is not held"
             self._references[page] -= 1
@@ -116,6 +120,7 @@ class PagePool:
 
     def forget(self, page: int) -> None:
         """Let a page be found no more."""
+        self.num_forgotten += 1
         key, self._key_of[page] = self._key_of[page], None
         assert key is not None
         del self._page_of[key]
@@ -123,6 +128,7 @@ class PagePool:
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""
         count = 0
+        self.num_returned += 1
         for free, idle in zip(self._free, self._idle, strict=True):
             count += len(idle)
             for page in idle:

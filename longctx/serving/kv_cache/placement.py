@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class Placement(Protocol):
-    """Of one sequence."""
+    """The ranks of one sequence's pages, by the pages' numbers."""
 
     def rank(self, number: int) -> int:
-        """Of its page of this number."""
+        """The rank of a page."""
         ...
 
     def counts(self, first: int, stop: int) -> list[int]:
@@ -24,7 +24,7 @@ class Placement(Protocol):
         ...
 
     def until(self, number: int, ranks: tuple[int, ...]) -> float:
-        """The first page from this number on that is on none of some ranks."""
+        """The first page from this number on that is on none of some ranks; infinite if there is none."""
         ...
 
 
@@ -48,7 +48,7 @@ class Interleaved:
 
 @dataclass
 class Grown:
-    """From page `first` of each of some runs `(first, rank)` on, pages are on that rank, until the next run begins."""
+    """Runs `(first, rank)`: from page `first` on pages are on that rank, until the next run begins."""
 
     num_ranks: int
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Grown:
         return next((first for first, rank in self.runs if first > number and rank not in ranks), math.inf)
 
     def grow(self, number: int, rank: int) -> None:
-        """Pages from this number on are on a rank."""
+        """Place the pages from this number on on a rank."""
         assert not self.runs or number > self.runs[-1][0]
         if not self.runs or self.runs[-1][1] != rank:
             self.runs.append((number, rank))
@@ -77,60 +77,46 @@ class Grown:
 
 @dataclass(frozen=True)
 class Need:
-    """Pages `first` to `stop - 1` of a sequence, and those from `fork` on once more for each of its followers.
+    """Pages `first` to `stop - 1` of a sequence.
 
-    `held`: how many of its pages, those that were found, each rank has; `last` is the rank of the last one, if any.
+    `held`: how many of its pages before these, found in the cache, each rank has; `last` is the rank of the last one.
     """
 
     first: int
     stop: int
-    fork: int
-    followers: int
     held: tuple[int, ...]
     last: int | None
 
-    def of(self, placement: Placement) -> list[int]:
-        """Pages on each rank."""
-        own = placement.counts(self.first, self.stop)
-        if not self.followers:
-            return own
-        forked = placement.counts(self.fork, self.stop)
-        return [x + self.followers * y for x, y in zip(own, forked, strict=True)]
-
-    def fitting(self, number: int, available: int) -> int:
-        """How many pages, from this number on, fit into so many."""
-        single = min(available, max(0, self.fork - number))
-        return single + (available - single) // (1 + self.followers)
-
 
 class Placer:
-    """Places new sequences by what ranks have to do and what memory they have.
+    """Places new sequences by the load and the free memory of each rank.
 
     Args:
       num_ranks: of the `context` axis.
-      deal: deal pages round; else they stay on one rank until it is full or has `limit` pages of the sequence, and
-        grow to the next.
+      interleave: place pages round over all ranks; else they stay on one rank until it is full or has `limit` pages of
+        the sequence, and grow to the next.
     """
 
-    def __init__(self, num_ranks: int = 1, deal: bool = False, limit: float = math.inf) -> None:
-        self.num_ranks, self.deal, self.limit = num_ranks, deal, limit
+    def __init__(self, num_ranks: int = 1, interleave: bool = False, limit: float = math.inf) -> None:
+        self.num_ranks, self.interleave, self.limit = num_ranks, interleave, limit
 
     def place(self, order: int, need: Need, available: List[int], load: List[float]) -> Placement | None:
-        """None if there is not enough memory now.
+        """The placement of a sequence; None if there is not enough memory now.
 
         Args:
-          order: of the sequence's arrival, which staggers sharded pages.
+          order: of the sequence's arrival, which staggers interleaved pages.
           available: pages on each rank.
-          load: what each rank has to do, in seconds.
+          load: seconds of work that each rank has.
         """
-        if self.deal or self.num_ranks == 1:
+        if self.interleave or self.num_ranks == 1:
             home = order % self.num_ranks if need.last is None else (need.last - need.first + 1) % self.num_ranks
             placement: Placement | None = Interleaved(self.num_ranks, home)
         else:
             placement = self._grow(need, list(available), load)
-        if placement is None or any(x > y for x, y in zip(need.of(placement), available, strict=True)):
+        if placement is None:
             return None
-        return placement
+        counts = placement.counts(need.first, need.stop)
+        return placement if all(x <= y for x, y in zip(counts, available, strict=True)) else None
 
     def _grow(self, need: Need, available: list[int], load: List[float]) -> Grown | None:
         placement, number = Grown(self.num_ranks), need.first
@@ -138,14 +124,13 @@ class Placer:
         while number < need.stop or not placement.runs:
             rank = self._next(need, number, held, limit, available, load, placement)
             if rank is None:
-                if not any(need.fitting(number, pages) for pages in available):
+                if not any(available):
                     return None
-                limit += self.limit  # all ranks have theirs: once more round
+                limit += self.limit  # every rank has its share: once more round
                 continue
-            room = min(need.fitting(number, available[rank]), limit - held[rank], need.stop - number)
-            count = max(int(room), 0)
+            count = max(int(min(available[rank], limit - held[rank], need.stop - number)), 0)
             placement.grow(number, rank)
-            available[rank] -= count + need.followers * max(0, number + count - max(number, need.fork))
+            available[rank] -= count
             held[rank] += count
             number += count
         return placement
@@ -161,7 +146,7 @@ class Placer:
         placement: Grown,
     ) -> int | None:
         """The rank to go on with: where the sequence's pages are, else one that can take them all, the least busy."""
-        room = [min(need.fitting(number, pages), limit - mine) for pages, mine in zip(available, held, strict=True)]
+        room = [min(pages, limit - mine) for pages, mine in zip(available, held, strict=True)]
         rest = need.stop - number
         if rest == 0:
             return need.last if need.last is not None else load.index(min(load))

@@ -1,19 +1,17 @@
-"""One continuation of a request, as the engine keeps it: tokens, text, and what ends them."""
+"""One completion of a request, as the engine keeps it: tokens, text, and what ends them."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request, SamplingParams
-from longctx.serving.scheduler.sequence import Sequence
 
 
 @dataclass(eq=False)
 class Completion:
-    """The `data` of a `Sequence`. `known` holds prompt and output, with room for max_tokens."""
+    """One of the n completions of a request. `known` holds prompt and output, with room for max_tokens."""
 
     request: Request
     request_id: str
@@ -22,9 +20,9 @@ class Completion:
     known: np.ndarray  # int32 [prompt + max_tokens]
     seed: int
     stop_ids: frozenset[int]  # end the sequence
-    text_stream: Detokenizer
+    detokenizer: Detokenizer
     metrics: Metrics
-    prompt_logprobs: list[TokenLogprob] | None  # shared by all samples of the request
+    prompt_logprobs: list[TokenLogprob] | None  # shared by all completions of the request, told by the first
     num_known: int = 0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -38,11 +36,16 @@ class Completion:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Prompt and output so far, `[T]`."""
+        """Prompt and output so far, int32 `[T]`."""
         return self.known[: self.num_known]
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens its prompt's positions ask for; None: it asks for no logprobs of its prompt."""
+        return self.params.prompt_logprobs if self.index == 0 else None
+
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
-        """Take a token; the text that became certain, and why the sequence ends here, if it does."""
+        """Take a token; returns the text that became certain, and why the sequence ends here, if it does."""
         self.known[self.num_known] = token
         self.num_known += 1
         metrics = self.metrics
@@ -56,28 +59,30 @@ class Completion:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None
         if token in self.stop_ids:
-            piece, reason = self.text_stream.finish(), "stop"
+            piece, reason = self.detokenizer.finish(), "stop"
         else:
-            piece = self.text_stream.push(token)
-            if self.text_stream.stopped:
+            piece = self.detokenizer.push(token)
+            if self.detokenizer.stopped:
                 reason = "stop"
             elif metrics.output_tokens == self.params.max_tokens:
-                piece, reason = piece + self.text_stream.finish(), "length"
-                if self.text_stream.stopped:
+                piece, reason = piece + self.detokenizer.finish(), "length"
+                if self.detokenizer.stopped:
                     reason = "stop"
         self.text += piece
         return piece, reason
 
-    def cut(self) -> str:
-        """End here: the text that was held back, which is text after all."""
-        piece = self.text_stream.finish()
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """Of the prompt's tokens from position `start` on; those that a preempted request computes anew are known."""
+        known = self.prompt_logprobs
+        assert known is not None
+        assert start <= len(known) + 1
+        known += logprobs[len(known) + 1 - start :]
+
+    def interrupt(self) -> str:
+        """End here; returns the text that was held back, which turns out to be text."""
+        piece = self.detokenizer.finish()
         self.text += piece
         return piece
-
-    def extend_keys(self, sequence: Sequence, page_hash: PageHash) -> None:
-        """The key of the page that the last token has filled, if it has."""
-        if self.num_known % page_hash.page_size == 0:
-            page_hash.extend(sequence.keys, self.tokens, page_hash.root(self.request.tenant))
 
     def output(self, reason: FinishReason) -> Output:
         return Output(
@@ -88,7 +93,7 @@ class Completion:
             reason,
             self.metrics,
             None if self.params.logprobs is None else self.logprobs,
-            None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            self.prompt_logprobs,  # one list for all completions, complete when the first one has its first token
         )
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:

@@ -1,12 +1,14 @@
 """Text as tokens come, ended by stop strings."""
 
-from longctx.models import StreamDecoder, Tokenizer
+from longctx.models.stream_decoder import StreamDecoder
+from longctx.models.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """Pieces of text that join to the whole, no part of a stop string among them.
 
-    `push` holds back what may be the beginning of a stop string; once one is complete, `stopped` is true.
+    `push` holds back what may begin a stop string; once a stop string is complete, `stopped` is true. Without a
+    tokenizer there is no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
@@ -20,7 +22,7 @@ class Detokenizer:
         return "" if self._decoder is None or self.stopped else self._emit(self._decoder.push(token))
 
     def finish(self) -> str:
-        """What was held back; a stop string may complete here."""
+        """The text that was held back; a stop string may complete here."""
         if self._decoder is None or self.stopped:
             return ""
         piece = self._emit(self._decoder.finish())
@@ -28,12 +30,14 @@ class Detokenizer:
         return piece + rest
 
     def _emit(self, text: str) -> str:
+        if not self._stop:
+            return text
         text = self._held + text
         found = min((at for at in map(text.find, self._stop) if at >= 0), default=-1)
         if found >= 0:
             self.stopped, self._held = True, ""
             return text[:found]
-        certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        certain = len(text) - max(_overlap(text, stop) for stop in self._stop)
         self._held = text[certain:]
         return text[:certain]
 

@@ -1,4 +1,4 @@
-"""What a user gets: `Event`s as tokens come, and an `Output` at the end of each sequence."""
+"""What users get: `Event`s as tokens come, and an `Output` at the end of each completion."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,15 +15,15 @@ class TokenLogprob(NamedTuple):
 
 @dataclass
 class Metrics:
-    """Of one sequence. Times are seconds on the engine's clock.
+    """The metrics of one completion. Times are seconds on the engine's clock.
 
     Attributes:
       arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
-      preemptions: how often it was put back (optimistic admission).
-      recomputed_tokens: tokens whose keys and values that threw away.
-      ttft_deadline, tpot_target: what was due, by its request or by default: seconds, both.
+      preemptions: how often it was preempted (optimistic admission).
+      recomputed_tokens: tokens whose keys and values were thrown away by that.
+      ttft_deadline, tpot_target: what was promised when it came, by its request or by default: seconds, both.
       slack: when it was admitted, the share that was left of the time to its deadline after its prompt (Medha, 4.2).
       longest_gap: seconds, at most, between two of its tokens.
     """
@@ -68,7 +68,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Output:
-    """One continuation, whole. A request with n > 1 has n of them, `sample` 0 to n - 1.
+    """One completion, whole. A request with n > 1 has n of them, `index` 0 to n - 1.
 
     Attributes:
       token_ids: what was generated, a stop token included.
@@ -91,7 +91,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step brought a sequence. `text` is what has become certain; `output` is there with the last event."""
+    """What one step brought a completion. `text` has become certain; `output` comes with the last event."""
 
     request_id: str
     index: int

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -131,6 +131,17 @@ class Request:
             if value is not None:
                 object.__setattr__(self, name, check_real(name, value, *_SECONDS))
         object.__setattr__(self, "priority", check_integer("priority", self.priority, 0, MAX_INT32))
+
+
+class PreparedRequest(NamedTuple):
+    """A request that has been checked: its tokens, int32 `[T]`, and the keys of their full pages.
+
+    `Engine.prepare` makes it; it may travel between threads and processes.
+    """
+
+    request: Request
+    tokens: np.ndarray
+    keys: list[bytes]
 
 
 Prompt = str | Sequence[int] | Request

@@ -18,7 +18,7 @@ from longctx.serving.runner.step import DeviceState, state_specs, step
 from longctx.serving.runner.step_inputs import SamplePlan, Shape
 
 
-class Device(Protocol):
+class ModelRunner(Protocol):
     """Calls take effect in their order; each reaches all stages at once. Pages are numbered within their rank."""
 
     def clear_slot(self, slot: int) -> None:
@@ -32,8 +32,6 @@ class Device(Protocol):
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         """Which tokens a slot has seen, uint8 `[vocab]`."""
         ...
-
-    def copy_page(self, rank: int, source: int, target: int) -> None: ...
 
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
         """What `step` would run."""
@@ -96,10 +94,6 @@ class MeshModelRunner:
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         self.state = state_updates.set_seen(self.state, np.int32(slot), seen)
-
-    def copy_page(self, rank: int, source: int, target: int) -> None:
-        numbers = (np.int32(x) for x in (rank, source, target))
-        self.state = state_updates.copy_page(self.mesh, self.state, *numbers, self._num_pages)
 
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
         told = self._told(rows, samples)

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
-from longctx.parallel.mesh import index_of, shard_map
+from longctx.parallel.mesh import shard_map
 from longctx.parallel.tensor import gather_vocabulary
-from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import token_logprobs
 from longctx.serving.runner.step import (
     VOCABULARY_AXES,
@@ -23,8 +22,6 @@ from longctx.serving.runner.step import (
     all_gather,
     head_logits,
     of_last_stage,
-    sizes_of,
-    state_specs,
 )
 
 _BLOCK = 64  # rows of which logits are computed at a time
@@ -64,31 +61,6 @@ def set_entries(state: DeviceState, slot: Array, first: Array, pages: Array, num
 def set_seen(state: DeviceState, slot: Array, seen: Array) -> DeviceState:
     """Which tokens a slot has seen, uint8 `[vocab]`: for requests with penalties, when they are admitted."""
     return state._replace(seen=state.seen.at[slot].set(seen))
-
-
-@functools.partial(jax.jit, donate_argnums=1, static_argnums=(0, 5))
-def copy_page(mesh: Mesh, state: DeviceState, rank: Array, source: Array, target: Array, num_pages: int) -> DeviceState:
-    """Copy one page of a rank, in every layer."""
-
-    def copy(cache: PagedCache, rank: Array, source: Array, target: Array) -> PagedCache:
-        layers = cache.k.shape[0] // num_pages
-        # On other ranks a page is copied onto itself.
-        target = jnp.where(index_of("context") == rank, target, source)
-
-        def copy_layer(layer: Array, cache: PagedCache) -> PagedCache:
-            first = layer * num_pages
-            return PagedCache(
-                *(
-                    lax.dynamic_update_index_in_dim(x, lax.dynamic_index_in_dim(x, first + source), first + target, 0)
-                    for x in cache
-                )
-            )
-
-        return lax.fori_loop(0, layers, copy_layer, cache)
-
-    specs = state_specs(*sizes_of(mesh)[:2]).cache
-    mapped = shard_map(copy, mesh, in_specs=(specs, P(), P(), P()), out_specs=specs)
-    return state._replace(cache=mapped(state.cache, rank, source, target))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))

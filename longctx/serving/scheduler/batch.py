@@ -1,6 +1,6 @@
 """What a step computes: plain data that the scheduler makes and an executor runs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,25 +25,35 @@ class Chunk(NamedTuple):
     ranks: tuple[int, ...] = (0,)
     sharded: bool = False
 
-    def share(self, num_ranks: int, dealt_before: int = 0) -> tuple[int, int]:
-        """(tokens before, tokens) that each of its ranks has to do with, about; sharded after so many other tokens."""
-        if self.sharded:
-            rows = -(-(dealt_before + self.num_tokens) // num_ranks) + -dealt_before // num_ranks
-            return self.start, rows
-        return self.start // len(self.ranks), self.num_tokens
 
+def work_by_rank(chunks: Iterable[Chunk], num_ranks: int) -> list[Work]:
+    """What each context rank computes.
 
-def parts_of(chunks: Iterable[Chunk], rank: int, num_ranks: int) -> Iterator[tuple[int, int, bool]]:
-    """(tokens before, tokens, whether one is sampled) of what a rank computes, for `Work.of`."""
+    A rank of a replicated chunk has its share of the tokens before it; one of a sharded chunk a share of its rows,
+    about: sharded rows of a step are spread evenly.
+    """
     if num_ranks == 1:
-        yield from ((chunk.start, chunk.num_tokens, chunk.samples) for chunk in chunks)
-        return
+        return [Work.of((start, count, samples) for _, _, start, count, samples, *_ in chunks)]
+    parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
     sharded = 0
-    for chunk in chunks:
-        start, count = chunk.share(num_ranks, sharded)
-        sharded += chunk.num_tokens if chunk.sharded else 0
-        if rank in chunk.ranks and count:
-            yield start, count, chunk.samples and rank == chunk.ranks[0]
+    for _, _, start, count, samples, _, ranks, is_sharded in chunks:
+        if is_sharded:
+            rows = sharded_rows(count, sharded, num_ranks)
+            sharded += count
+            if rows:
+                for rank in ranks:
+                    parts[rank].append((start, rows, samples and rank == ranks[0]))
+        elif len(ranks) == 1:
+            parts[ranks[0]].append((start, count, samples))
+        else:
+            for rank in ranks:
+                parts[rank].append((start // len(ranks), count, samples and rank == ranks[0]))
+    return [Work.of(part) for part in parts]
+
+
+def sharded_rows(count: int, before: int, num_ranks: int) -> int:
+    """Rows that `count` sharded tokens add to each rank, after `before` others of the step."""
+    return -(-(before + count) // num_ranks) + -before // num_ranks
 
 
 class TableRun(NamedTuple):
@@ -56,15 +66,14 @@ class TableRun(NamedTuple):
 
 @dataclass
 class Batch:
-    """One step. `copies` (source, target) and `tables` are done first, in order; `admitted` have new slots.
+    """One step. `tables` are written first; `admitted` have new slots.
 
-    `work` is what it asks of the device that has most to do, `predicted` the seconds that it should take.
+    `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take.
     """
 
     index: int
     chunks: list[Chunk] = field(default_factory=list)
     tables: list[TableRun] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     work: Work = field(default_factory=Work)
     predicted: float = 0.0

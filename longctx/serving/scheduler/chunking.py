@@ -12,7 +12,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.policy import Policy, rank
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.serving.scheduler.step_budget import Step
+from longctx.serving.scheduler.step_budget import Share, StepBudget
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, above the second a larger one
 # gains nothing, but keeps whoever comes meanwhile waiting.
@@ -54,9 +54,9 @@ class Chunker:
 
     With adaptive chunking a step takes the time that the tightest TPOT target of its decodes allows, by prediction; so
     chunks shrink as the context before them grows. They don't shrink below the smallest efficient chunk, whatever the
-    target, and where there is no target they are no larger than is of use. With static chunking, tokens are what is
-    shared out. As ranks wait for the slowest, nobody then makes a step longer than the most urgent prompt does, or a
-    full step of tokens without context.
+    target, and without a target they are no larger than is of use. With static chunking, prompts share tokens. As ranks
+    wait for the slowest, no other prompt then makes a step longer than the most urgent one does, or than a full step of
+    tokens without context.
 
     With several stages a token comes after as many steps, and a step takes the largest of the batches in the stages:
     so its time is a share of the target, and its rows don't grow by more than one bucket in as many steps.
@@ -78,48 +78,48 @@ class Chunker:
         self._grown = -self.plan.stage  # how many batches ago rows grew
         self._sizes = sorted({*(1 << i for i in range(chunking.tokens.bit_length())), chunking.tokens})
 
-    def begin(self, decodes: List[Chunk]) -> Step:
-        """A step of decodes."""
-        return Step(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes)
-
-    def pack(self, prompts: List[Sequence], decodes: List[Chunk], now: float) -> list[tuple[Sequence, int]]:
-        """Tokens for each prompt that gets some, beside the decodes."""
+    def pack(self, prompts: List[Sequence], decodes: List[Chunk], now: float) -> dict[Sequence, Share]:
+        """The share of each prompt that gets one, beside the decodes."""
         if not prompts:
-            return []
-        step = self.begin(decodes)
+            return {}
+        step = self._step(decodes)
         step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
         if step.tokens <= step.rows:
-            return []
-        head, *others = rank(self.policy, prompts, now)
+            return {}
+        ranked = rank(self.policy, prompts, now)
+        head = next(ranked)
         seconds, least = self._time(decodes), 1
         if seconds < math.inf:
             least = self._smallest(head.computed, _EFFICIENT)
         elif self.chunking.adaptive:
             step.tokens = min(self._smallest(head.computed, _BEST) + step.rows, step.tokens)
         step.limit = seconds
+        others = list(ranked)
         lent, borrowers = self._lend(step, head, others, now)
         if lent > 0:
             # Beside what the head keeps. It may end within that: then it lends nothing, and they get what is left.
             beside = step.beside(head, max(min(least, step.room(head)), step.largest(head, 1 - lent)))
             beside.fill(borrowers)
-            for borrower, count in beside.chunks.items():
-                step.take(borrower, count)
+            for borrower, share in beside.shares.items():
+                step.take(borrower, share.num_tokens)
         step.take(head, max(min(least, step.room(head)), step.largest(head)))
-        if self.plan.context > 1:
-            if step.limit == math.inf:
-                step.limit = max(step.seconds, self.predictor.seconds(Work(step.tokens)))
-            step.fill(other for other in others if other not in step.chunks)
-        elif step.chunks.get(head) == head.remaining:
-            step.fill(other for other in others if other not in step.chunks)
-        return list(step.chunks.items())
+        takes_all = head in step.shares and step.shares[head].num_tokens == head.remaining
+        if self.plan.context > 1 and step.limit == math.inf:
+            step.limit = max(step.seconds, self.predictor.seconds(Work(step.tokens)))
+        if self.plan.context > 1 or takes_all:
+            step.fill(other for other in others if other not in step.shares)
+        return step.shares
 
     def note(self, chunks: List[Chunk]) -> None:
-        """A batch of such chunks, perhaps none, has been planned."""
+        """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = self.begin(chunks).rows
+            rows = self._step(chunks).rows
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
+
+    def _step(self, decodes: List[Chunk]) -> StepBudget:
+        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes)
 
     def _ramp(self, decodes: int) -> int:
         """Rows that the next batch may have: one bucket more than those in later stages, which pay for it too."""
@@ -145,7 +145,9 @@ class Chunker:
         least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
         return next(size for size, time in zip(self._sizes, seconds, strict=True) if efficient * time <= least * size)
 
-    def _lend(self, step: Step, head: Sequence, others: List[Sequence], now: float) -> tuple[float, list[Sequence]]:
+    def _lend(
+        self, step: StepBudget, head: Sequence, others: List[Sequence], now: float
+    ) -> tuple[float, list[Sequence]]:
         """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
         borrowers = [
             s

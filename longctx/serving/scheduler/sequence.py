@@ -2,14 +2,15 @@
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Placement
+from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.request.completion import Completion
 
 
 class State(enum.Enum):
-    """Of a sequence. Putting back (optimistic admission) leads from the middle two to WAITING."""
+    """The states of a sequence. Preemption (optimistic admission) leads from the middle two to WAITING."""
 
     WAITING = "waiting"  # holds nothing
     PREFILLING = "prefilling"  # has a slot and pages; tokens to compute before the next can be sampled
@@ -25,17 +26,9 @@ _NEXT = {
 }
 
 
-class Tail(NamedTuple):
-    """A session's last, partial page: what finds it, its number in the sequence, and how many of its tokens count."""
-
-    key: Key
-    number: int
-    tokens: int
-
-
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a request. The scheduler decides by the first group of fields; `data` is for executors only.
+    """The sequence of one completion. The scheduler decides by these fields and never reads `completion`.
 
     `length` counts tokens that are known or being sampled, `computed` those whose keys and values are written or
     planned to be: plans run ahead of results. `in_flight` counts samples that are planned and not yet received.
@@ -49,11 +42,10 @@ class Sequence:
     priority: int = 0
     ttft_deadline: float | None = None
     tpot_target: float | None = None
-    keys: list[Any] = field(default_factory=list)  # of its full pages, as far as tokens are known
-    tail: "Tail | None" = None  # the partial page that the turn before it left
+    keys: list[Key] = field(default_factory=list)  # of its full pages, as far as tokens are known
+    partial_page: PartialPage | None = None  # that the turn before it left
     may_share: bool = True  # begin with pages that others have computed
-    followers: "list[Sequence]" = field(default_factory=list)  # other samples, that begin where its prompt ends
-    completion: Any = None
+    completion: Completion | None = None  # what executors read tokens from
 
     state: State = State.WAITING
     slot: int | None = None
@@ -70,10 +62,10 @@ class Sequence:
     preemptions: int = 0
     recomputed: int = 0  # tokens whose keys and values were thrown away
 
-    # What policies go by: seconds, promised and predicted.
+    # What policies read: seconds, promised and predicted.
     deadline: float = 0.0  # when its first token is due
-    ttft_budget: float = 1.0  # from its arrival to then
-    prefill_remaining: float = 0.0  # that the remaining tokens take alone
+    ttft_budget: float = 1.0  # from its arrival to the deadline
+    prefill_remaining: float = 0.0  # that the rest of its prompt takes, computed alone
     prefix_hit_tokens: int = 0  # tokens of its prompt that were in the cache when it came
     slack: float | None = None  # relative, when it was last admitted
 
@@ -99,3 +91,9 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.state in (State.PREFILLING, State.DECODING)
+
+
+def completion_of(sequence: Sequence) -> Completion:
+    """The completion of a sequence that an engine serves; those of tests of decisions alone have none."""
+    assert sequence.completion is not None
+    return sequence.completion

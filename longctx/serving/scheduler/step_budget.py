@@ -3,141 +3,169 @@
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan, is_sharded
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk, parts_of
+from longctx.serving.scheduler.batch import Chunk, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 
-class Step:
+class Share(NamedTuple):
+    """Tokens of a prompt in a step, the ranks that compute them, and whether their rows are sharded over these."""
+
+    num_tokens: int
+    ranks: tuple[int, ...]
+    sharded: bool
+
+
+class StepBudget:
     """Rows are of three kinds, each the same number on all ranks, as a compiled step has it.
 
-    Shared rows have one place on all ranks of their sequence; sequences on other ranks may have the same places.
-    Interleaved rows are spread over all ranks. What a rank computes alone comes beside these.
+    Local rows are computed by one rank alone. Replicated rows have one place on all ranks of their sequence; sequences
+    on other ranks may have the same places. Sharded rows are spread over all ranks.
+
+    Args:
+      tokens: rows that a step may have, of all three kinds.
+      decodes: chunks that are in the step already.
 
     Attributes:
-      tokens: rows that a step may have, of all three kinds.
       limit: seconds that its slowest rank may take.
-      chunks: tokens that each prompt got.
+      shares: what each prompt got.
     """
 
     def __init__(
         self, plan: ParallelPlan, page_size: int, predictor: Predictor, tokens: int, decodes: List[Chunk]
     ) -> None:
-        self.tokens, self.limit, self.chunks = tokens, math.inf, {}
+        self.tokens, self.limit = tokens, math.inf
+        self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
+        self._num_ranks = plan.context
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
-        if plan.context == 1:
-            self._local[0] = sum(chunk.num_tokens for chunk in decodes)
-        else:
-            for chunk in decodes:
-                self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
-        self._works = [Work.of(parts_of(decodes, rank, plan.context)) for rank in range(plan.context)]
-        self._begin = self.rows
-        self._begun: float | None = None
-
-    chunks: dict[Sequence, int]
+        for chunk in decodes:
+            self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
+        self._works = work_by_rank(decodes, plan.context)
+        self._seconds = list(map(predictor.seconds, self._works))
+        self._begin, self._begun = self.rows, self.seconds
 
     @property
     def rows(self) -> int:
-        """Of the largest rank of each kind."""
-        return -(-self._sharded // self._plan.context) + max(self._replicated) + max(self._local)
+        """Rows of each kind on the rank that has most of it."""
+        return -(-self._sharded // self._num_ranks) + max(self._replicated) + max(self._local)
 
     @property
     def seconds(self) -> float:
-        """Of the slowest rank."""
-        return max(map(self._predictor.seconds, self._works))
+        """Predicted seconds of the slowest rank."""
+        return max(self._seconds)
 
     def take(self, sequence: Sequence, count: int) -> None:
+        """Add a prompt's next `count` tokens."""
         if count > 0:
-            self.chunks[sequence] = count
-            ranks, sharded = self.where(sequence, count)
-            self._works = self._with(sequence, count, ranks, sharded)
-            self._place(count, ranks, sharded)
+            share = self.share(sequence, count)
+            self.shares[sequence] = share
+            for rank, work in self._with(sequence, share):
+                self._works[rank], self._seconds[rank] = work, self._predictor.seconds(work)
+            self._place(*share)
 
     def fill(self, sequences: Iterable[Sequence]) -> None:
         """Take as much of each as there is room for. On one rank, once one gets less than all of it there is none."""
         for sequence in sequences:
             count = self.largest(sequence)
             self.take(sequence, count)
-            if count < sequence.remaining and self._plan.context == 1:
+            if count < sequence.remaining and (self._num_ranks == 1 or self._is_full()):
                 return
 
     def meet(self, one: Sequence, other: Sequence) -> bool:
         """Whether two prompts' next tokens are computed on some rank in common."""
-        return not {*self.where(one, one.remaining)[0]}.isdisjoint(self.where(other, other.remaining)[0])
+        if self._num_ranks == 1:
+            return True
+        return not {*self.share(one, one.remaining).ranks}.isdisjoint(self.share(other, other.remaining).ranks)
 
-    def beside(self, sequence: Sequence, count: int) -> "Step":
-        """The same with a chunk that is not taken yet."""
-        other = Step(self._plan, self._page_size, self._predictor, self.tokens, ())
+    def beside(self, sequence: Sequence, count: int) -> "StepBudget":
+        """The same step with a chunk that is not taken yet."""
+        other = StepBudget(self._plan, self._page_size, self._predictor, self.tokens, ())
         other.limit, other._begin, other._begun = self.limit, self._begin, self._begun
         other._local, other._replicated, other._sharded = list(self._local), list(self._replicated), self._sharded
-        other._works = list(self._works)
+        other._works, other._seconds = list(self._works), list(self._seconds)
         other.take(sequence, count)
-        other.chunks = {}
+        other.shares = {}
         return other
 
     def largest(self, sequence: Sequence, share: float = 1.0) -> int:
         """The most tokens of a prompt for which there is room, in `share` of what the decodes leave of the step."""
-        spread = self._plan.context if self._is_sharded(sequence) else 1
+        spread = self._num_ranks if self._is_sharded(sequence) else 1
         most = min(self.room(sequence), math.ceil(share * (self.tokens - self._begin)) * spread)
         if self.limit == math.inf or most <= 0:
             return max(0, most)
-        if self._begun is None:
-            self._begun = self.seconds
         limit = self._begun + share * (self.limit - self._begun)
-        low, high = 0, most + 1  # low fits, high does not
+        if self._fits(sequence, most, limit):
+            return most
+        low, high = 0, most  # low fits, high does not
         while high - low > 1:
-            count = high - 1 if low == 0 and high == most + 1 else (low + high) // 2
-            works = self._with(sequence, count, *self.where(sequence, count))
-            if max(map(self._predictor.seconds, works)) <= limit:
-                low = count
-            else:
-                high = count
+            count = (low + high) // 2
+            low, high = (count, high) if self._fits(sequence, count, limit) else (low, count)
         return self.room(sequence, low)
 
     def room(self, sequence: Sequence, count: int | None = None) -> int:
-        """Rows that there are for a prompt, which needs no more than so many, or than it has."""
+        """Rows that there are for a prompt, which needs no more than `count`, or than it has."""
         count = sequence.remaining if count is None else count
         while count > 0:
-            ranks, deals = self.where(sequence, count)
-            room = self._room(ranks, deals)
+            _, ranks, sharded = self.share(sequence, count)
+            room = self._room(ranks, sharded)
             if room >= count:
                 break
             # Fewer may be on fewer ranks, where there is more room.
-            fewer = count if deals else min(count, self._before_growth(sequence))
+            fewer = count if sharded else min(count, self._before_growth(sequence))
             count = max(0, room) if room > 0 or fewer == count else fewer
         return count
 
-    def _room(self, ranks: tuple[int, ...], deals: bool) -> int:
-        shared, own, sharded = max(self._replicated), max(self._local), -(-self._sharded // self._plan.context)
-        if deals:
-            return self._plan.context * (self.tokens - shared - own) - self._sharded
+    def share(self, sequence: Sequence, count: int) -> Share:
+        """Where a prompt's next `count` tokens are computed."""
+        if self._num_ranks == 1:
+            return Share(count, (0,), False)
+        if self._is_sharded(sequence):
+            return Share(count, tuple(range(self._num_ranks)), True)
+        placement = sequence.placement
+        assert placement is not None
+        first, stop = len(sequence.pages), -(-(sequence.computed + count) // self._page_size)
+        if stop <= first:
+            return Share(count, sequence.ranks, False)
+        rank = placement.rank(first)
+        if stop == first + 1 or placement.until(first, (rank,)) >= stop:
+            ranks = sequence.ranks if rank in sequence.ranks else (*sequence.ranks, rank)
+        else:
+            new = placement.counts(first, stop)
+            ranks = (*{*sequence.ranks, *(rank for rank, pages in enumerate(new) if pages)},)
+        return Share(count, tuple(sorted(ranks)), False)
+
+    def _fits(self, sequence: Sequence, count: int, limit: float) -> bool:
+        """Whether no rank takes longer than `limit` with so many tokens of a prompt."""
+        share = self.share(sequence, count)
+        return all(self._predictor.seconds(work) <= limit for _, work in self._with(sequence, share))
+
+    def _is_full(self) -> bool:
+        """Whether there is room for no row of any kind, on any rank."""
+        left = self.tokens - -(-self._sharded // self._num_ranks)
+        local = left - max(self._replicated) - min(self._local)
+        replicated = left - max(self._local) - min(self._replicated)
+        return max(local, replicated, self._room((), True)) <= 0
+
+    def _room(self, ranks: tuple[int, ...], is_sharded: bool) -> int:
+        replicated, local, sharded = max(self._replicated), max(self._local), -(-self._sharded // self._num_ranks)
+        if is_sharded:
+            return self._num_ranks * (self.tokens - replicated - local) - self._sharded
         if len(ranks) == 1:
-            return self.tokens - sharded - shared - self._local[ranks[0]]
-        return self.tokens - sharded - own - max(self._replicated[rank] for rank in ranks)
+            return self.tokens - sharded - replicated - self._local[ranks[0]]
+        return self.tokens - sharded - local - max(self._replicated[rank] for rank in ranks)
 
     def _before_growth(self, sequence: Sequence) -> int:
-        """Tokens that a prompt can read without taking on one more rank."""
-        if self._plan.context == 1 or sequence.placement is None:
+        """Tokens of a prompt that can be computed without pages on one more rank."""
+        if self._num_ranks == 1 or sequence.placement is None:
             return sequence.remaining
         number = len(sequence.pages)
         page = sequence.placement.until(number, sequence.ranks or (sequence.placement.rank(number),))
         return int(min(page * self._page_size - sequence.computed, sequence.remaining))
-
-    def where(self, sequence: Sequence, count: int) -> tuple[tuple[int, ...], bool]:
-        """The ranks that compute its next tokens, and whether these are sharded."""
-        if self._plan.context == 1:
-            return (0,), False
-        if self._is_sharded(sequence):
-            return tuple(range(self._plan.context)), True
-        assert sequence.placement is not None
-        stop = -(-(sequence.computed + count) // self._page_size)
-        new = sequence.placement.counts(len(sequence.pages), stop)
-        ranks = {*sequence.ranks, *(rank for rank, pages in enumerate(new) if pages)}
-        return tuple(sorted(ranks)), False
 
     def _is_sharded(self, sequence: Sequence) -> bool:
         return is_sharded(self._plan, False, sequence.remaining, self._budget)
@@ -152,15 +180,14 @@ class Step:
             for rank in ranks:
                 self._replicated[rank] = top
 
-    def _with(self, sequence: Sequence, count: int, ranks: tuple[int, ...], sharded: bool) -> list[Work]:
-        """Every rank's work with one more chunk."""
+    def _with(self, sequence: Sequence, share: Share) -> list[tuple[int, Work]]:
+        """The work of each rank that computes a share of a prompt, with that share."""
+        start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples = count == sequence.remaining
-        if len(self._works) == 1:
-            return [self._works[0].with_chunk(sequence.computed, count, samples)]
-        chunk = Chunk(sequence, 0, sequence.computed, count, samples, False, ranks, sharded)
-        start, rows = chunk.share(self._plan.context, self._sharded)
-        if not rows:
-            return self._works
-        return [
-            work.with_chunk(start, rows, samples) if rank in ranks else work for rank, work in enumerate(self._works)
-        ]
+        if share.sharded:
+            count = sharded_rows(count, self._sharded, self._num_ranks)
+            if not count:
+                return []
+        elif len(ranks) > 1:
+            start //= len(ranks)
+        return [(rank, self._works[rank].with_chunk(start, count, samples)) for rank in ranks]

@@ -1,0 +1,15 @@
+from .config import EngineConfig as EngineConfig
+from .engine.core import Core as Core
+from .engine.engine import Engine as Engine
+from .engine.input_processor import InputProcessor as InputProcessor
+from .engine.metrics import EngineStats as EngineStats
+from .engine.metrics import StepMetrics as StepMetrics
+from .parallel_plan import ParallelPlan as ParallelPlan
+from .request.output import Event as Event
+from .request.output import Metrics as Metrics
+from .request.output import Output as Output
+from .request.output import TokenLogprob as TokenLogprob
+from .request.request import PreparedRequest as PreparedRequest
+from .request.request import Request as Request
+from .request.request import SamplingParams as SamplingParams
+from .scheduler.slo import Slo as Slo

@@ -1,0 +1,72 @@
+"""Builds the core of an engine, and what makes sequences for it, without JAX."""
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from longctx.models.config import LlamaConfig
+from longctx.serving.config import EngineConfig
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
+from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.kv_cache.sessions import Sessions
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.runtime import Predictor, readable_tokens
+from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.policy import make_policy
+from longctx.serving.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from longctx.models.tokenizer import Tokenizer
+
+
+class Built(NamedTuple):
+    """A core, and what turns requests into its sequences."""
+
+    core: Core
+    input_processor: InputProcessor
+    sequence_maker: SequenceMaker
+
+
+def build_core(
+    model: LlamaConfig,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    predictor: Predictor,
+    num_pages: int,
+    max_length: int,
+    tokenizer: "Tokenizer | None" = None,
+) -> Built:
+    """The core of an engine.
+
+    Args:
+      predictor: of its batches; it is corrected as batches run.
+      num_pages: of each context rank.
+      max_length: prompt and output of the longest sequence, in tokens.
+    """
+    page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
+    readable = readable_tokens(predictor, config.slo.tpot, plan.stage, max_length)
+    chunker = Chunker(
+        make_policy(config.policy, config.max_share),
+        Corrected(predictor),
+        Chunking.parse(config.chunking, config.token_budget, config.max_running),
+        plan,
+        config.page_size,
+        config.growing_buckets(2 if plan.context == 1 else 8),
+    )
+    scheduler = Scheduler(
+        chunker,
+        PagePool(num_pages, plan.context),
+        config.page_size,
+        config.max_running,
+        config.admission,
+        config.slo,
+        plan.placer(config.page_size, config.token_budget, readable),
+    )
+    sessions = Sessions(page_hash, num_pages * plan.context)
+    return Built(
+        Core(scheduler, page_hash if config.prefix_cache else None, sessions, config.run_ahead),
+        InputProcessor(model, config, max_length, tokenizer, page_hash),
+        SequenceMaker(model, tokenizer, sessions, config.seed),
+    )

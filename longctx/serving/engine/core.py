@@ -1,0 +1,155 @@
+"""The engine without lock, thread, clock, executor, processes or JAX: what it decides, and what it makes of results.
+
+A driver adds sequences, begins batches, has an executor run them, and ends each with its results:
+
+    while (batch := core.begin(now)) is not None:
+        queue.submit(batch)
+    step = queue.wait()
+    events = core.end(step.batch, step.results, step.finished, step.seconds)
+
+The drivers are `Engine`, a follower process (`engine/follower.py`) and the simulator (`longctx.simulation`).
+"""
+
+from longctx.serving.engine.batch_queue import BatchQueue
+from longctx.serving.engine.metrics import EngineStats
+from longctx.serving.executor.interface import Results
+from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.request.completion import Completion
+from longctx.serving.request.output import Event, FinishReason
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence, State, completion_of
+
+
+class Core:
+    """Continuous batching of sequences, whose tokens become events.
+
+    Deterministic: the same calls with the same arguments give the same batches and events.
+
+    Args:
+      page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
+      sessions: remembers where conversations stop.
+      run_ahead: see `BatchQueue`.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, page_hash: PageHash | None, sessions: Sessions | None, run_ahead: int
+    ) -> None:
+        self.scheduler, self.sessions = scheduler, sessions
+        self.in_flight = BatchQueue(run_ahead, scheduler.plan.stage)
+        self._hash = page_hash
+        self._now = 0.0
+        self._counts = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
+
+    @property
+    def pool(self) -> PagePool:
+        return self.scheduler.pool
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Let sequences wait; their sizes have been checked (`Scheduler.check`)."""
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def cancel(self, sequence: Sequence) -> list[Event]:
+        """End a sequence wherever it is."""
+        if sequence.state is State.FINISHED:
+            return []
+        return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self._now)]
+
+    def begin(self, now: float) -> Batch | None:
+        """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
+
+        A batch without chunks moves those in later stages on, or lets slots rest.
+        """
+        self._now = now
+        if not self.in_flight.has_room:
+            return None
+        batch = self.scheduler.schedule(now)
+        if batch is None:
+            if not (self.in_flight.lacks_successors or (not self.in_flight and self.scheduler.is_held_up)):
+                return None
+            batch = self.scheduler.idle()
+        self.in_flight.append(batch)
+        self._note_planned(batch, now)
+        return batch
+
+    def end(self, batch: Batch, results: Results, now: float, seconds: float | None) -> list[Event]:
+        """Take the results of the oldest batch; `seconds`: how long its step took, None if nobody knows."""
+        self._now = now
+        if seconds is not None:
+            self.scheduler.chunker.predictor.observe(self.in_flight.slowest.work, seconds)
+        self.in_flight.pop(batch)
+        for sequence, start, logprobs in results.prompt_logprobs:
+            if sequence.state is not State.FINISHED:
+                completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
+        events = []
+        for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
+            if sequence.state is State.FINISHED:
+                continue  # it ended while this step was in flight
+            completion = completion_of(sequence)
+            text, reason = completion.push(token, logprob, now)
+            self._counts["output_tokens"] += 1
+            if self._hash is not None and completion.num_known % self._hash.page_size == 0:
+                root = self._hash.root(completion.request.tenant)
+                self._hash.extend(sequence.keys, completion.tokens, root)
+            self.scheduler.receive(sequence)
+            if reason is not None:
+                events.append(self._finish(sequence, text, token, reason, now))
+            else:
+                events.append(completion.event(text, token))
+        return events
+
+    def fail(self, sequence: Sequence, now: float) -> list[Event]:
+        """The last event of a sequence that has not ended, when a step has failed; nothing else can be done with it."""
+        completion = completion_of(sequence)
+        if completion.metrics.finished is not None:
+            return []
+        completion.metrics.finished = now
+        return [completion.event(completion.interrupt(), None, "error")]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether sequences wait that nothing will ever admit."""
+        return bool(self.scheduler.waiting) and not self.in_flight
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.pool
+        return EngineStats(
+            steps=scheduler.num_steps,
+            **self._counts,
+            preemptions=scheduler.num_preempted,
+            pages_evicted=pool.num_evicted,
+            pages_held=pool.num_held,
+            pages_cached=pool.num_cached,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            idle_stage_steps=self.in_flight.num_idle,
+        )
+
+    def _note_planned(self, batch: Batch, now: float) -> None:
+        for sequence in batch.admitted:
+            metrics = completion_of(sequence).metrics
+            if metrics.admitted is None:
+                metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
+                metrics.slack = sequence.slack
+                self._counts["cached_tokens"] += metrics.cached_tokens
+        self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
+
+    def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:
+        completion = completion_of(sequence)
+        self.scheduler.finish(sequence, self._leave_session(sequence, completion))
+        metrics = completion.metrics
+        metrics.finished = max(now, metrics.arrival)
+        metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed
+        metrics.ttft_deadline, metrics.tpot_target = sequence.ttft_budget, sequence.tpot_target
+        return completion.event(text, token, reason)
+
+    def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
+        """Remember where a session's turn ends, if it has computed something."""
+        session = completion.request.session_id
+        if self.sessions is None or session is None or completion.index > 0 or not sequence.is_running:
+            return None
+        computed = completion.tokens[: sequence.computed]
+        return self.sessions.note(completion.request.tenant, session, sequence.keys, computed)

@@ -1,0 +1,71 @@
+"""The engine of a process that follows another: it decides the same, on the same news, at the same time."""
+
+from collections import deque
+
+from longctx.serving.distributed.lockstep import Arrival, Lockstep, News, StepOrder
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
+from longctx.serving.engine.stream import Job
+from longctx.serving.executor.interface import EndedStep, Executor, SubmitQueue
+
+
+class Follower:
+    """Drives a core by the orders of the first process.
+
+    A step ends here when the next one is ordered, since only the first process knows how long it took.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        executor: Executor,
+        lockstep: Lockstep,
+        input_processor: InputProcessor,
+        sequence_maker: SequenceMaker,
+    ) -> None:
+        self._core, self._executor, self._lockstep = core, executor, lockstep
+        self._input_processor, self._sequence_maker = input_processor, sequence_maker
+        self._queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
+        self._jobs: dict[str, Job] = {}
+
+    def run(self) -> None:
+        """Until the first process ends."""
+        ended: EndedStep | None = None
+        for order in self._lockstep.orders():
+            if not isinstance(order, StepOrder):
+                self._lockstep.warm_up(self._executor)
+                continue
+            if ended is not None:
+                self._end(ended, order)
+            for news in order.news:
+                self._hear(news)
+            with self._lockstep.limit("a step"):
+                ended = self._step(order.now)
+
+    def _step(self, now: float) -> EndedStep | None:
+        while (batch := self._core.begin(now)) is not None:
+            self._lockstep.note_plan(batch)
+            self._queue.submit(batch)
+        if not self._queue:
+            return None
+        step = self._queue.wait()
+        self._lockstep.note_draw(step.batch, step.results.tokens)
+        return step
+
+    def _end(self, step: EndedStep, order: StepOrder) -> None:
+        for event in self._core.end(step.batch, step.results, order.now, order.seconds):
+            if event.output is not None:
+                job = self._jobs[event.request_id]
+                job.num_open -= 1
+                if job.num_open == 0:
+                    del self._jobs[event.request_id]
+
+    def _hear(self, news: News) -> None:
+        if isinstance(news, Arrival):
+            prepared = self._input_processor.prepare(news.request)
+            sequences = self._sequence_maker.make(prepared, news.request_id, news.now)
+            self._jobs[news.request_id] = Job(news.request_id, sequences, deque(maxlen=0))  # nobody reads its events
+            self._core.add(sequences)
+        else:
+            for sequence in self._jobs.pop(news.request_id).sequences:
+                self._core.cancel(sequence)

@@ -1,0 +1,58 @@
+"""How long prompts will take, and when their first tokens are due."""
+
+import itertools
+from collections.abc import Iterable
+
+from longctx.serving.parallel_plan import ParallelPlan, is_sharded
+from longctx.serving.predictor.correction import Corrected
+from longctx.serving.scheduler.sequence import Sequence, State
+from longctx.serving.scheduler.slo import Slo
+
+# A change of the predictor's correction for which all prompts are predicted anew.
+_NOTABLE = 0.05
+
+
+class Forecast:
+    """Predicts prompts by the engine's predictor.
+
+    Args:
+      rows: of a step, at most.
+    """
+
+    def __init__(self, predictor: Corrected, plan: ParallelPlan, rows: int, slo: Slo) -> None:
+        self._predictor, self._plan, self._rows, self._slo = predictor, plan, rows, slo
+        self._factor = predictor.factor
+
+    def is_sharded(self, sequence: Sequence) -> bool:
+        """Whether the next rows of a sequence are sharded over all context ranks."""
+        decodes = sequence.state is State.DECODING
+        return is_sharded(self._plan, decodes, sequence.remaining, self._rows)
+
+    def prefill_seconds(self, start: int, stop: int) -> float:
+        """Seconds of a prompt's tokens from `start` to `stop`, computed alone; all ranks compute sharded ones."""
+        sharded = is_sharded(self._plan, False, stop - start, self._rows)
+        return self._predictor.prefill_seconds(start, stop, self._rows) / (self._plan.context if sharded else 1)
+
+    def promise(self, sequence: Sequence) -> None:
+        """Set when its first token is due, and how long each later one may take: once, when it comes."""
+        ttft = sequence.ttft_deadline
+        if ttft is None:
+            ttft = self._slo.ttft(self.prefill_seconds(0, sequence.prompt_length))
+        sequence.deadline, sequence.ttft_budget = sequence.arrival + ttft, ttft
+        sequence.tpot_target = self._slo.tpot if sequence.tpot_target is None else sequence.tpot_target
+
+    def update(self, sequence: Sequence) -> None:
+        """Predict the rest of its prompt."""
+        start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
+        sequence.prefill_remaining = self.prefill_seconds(start, sequence.length)
+
+    def heed_correction(self, *queues: Iterable[Sequence]) -> None:
+        """Predict all prompts anew where the device turns out to be slower or faster than predicted.
+
+        Deadlines stay: what was promised is what is measured.
+        """
+        factor = self._predictor.factor
+        if abs(factor / self._factor - 1) > _NOTABLE:
+            self._factor = factor
+            for sequence in itertools.chain(*queues):
+                self.update(sequence)

@@ -1,0 +1,113 @@
+"""Sequences that hold a slot and pages, and what they hold."""
+
+import bisect
+from collections import deque
+from collections.abc import Iterator
+
+from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.placement import Placement
+from longctx.serving.scheduler.sequence import Sequence, State
+
+
+class Slots:
+    """Slots of a compiled step, one for each running sequence.
+
+    What is done ahead of a step reaches all stages at once, so a slot rests until its batches have left the pipeline.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = list(range(count - 1, -1, -1))
+        self.resting: deque[tuple[int, int]] = deque()  # (the first step in which it is free, slot)
+
+    def give_back(self, slot: int, step: int) -> None:
+        """A slot is free from a step on."""
+        self.resting.append((step, slot))
+
+    def wake(self, step: int) -> None:
+        """Free the slots that have rested until this step."""
+        while self.resting and self.resting[0][0] <= step:
+            self.free.append(self.resting.popleft()[1])
+
+
+class Running:
+    """Running sequences, in order of arrival.
+
+    Attributes:
+      prefilling: prompt tokens are yet to be planned.
+      decoding: every step computes one token.
+      slots: see `Slots`.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, max_running: int) -> None:
+        self.pool, self.page_size = pool, page_size
+        self.max_running, self.slots = max_running, Slots(max_running)
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.prefilling
+        yield from self.decoding
+
+    def __bool__(self) -> bool:
+        return bool(self.prefilling or self.decoding)
+
+    def __len__(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def begin_prefill(self, sequence: Sequence, found: list[int], placement: Placement, total: int) -> None:
+        """Give a waiting sequence a slot, pages found in the cache, and promises of the others, `total` in all."""
+        for page in found:
+            self.pool.share(page)
+        sequence.slot = self.slots.free.pop()
+        sequence.pages, sequence.placement = found, placement
+        sequence.ranks = tuple(sorted({*map(self.pool.rank_of, found)}))
+        sequence.reserved = placement.counts(len(found), total)
+        self.pool.reserve(sequence.reserved)
+        sequence.to(State.PREFILLING)
+        bisect.insort(self.prefilling, sequence, key=arrival_order)
+
+    def begin_decode(self, sequence: Sequence) -> None:
+        """A prompt is planned to its end: its sequence decodes from the next step on."""
+        self.prefilling.remove(sequence)
+        sequence.to(State.DECODING)
+        bisect.insort(self.decoding, sequence, key=arrival_order)
+
+    def extend(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Allocate the pages of its tokens up to `tokens`, promised ones first; returns the new pages."""
+        first = len(sequence.pages)
+        if tokens <= first * self.page_size:
+            return []
+        placement = sequence.placement
+        assert placement is not None
+        for number in range(first, self.pages_of(tokens)):
+            rank = placement.rank(number)
+            reserved = sequence.reserved[rank] > 0
+            sequence.reserved[rank] -= reserved
+            sequence.pages.append(self.pool.allocate(rank, reserved))
+            if rank not in sequence.ranks:
+                sequence.ranks = tuple(sorted((*sequence.ranks, rank)))
+        return sequence.pages[first:]
+
+    def register(self, sequence: Sequence) -> None:
+        """Offer full pages, whose tokens are known and planned to be computed, for sharing."""
+        full = min(len(sequence.keys), sequence.computed // self.page_size)
+        for i in range(sequence.registered, full):
+            self.pool.register(sequence.pages[i], sequence.keys[i])
+        sequence.registered = max(sequence.registered, full)
+
+    def release(self, sequence: Sequence, free_from: int) -> None:
+        """Take its slot, which is free from a step on, pages and promises."""
+        (self.decoding if sequence.state is State.DECODING else self.prefilling).remove(sequence)
+        assert sequence.slot is not None
+        self.slots.give_back(sequence.slot, free_from)
+        self.pool.unreserve(sequence.reserved)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.reserved, sequence.pages, sequence.ranks = None, [], [], ()
+        sequence.registered = sequence.computed = sequence.ready = 0
+
+
+def arrival_order(sequence: Sequence) -> int:
+    return sequence.order

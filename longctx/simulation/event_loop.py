@@ -1,0 +1,106 @@
+"""An engine in virtual time: the core that serves, driven by a clock that jumps. No JAX, no device."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+
+from longctx.models.config import LlamaConfig
+from longctx.serving.config import EngineConfig
+from longctx.serving.engine.build import build_core
+from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.executor.interface import SubmitQueue
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.request.request import Request, SamplingParams
+from longctx.serving.scheduler.batch import Batch
+from longctx.simulation.record import Record, Served
+from longctx.simulation.virtual_executor import VirtualExecutor
+from longctx.simulation.workloads import WorkloadRequest
+
+
+class Simulation:
+    """Serves workloads in virtual time, one after another.
+
+    Args:
+      model: its sizes are what requests are checked against.
+      config: of the engine; `num_pages` must be given.
+      predictor: what the scheduler goes by, and unless `seconds` is given, how long batches take.
+      plan: of the devices. None: one device.
+      seconds: that a batch takes in one stage.
+
+    Raises:
+      ValueError: the configuration has no `num_pages`.
+    """
+
+    def __init__(
+        self,
+        model: LlamaConfig,
+        config: EngineConfig,
+        predictor: Predictor,
+        plan: ParallelPlan | None = None,
+        seconds: Callable[[Batch], float] | None = None,
+    ) -> None:
+        if config.num_pages is None:
+            raise ValueError("num_pages must be given: there is no device whose memory would say it")
+        plan = plan or ParallelPlan()
+        max_length = config.max_length or model.max_positions
+        self.core, self._input_processor, self._sequence_maker = build_core(
+            model, config, plan, predictor, config.num_pages, max_length
+        )
+        self._vocab_size = model.vocab_size
+        self.executor = VirtualExecutor(
+            seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan.stage
+        )
+        self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
+        self._num_requests = 0
+
+    def run(
+        self,
+        requests: List[WorkloadRequest],
+        seed: int = 0,
+        progress: Callable[[Record], object] | None = None,
+    ) -> Record:
+        """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
+
+        Args:
+          seed: of the tokens that are made up.
+          progress: is called after every step.
+
+        Raises:
+          TypeError, ValueError: a request can't be served.
+        """
+        record, executor = Record(), self.executor
+        start, submitted, dues = executor.now, 0, dict[str, float]()
+        while submitted < len(requests) or dues:
+            while submitted < len(requests) and start + requests[submitted].arrival <= executor.now:
+                request = requests[submitted]
+                dues[self._add(request, start + request.arrival, seed)] = request.arrival
+                submitted += 1
+            while (batch := self.core.begin(executor.now)) is not None:
+                self._queue.submit(batch)
+            if not self._queue:
+                if self.core.is_stuck:
+                    raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+                executor.now = max(executor.now, start + requests[submitted].arrival)
+                continue
+            step = self._queue.wait()
+            record.steps.append(StepMetrics.of(step, self.core.in_flight.slowest.predicted))
+            for event in self.core.end(step.batch, step.results, step.finished, step.seconds):
+                if event.output is not None:
+                    record.served.append(Served.of(event.output.metrics, dues.pop(event.request_id), start))
+            record.stats = self.core.stats()
+            record.timeline.append((executor.now - start, record.stats.running, record.stats.waiting))
+            if progress is not None:
+                progress(record)
+        record.seconds = executor.now - start
+        return record
+
+    def _add(self, request: WorkloadRequest, arrival: float, seed: int) -> str:
+        """Let a request wait from the time on at which it is due."""
+        request_id = f"request-{self._num_requests}"
+        self._num_requests += 1
+        sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
+        tokens: list[int] = request.tokens(self._vocab_size, seed)  # type: ignore[assignment]
+        prepared = self._input_processor.prepare(Request(tokens, sampling))
+        self.core.scheduler.check(len(prepared.tokens), sampling.max_tokens, 1)
+        self.core.add(self._sequence_maker.make(prepared, request_id, arrival))
+        return request_id
