@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.hopper.cut import HEAD_SIZES, Cut
-from longctx.kernels.hopper.device import Device
+from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "xla", "reference")
@@ -61,7 +61,7 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
 
 def select(case: Case) -> Selection:
     refused = {"reference": "dense: for tests, takes the memory of all scores"}
-    reason = refusal(case)
+    reason = unsupported_reason(case)
     if reason is None:
         return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"})
     return Selection("xla", refused | {"mosaic_gpu": reason})
@@ -71,12 +71,12 @@ def choose(implementation: str | None, case: Case) -> str:
     """The implementation named, or the best; NotImplementedError where the one named can't."""
     if implementation is None:
         return select(case).taken
-    if implementation == "mosaic_gpu" and (reason := refusal(case)) is not None:
+    if implementation == "mosaic_gpu" and (reason := unsupported_reason(case)) is not None:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
     return implementation
 
 
-def refusal(case: Case) -> str | None:
+def unsupported_reason(case: Case) -> str | None:
     """Why `mosaic_gpu` can't, or None."""
     device = Device.target()
     if not device.is_hopper:
@@ -87,7 +87,7 @@ def refusal(case: Case) -> str | None:
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
-    page_size, block = case.page_size, Cut.of(case.head_size, 1).block
+    page_size, block = case.page_size, TileConfig.choose(case.head_size, 1).block_kv
     if page_size is not None and (page_size % 16 or (block % page_size and page_size % block)):
         return f"needs a page size, a multiple of 16, that divides {block} or is a multiple of it, got {page_size}"
     return None

@@ -106,13 +106,13 @@ class Llama:
         positions: jax.Array,
         attend: Attend,
         cache: Cache,
-        add_up: Callable[[jax.Array], jax.Array] = lambda x: x,
+        psum: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, Cache]:
         """Hidden states `[*B, T, D]` through some consecutive layers, `params["layers"]` or some of them; `attend`
         counts them from 0.
 
         Under tensor parallelism a device has some columns of wq, wk, wv, w_gate and w_up and the rows of wo and w_down
-        that go with them; `add_up` sums what these two give over the devices.
+        that go with them; `psum` sums what these two give over the devices.
         """
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
@@ -126,10 +126,10 @@ class Llama:
             k = apply_rope(project(normed, weights["wk"], weights.get("bk")), cos, sin)
             v = project(normed, weights["wv"], weights.get("bv"))
             out, cache = attend(cache, index, q, k, v)
-            x = x + add_up(project(out, weights["wo"], axes=2))
+            x = x + psum(project(out, weights["wo"], axes=2))
             normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
             gated = jax.nn.silu(project(normed, weights["w_gate"])) * project(normed, weights["w_up"])
-            x = x + add_up(project(gated, weights["w_down"]))
+            x = x + psum(project(gated, weights["w_down"]))
             return (x, cache), None
 
         if isinstance(layers, tuple):

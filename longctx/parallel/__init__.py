@@ -10,7 +10,7 @@ from longctx.parallel.mesh import make_mesh
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.pipeline import enter_stage, sequence_pipeline
-from longctx.parallel.plan import VarseqPlan, plan_decode, plan_varseq
+from longctx.parallel.varseq import VarseqPlan, plan_decode, plan_varseq
 
 __all__ = [
     "H100_RDMA",

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import Exchange, enter, leave
+from longctx.parallel.exchange import Exchange, check_arguments, restore_shape
 
 
 def all_gather_kv(
@@ -37,11 +37,11 @@ def all_gather_kv(
 
     Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
     """
-    kernel, operands, out_dtype = enter(
+    kernel, operands, out_dtype = check_arguments(
         *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
         *(axis_name, causal, scale, implementation, out_dtype),
     )
-    return leave(attend(AllGatherKV(axis_name, kernel), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(AllGatherKV(axis_name, kernel), operands), q, out_dtype)
 
 
 class AllGatherKV(Exchange):

@@ -20,11 +20,11 @@ from longctx.kernels.attention.operands import check_kernel, check_operands, che
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
-from longctx.parallel.deal import collect, deal, dealt_length
 from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.layout import check_layout
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
+from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
 
 Masks = tuple[Array | None, Array | None, Array | None, Array | None]
 
@@ -116,15 +116,15 @@ def context_parallel_attention(
         batch = math.prod(q.shape[:-3])
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
-    plan = _Plan(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
-    return _attend_over_mesh(plan, q, k, v, masks)
+    static = _StaticArguments(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
+    return _mesh_attention(static, q, k, v, masks)
 
 
 def _array(x: Any) -> Any:
     return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
 
 
-class _Plan(NamedTuple):
+class _StaticArguments(NamedTuple):
     """What is static about one call."""
 
     mesh: Mesh
@@ -137,51 +137,55 @@ class _Plan(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend_over_mesh(plan: _Plan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+def _mesh_attention(static: _StaticArguments, q: Array, k: Array, v: Array, masks: Masks) -> Array:
     """Axes are Auto in here, whatever they are outside: where q's type carries its sharding, so does the result's."""
     shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
     explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
     if explicit is None:
-        mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
-        return _attend(plan, mesh, q, k, v, masks)
-    if explicit.mesh.shape != plan.mesh.shape:
-        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {plan.mesh.shape}")
-    of_q = shardings[0].spec if shardings[0].mesh.shape == plan.mesh.shape else P()
+        mesh = Mesh(static.mesh.devices, static.mesh.axis_names, axis_types=(AxisType.Auto,) * static.mesh.devices.ndim)
+        return _sharded_attention(static, mesh, q, k, v, masks)
+    if explicit.mesh.shape != static.mesh.shape:
+        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {static.mesh.shape}")
+    of_q = shardings[0].spec if shardings[0].mesh.shape == static.mesh.shape else P()
     sharding = NamedSharding(explicit.mesh, of_q)
-    return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(q, k, v, masks)
+    return jax.sharding.auto_axes(functools.partial(_sharded_attention, static, None), out_sharding=sharding)(
+        q, k, v, masks
+    )
 
 
-def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+def _sharded_attention(
+    static: _StaticArguments, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks
+) -> Array:
     """With the mesh, or where that is None, the one of the context."""
-    axis_name, num_ranks = plan.axis_name, plan.mesh.shape[plan.axis_name]
-    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=plan.kernel.causal)
-    if plan.head_axis is not None:
-        repeats = max(1, plan.mesh.shape[plan.head_axis] // k.shape[-2])
+    axis_name, num_ranks = static.axis_name, static.mesh.shape[static.axis_name]
+    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=static.kernel.causal)
+    if static.head_axis is not None:
+        repeats = max(1, static.mesh.shape[static.head_axis] // k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP has its queries on all ranks.
-    q_axis, q_layout = (None, "contiguous") if plan.method == "kvp" else (axis_name, plan.layout)
+    q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
 
     def fill(x: Array, layout: str, value: int = 0) -> Array:
-        missing = dealt_length(x.shape[1], num_ranks, layout) - x.shape[1]
+        missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
         return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
 
     def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
         if q_axis is not None:
-            q, queries = jax.tree.map(lambda x: deal(x, axis_name, q_layout), (q, queries))
-        k, v, keys = jax.tree.map(lambda x: deal(x, axis_name, plan.layout), (k, v, keys))
+            q, queries = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, q_layout), (q, queries))
+        k, v, keys = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, static.layout), (k, v, keys))
         tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
-        out, _ = METHODS[plan.method](
+        out, _ = METHODS[static.method](
             *(q, k, v, *(x[0] if x.shape[0] == 1 else x for x in tokens)),
             axis_name=axis_name,
-            causal=plan.kernel.causal,
-            scale=plan.kernel.scale,
-            implementation=plan.kernel.implementation,
-            out_dtype=plan.out_dtype,
+            causal=static.kernel.causal,
+            scale=static.kernel.scale,
+            implementation=static.kernel.implementation,
+            out_dtype=static.out_dtype,
         )
-        return out if q_axis is None else collect(out, axis_name, q_layout)
+        return out if q_axis is None else reshard_to_contiguous(out, axis_name, q_layout)
 
-    q_spec, kv_spec = (P(None, axis, plan.head_axis) for axis in (q_axis, axis_name))
+    q_spec, kv_spec = (P(None, axis, static.head_axis) for axis in (q_axis, axis_name))
     mapped = jax.shard_map(
         local,
         mesh=mesh,
@@ -190,9 +194,9 @@ def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, masks:
     )
     out = mapped(
         fill(flat_q, q_layout),
-        fill(flat_k, plan.layout),
-        fill(flat_v, plan.layout),
+        fill(flat_k, static.layout),
+        fill(flat_v, static.layout),
         Tokens(fill(queries.positions, q_layout), fill(queries.segments, q_layout, -1)),
-        Tokens(fill(keys.positions, plan.layout), fill(keys.segments, plan.layout, -1)),
+        Tokens(fill(keys.positions, static.layout), fill(keys.segments, static.layout, -1)),
     )
     return out[:, : q.shape[-3]].reshape(q.shape)

@@ -146,29 +146,35 @@ def predict_times(
     shard_bytes = shard * 2 * model.num_kv_heads * head_size * e
     state_bytes = heads * (head_size + 1) * partial
 
-    def attend(queries: int) -> float:
+    def attention_seconds(queries: int) -> float:
         """To one shard."""
         flops = 4 * queries * (cached + (new + 1) / 2) / n * heads * head_size
         return max(flops / hardware.peak_flops, shard_bytes / hardware.memory_bandwidth)
 
-    def exchange(num_bytes: float, collectives: int = 1) -> float:
+    def exchange_seconds(num_bytes: float, collectives: int = 1) -> float:
         return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
 
-    def gather_tokens(num_tokens: int) -> float:
-        return exchange((n - 1) * 8 * num_tokens)
+    def gather_seconds(num_tokens: int) -> float:
+        return exchange_seconds((n - 1) * 8 * num_tokens)
 
     queries = rows * heads * head_size * e
     merges = (
-        exchange((n - 1) * new * state_bytes),
-        exchange((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
+        exchange_seconds((n - 1) * new * state_bytes),
+        exchange_seconds((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
     )
     return {
-        "pass_kv": Times(n, attend(rows), exchange(shard_bytes), 0.0, gather_tokens(shard)),
+        "pass_kv": Times(n, attention_seconds(rows), exchange_seconds(shard_bytes), 0.0, gather_seconds(shard)),
         "pass_q": Times(
-            n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes), gather_tokens(rows)
+            n,
+            attention_seconds(rows),
+            exchange_seconds(queries),
+            exchange_seconds((n - 1) * rows * state_bytes),
+            gather_seconds(rows),
         ),
-        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * shard_bytes), gather_tokens(shard)),
-        "kvp": Times(1, attend(new), 0.0, min(merges), 0.0),
+        "all_gather": Times(
+            n, attention_seconds(rows), 0.0, exchange_seconds((n - 1) * shard_bytes), gather_seconds(shard)
+        ),
+        "kvp": Times(1, attention_seconds(new), 0.0, min(merges), 0.0),
     }
 
 

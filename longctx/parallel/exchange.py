@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, vary_alike
+from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Exchange:
         return Tokens(gathered[:, 0], gathered[:, 1])
 
 
-def enter(
+def check_arguments(
     q: Array,
     k: Array,
     v: Array,
@@ -67,30 +67,30 @@ def enter(
                 f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
                 f"{axis_name!r}: its keys would count {num_ranks} times"
             )
-    return kernel, vary_alike(operands, axis_name), check_out_dtype(out_dtype, q.dtype)
+    return kernel, match_varying(operands, axis_name), check_out_dtype(out_dtype, q.dtype)
 
 
 def is_replicated(x: Array, axis_name: str) -> bool:
     """Whether types say so; under `check_vma=False` they say nothing."""
-    return not varies(x, axis_name) and varies(vary_alike(x, axis_name), axis_name)
+    return not is_varying(x, axis_name) and is_varying(match_varying(x, axis_name), axis_name)
 
 
-def varies(x: Array, axis_name: str) -> bool:
+def is_varying(x: Array, axis_name: str) -> bool:
     return axis_name in jax.typeof(x).manual_axis_type.varying
 
 
-def leave(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:
+def restore_shape(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:
     """A state `[B, T, N, ...]` in the batch dimensions of q."""
     out, lse = state
     return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])
 
 
-def pack(out: Array, lse: Array, num_parts: int) -> Array:
+def pack_state(out: Array, lse: Array, num_parts: int) -> Array:
     """A state, cut into parts along its first axis, as one array `[num_parts, size]`: one message for both."""
     return jnp.concatenate([x.reshape(num_parts, x.size // num_parts) for x in (out, lse)], 1)
 
 
-def unpack(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+def unpack_states(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Packed states `[M, size]` -> outs `[M, *shape]`, lses `[M, *shape[:-1]]`."""
     num_parts, size = packed.shape[0], math.prod(shape)
     return packed[:, :size].reshape(num_parts, *shape), packed[:, size:].reshape(num_parts, *shape[:-1])

@@ -10,12 +10,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_int32, vary_alike
-from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack, varies
+from longctx.kernels.attention.operands import check_int32, match_varying
+from longctx.parallel.exchange import Exchange, check_arguments, is_varying, pack_state, restore_shape, unpack_states
 
-Combine = Callable[[Array, Array, Array | None], tuple[Array, Array]]
+Combiner = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
 # What another collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
 _BYTES_OF_A_COLLECTIVE = 1 << 19
@@ -62,22 +62,24 @@ def kvp_attention(
 
     Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
     """
-    kernel, operands, out_dtype = enter(
+    kernel, operands, out_dtype = check_arguments(
         *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
         *(axis_name, causal, scale, implementation, out_dtype),
     )
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
-    by_rows = _is_by_rows(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
-    if group_ids is None and num_ranks > 1 and varies(q, axis_name):
+    all_to_all = _prefers_all_to_all(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
+    if group_ids is None and num_ranks > 1 and is_varying(q, axis_name):
         raise ValueError(
             f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
             'with jax.lax.all_gather(..., to="invarying")'
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
-    exchange = KVP(axis_name, kernel, by_rows, out_dtype)
-    return leave(attend(exchange, vary_alike(GroupedOperands(*operands, groups), axis_name)), q, out_dtype)
+    exchange = KVP(axis_name, kernel, all_to_all, out_dtype)
+    return restore_shape(
+        attention_with_vjp(exchange, match_varying(GroupedOperands(*operands, groups), axis_name)), q, out_dtype
+    )
 
 
 def merge_over_ranks(
@@ -93,17 +95,17 @@ def merge_over_ranks(
     Returns:
       (out as out_dtype, by default float32; lse).
     """
-    out, lse, group_ids = vary_alike((out, lse, group_ids), axis_name)
+    out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    exchange = KVP(axis_name, by_rows=_is_by_rows(out, lax.axis_size(axis_name), dtype))
-    out, lse = exchange.meet((out[None], lse[None]), group_ids, _merge, dtype)
+    exchange = KVP(axis_name, all_to_all=_prefers_all_to_all(out, lax.axis_size(axis_name), dtype))
+    out, lse = exchange.combine_over_ranks((out[None], lse[None]), group_ids, _merge, dtype)
     return out[0].astype(dtype), lse[0]
 
 
-def _is_by_rows(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
+def _prefers_all_to_all(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
     state = 4 * (q.size + q.size // q.shape[-1])
-    gather, by_rows = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
-    return gather - by_rows > _BYTES_OF_A_COLLECTIVE
+    gather, all_to_all = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
+    return gather - all_to_all > _BYTES_OF_A_COLLECTIVE
 
 
 class GroupedOperands(NamedTuple):
@@ -129,39 +131,39 @@ def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int)
 
 @dataclasses.dataclass(frozen=True)
 class KVP(Exchange):
-    by_rows: bool = False
+    all_to_all: bool = False
     out_dtype: Any = jnp.float32
 
     def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
         state = self.kernel.forward(Operands(*operands[:5]))
-        return self.meet(state, operands.groups, _merge, self.out_dtype)
+        return self.combine_over_ranks(state, operands.groups, _merge, self.out_dtype)
 
     def backward(
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
-        if operands.groups is not None or not varies(operands.q, self.axis_name):
-            d_out, row_terms = self.meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
-        return self.kernel.backward(*vary_alike((Operands(*operands[:5]), lse, row_terms, d_out)))
+        if operands.groups is not None or not is_varying(operands.q, self.axis_name):
+            d_out, row_terms = self.combine_over_ranks((d_out, row_terms), operands.groups, _sum, lse.dtype)
+        return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
 
-    def meet(
-        self, state: tuple[Array, Array], groups: Array | None, combine: Combine, dtype: DTypeLike
+    def combine_over_ranks(
+        self, state: tuple[Array, Array], groups: Array | None, combine: Combiner, dtype: DTypeLike
     ) -> tuple[Array, Array]:
         """All ranks' pairs `[B, T, N, H]` and `[B, T, N]` combined over each row's group, the first as dtype."""
         rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
-        if self.by_rows:
-            met = self._meet_by_rows(rows, terms, groups, combine, dtype)
+        if self.all_to_all:
+            combined = self._combine_all_to_all(rows, terms, groups, combine, dtype)
         else:
             # One group's result is the same everywhere, which the types should know.
             kind = "invarying" if groups is None else "varying"
-            gathered = lax.all_gather(pack(rows, terms, 1)[0], self.axis_name, to=kind)
+            gathered = lax.all_gather(pack_state(rows, terms, 1)[0], self.axis_name, to=kind)
             mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)][None]
-            met = combine(*unpack(gathered, rows.shape), mine)
-        out, lse = (jnp.moveaxis(x, 0, 1) for x in met)
+            combined = combine(*unpack_states(gathered, rows.shape), mine)
+        out, lse = (jnp.moveaxis(x, 0, 1) for x in combined)
         return out, lse
 
-    def _meet_by_rows(
-        self, rows: Array, terms: Array, groups: Array | None, combine: Combine, dtype: DTypeLike
+    def _combine_all_to_all(
+        self, rows: Array, terms: Array, groups: Array | None, combine: Combiner, dtype: DTypeLike
     ) -> tuple[Array, Array]:
         """Rank r combines the r-th part of the rows, for everybody."""
         n, length = self.num_ranks, rows.shape[0]
@@ -173,16 +175,16 @@ class KVP(Exchange):
         def exchange(x: Array) -> Array:
             return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
-        parts = unpack(exchange(pack(fill(rows), fill(terms), n)), (per_rank, *rows.shape[1:]))
+        parts = unpack_states(exchange(pack_state(fill(rows), fill(terms), n)), (per_rank, *rows.shape[1:]))
         if groups is None:
             out, lse = combine(*parts, None)
-            met = lax.all_gather((out.astype(dtype), lse), self.axis_name, to="invarying")
+            combined = lax.all_gather((out.astype(dtype), lse), self.axis_name, to="invarying")
         else:
             first = lax.axis_index(self.axis_name) * per_rank
             mine = lax.dynamic_slice_in_dim(fill(groups, 1), first, per_rank, 1)
             out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
-            met = exchange(out.astype(dtype)), exchange(lse)
-        out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in met)
+            combined = exchange(out.astype(dtype)), exchange(lse)
+        out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in combined)
         return out, lse
 
 

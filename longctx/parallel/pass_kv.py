@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import enter, leave
+from longctx.parallel.exchange import check_arguments, restore_shape
 from longctx.parallel.ring import Ring
 
 
@@ -59,11 +59,11 @@ def ring_pass_kv(
 
     Source: context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
     """
-    kernel, operands, out_dtype = enter(
+    kernel, operands, out_dtype = check_arguments(
         *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
         *(axis_name, causal, scale, implementation, out_dtype),
     )
-    return leave(attend(PassKV(axis_name, kernel), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(PassKV(axis_name, kernel), operands), q, out_dtype)
 
 
 class PassKV(Ring):

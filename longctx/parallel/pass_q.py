@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import enter, leave, pack, unpack
+from longctx.parallel.exchange import check_arguments, pack_state, restore_shape, unpack_states
 from longctx.parallel.ring import Ring
 
 
@@ -49,7 +49,7 @@ def ring_pass_q(
 
     Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
     """
-    kernel, operands, out_dtype = enter(
+    kernel, operands, out_dtype = check_arguments(
         *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
         *(axis_name, causal, scale, implementation, out_dtype),
     )
@@ -58,7 +58,7 @@ def ring_pass_q(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
             f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
         )
-    return leave(attend(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +79,14 @@ class PassQ(Ring):
         """
 
         def step(partials: Array | None, q: Array, queries: Any, source: Array) -> Array:
-            part = pack(*attend(q, queries), 1)
+            part = pack_state(*attend(q, queries), 1)
             if partials is None:
                 partials = jnp.zeros_like(part, shape=(self.num_ranks, part.size))
             return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
 
         partials = self.ring(q, queries_of, step)
         partials = lax.all_to_all(partials, self.axis_name, 0, 0, tiled=True)
-        return merge_states(*unpack(partials, q.shape))
+        return merge_states(*unpack_states(partials, q.shape))
 
     def _attend(self, operands: Operands) -> tuple[Array, Array]:
         if not self.decode:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from longctx.kernels.attention.operands import vary_alike
+from longctx.kernels.attention.operands import match_varying
 
 State = TypeVar("State")
 
@@ -67,7 +67,7 @@ def sequence_pipeline(
         return (state, y), y
 
     ticks = jnp.arange(num_chunks + stages - 1, dtype=jnp.int32)
-    state, chunks = vary_alike((state, chunks), axis_name)
+    state, chunks = match_varying((state, chunks), axis_name)
     (state, _), ys = lax.scan(tick, (state, jnp.zeros_like(chunks[0])), ticks)
     # What came out of the last stage, one chunk a tick from tick S - 1 on.
     last = jnp.where(index == stages - 1, ys[stages - 1 :], jnp.zeros_like(ys[stages - 1 :]))

@@ -9,7 +9,7 @@ from jax import Array, lax
 from longctx.parallel.mesh import index_of, present
 
 
-def add_up(x: Array, *axes: str) -> Array:
+def psum(x: Array, *axes: str) -> Array:
     """The sum over some axes, by one all-reduce."""
     axes = present(*axes)
     return lax.psum(x, axes) if axes else x
@@ -22,10 +22,10 @@ def embed_tokens(table: Array, tokens: Array, axis_name: str = "tensor") -> Arra
     own = tokens - index_of(axis_name) * table.shape[0]
     here = (own >= 0) & (own < table.shape[0])
     rows = table[jnp.where(here, own, 0)]
-    return add_up(jnp.where(here[:, None], rows, jnp.zeros_like(rows)), axis_name)
+    return psum(jnp.where(here[:, None], rows, jnp.zeros_like(rows)), axis_name)
 
 
-def likeliest(logits: Array, *axes: str) -> Array:
+def argmax(logits: Array, *axes: str) -> Array:
     """Logits `[R, V / n]`, sharded by vocabulary over `axes` -> the tokens `[R]` with the highest, the first of equals.
 
     Two reductions of R numbers, whatever the vocabulary.
@@ -38,7 +38,7 @@ def likeliest(logits: Array, *axes: str) -> Array:
     return lax.pmin(jnp.where(best == lax.pmax(best, over), token, jnp.iinfo(jnp.int32).max), over)
 
 
-def gather_vocabulary(logits: Array, *axes: str) -> Array:
+def all_gather_vocabulary(logits: Array, *axes: str) -> Array:
     """Logits `[R, V / n]` of all devices -> `[R, V]`."""
     over = present(*axes)
     return lax.all_gather(logits, over, axis=1, tiled=True, to="invarying") if over else logits

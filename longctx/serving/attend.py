@@ -8,7 +8,7 @@ from jax import Array, lax
 from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, vary_alike
+from longctx.kernels.attention.operands import check_kernel, match_varying
 from longctx.kernels.bits import from_bits
 from longctx.models.llama import Attend
 from longctx.parallel.kvp import merge_over_ranks
@@ -168,7 +168,7 @@ class _Dealt:
         kernel = check_kernel(q, True, None, None)
         queries = Tokens(*(x[None] for x in self.queries))
         operands = Operands(q[None], message(cache.k), message(cache.v), queries, self.keys_of(0))
-        out, lse = PassKV("context", kernel).fetch_round(vary_alike(operands), self.keys_of)
+        out, lse = PassKV("context", kernel).fetch_round(match_varying(operands), self.keys_of)
         return out[0], lse[0]
 
     def _numbers(self) -> Array:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.parallel.plan import deal_tokens
+from longctx.parallel.varseq import shard_tokens
 from longctx.serving.batch import Batch, Chunk
 from longctx.serving.plan import RowPlan, SamplePlan, Shape
 
@@ -115,7 +115,7 @@ class Layout:
             slots = np.repeat([c.slot for c in long], [c.num_tokens for c in long])
             owners = np.concatenate([self._pages(c) for c in long])
             ends = np.cumsum([c.num_tokens for c in long]) - 1
-            for rank, mine in enumerate(deal_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
+            for rank, mine in enumerate(shard_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
                 own = rows[rank]
                 own.tokens, own.positions = known[mine].tolist(), positions[mine].tolist()
                 own.slots, pages[rank] = slots[mine].tolist(), owners[mine].tolist()

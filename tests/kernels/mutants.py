@@ -1,4 +1,4 @@
-"""Deletes one barrier operation of the Hopper kernels and runs them in the interpreter: for test_hopper_barriers.
+"""Deletes one barrier operation of the Mosaic GPU kernels and interprets them: for test_mosaic_gpu_barriers.
 
 `python mutants.py FILE NUMBER`: exits 0 if results are right and nothing was noticed.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longctx.kernels import attention, paged_attention
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 MODULES = ("forward",)
 OPERATIONS = ("wait", "arrive")
@@ -36,7 +36,7 @@ class Delete(ast.NodeTransformer):
 
 
 def load(name: str) -> ModuleType:
-    return importlib.import_module(f"longctx.kernels.hopper.{name}")
+    return importlib.import_module(f"longctx.kernels.mosaic_gpu.{name}")
 
 
 def mutate(name: str, number: int) -> tuple[ast.Module, list[int]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longctx.kernels import attention
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 
 class TestXla(AttentionTestBase):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
 from longctx.parallel import context_parallel_attention, make_mesh, shard_sequence
-from longctx.parallel.deal import collect, deal, dealt_length
+from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
 
@@ -69,17 +69,17 @@ def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_dealing_makes_the_layout_and_back(layout: str, ranks: int) -> None:
     """What ranks exchange inside `shard_map` is what `shard_sequence` reorders outside."""
-    length = dealt_length(50, ranks, layout)
+    length = padded_length(50, ranks, layout)
     x = jnp.arange(2 * length * 3).reshape(2, length, 3)
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dealt = deal(x, "context", layout)
-        return dealt, collect(dealt, "context", layout)
+        shard = reshard_to_layout(x, "context", layout)
+        return shard, reshard_to_contiguous(shard, "context", layout)
 
     spec = P(None, "context")
     mapped = jax.shard_map(local, mesh=make_mesh(context=ranks), in_specs=spec, out_specs=(spec, spec))
-    dealt, back = jax.jit(mapped)(x)
-    np.testing.assert_array_equal(dealt, shard_sequence(x, ranks, layout))
+    shards, back = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(shards, shard_sequence(x, ranks, layout))
     np.testing.assert_array_equal(back, x)
 
 

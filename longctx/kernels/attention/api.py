@@ -6,8 +6,8 @@ import functools
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels.attention.kernel import attend
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, vary_alike
+from longctx.kernels.attention.kernel import attention_with_vjp
+from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
 
 
 def attention(
@@ -60,6 +60,6 @@ def attention(
     operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     kernel = dataclasses.replace(check_kernel(q, causal, scale, implementation), out_dtype=out_dtype)
-    compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attend, kernel)
-    out, lse = compute(vary_alike(operands))
+    compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attention_with_vjp, kernel)
+    out, lse = compute(match_varying(operands))
     return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])

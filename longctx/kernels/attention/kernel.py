@@ -86,7 +86,7 @@ class Kernel:
         return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
 
 
-class Attends(Protocol):
+class Algorithm(Protocol):
     """A `Kernel`, or several ranks' kernels and what they exchange. Hashable: static arguments only."""
 
     def forward(self, operands: Any) -> tuple[Array, Array]: ...
@@ -95,29 +95,29 @@ class Attends(Protocol):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(how: Attends, operands: Any) -> tuple[Array, Array]:
-    """`how.forward` with a VJP that keeps the operands, out and lse, whatever the number of scores.
+def attention_with_vjp(algorithm: Algorithm, operands: Any) -> tuple[Array, Array]:
+    """`algorithm.forward` with a VJP that keeps the operands, out and lse, whatever the number of scores.
 
     `operands` is an `Operands`, or another named tuple that begins with q, k and v.
     """
-    return how.forward(operands)
+    return algorithm.forward(operands)
 
 
-def _save(how: Attends, operands: Any) -> Any:
-    state = how.forward(operands)
+def _save(algorithm: Algorithm, operands: Any) -> Any:
+    state = algorithm.forward(operands)
     return state, (operands, *state)
 
 
-def _backward(how: Attends, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
+def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
     # What backward computes or fetches once more shall not be kept from the forward pass as a common subexpression.
     (operands, out, lse), cotangents = lax.optimization_barrier((saved, cotangents))
     d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
     # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
-    gradients = how.backward(operands, lse, row_terms, d_out)
+    gradients = algorithm.backward(operands, lse, row_terms, d_out)
     typed = (d.astype(x.dtype) for d, x in zip(gradients, operands[:3], strict=True))
     # What follows v are integers, which have no gradient.
     return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)
 
 
-attend.defvjp(_save, _backward)
+attention_with_vjp.defvjp(_save, _backward)

@@ -6,13 +6,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from longctx.kernels.attention.mask import Tokens, block_range, summarise
-from longctx.kernels.hopper.cut import Cut
-from longctx.kernels.hopper.device import Device
-from longctx.kernels.hopper.forward import Softmax, attend, with_positive_scale
-from longctx.kernels.hopper.keys import Contiguous
-from longctx.kernels.hopper.merge import merge_pieces
-from longctx.kernels.hopper.work import Tiles, equal_shares, one_worker_a_tile
 from longctx.kernels.merge import merge_state
+from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward, with_positive_scale
+from longctx.kernels.mosaic_gpu.keys import Contiguous
+from longctx.kernels.mosaic_gpu.merge import merge_pieces
+from longctx.kernels.mosaic_gpu.tile_config import TileConfig
+from longctx.kernels.mosaic_gpu.work import Tiles, equal_shares, one_worker_per_tile
 
 # Below so many tokens the query heads of a KV head share a tile: with more, tiles are full anyway, and the queries
 # need not be transposed for it.
@@ -32,7 +32,7 @@ def mosaic_gpu_attention(
     state: tuple[Array, Array] | None = None,
     out_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Array]:
-    """As `xla_attention`; q, k and v in 16 bits, of a head size that `selection.refusal` lets pass."""
+    """As `xla_attention`; q, k and v in 16 bits, of a head size that `selection.unsupported_reason` lets pass."""
     batch, length, heads, head_size = q.shape
     kv_heads = k.shape[-2]
     group = heads // kv_heads
@@ -43,15 +43,15 @@ def mosaic_gpu_attention(
         q = q.reshape(batch, length * group, kv_heads, head_size)
         queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries))
     num_rows, row_heads = q.shape[1:3]
-    cut = Cut.of(head_size, num_rows)
-    tiles, rows, tokens = cut_tiles(batch, queries, keys, causal, cut, shared_keys=k.shape[-4] < batch)
+    tile_config = TileConfig.choose(head_size, num_rows)
+    tiles, rows, tokens = make_tiles(batch, queries, keys, causal, tile_config, shared_keys=k.shape[-4] < batch)
     num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
     # Entries of a batch may differ in length, so tiles are even only among those of one.
-    split = num_rows <= cut.rows or num_tiles * row_heads < _EVEN * num_sms
-    work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_a_tile(tiles)
-    how = Softmax(cut, scale, split)
+    split = num_rows <= tile_config.block_q or num_tiles * row_heads < _EVEN * num_sms
+    work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_per_tile(tiles)
+    config = ForwardConfig(tile_config, scale, split)
     wide = jnp.float32 if split or state is not None else out_dtype
-    out, lse = attend(q, Contiguous(k, v, tokens), rows, work, how, wide)
+    out, lse = attention_forward(q, Contiguous(k, v, tokens), rows, work, config, wide)
     if split:
         out, lse = merge_pieces(out, lse, work)
         seen = work.num_pieces > 0
@@ -66,12 +66,12 @@ def mosaic_gpu_attention(
     return (out, lse) if state is None else merge_state(*state, out, lse)
 
 
-def cut_tiles(
+def make_tiles(
     batch: int,
     queries: Tokens,
     keys: Tokens,
     causal: bool,
-    cut: Cut,
+    tile_config: TileConfig,
     shared_rows: bool = False,
     shared_keys: bool = False,
 ) -> tuple[Tiles, tuple[Array, ...], Array]:
@@ -80,14 +80,14 @@ def cut_tiles(
     -> tiles, (last position, segment) of their rows `[tiles, rows]`, and keys' tokens `[2, Bm, whole blocks]`.
     """
     num_rows = queries.positions.shape[1]
-    per_entry = -(-num_rows // cut.rows)
+    per_entry = -(-num_rows // tile_config.block_q)
     # A tile's rows beyond the end are like its last one, so that its blocks need a mask no sooner.
-    padding = ((0, 0), (0, per_entry * cut.rows - num_rows))
+    padding = ((0, 0), (0, per_entry * tile_config.block_q - num_rows))
     queries = Tokens(*(jnp.pad(x, padding, mode="edge") for x in queries))
-    padding = ((0, 0), (0, -keys.positions.shape[1] % cut.block))
+    padding = ((0, 0), (0, -keys.positions.shape[1] % tile_config.block_kv))
     keys = Tokens(jnp.pad(keys.positions, padding), jnp.pad(keys.segments, padding, constant_values=-1))
 
-    q_blocks, kv_blocks = summarise(queries, cut.rows), summarise(keys, cut.block)
+    q_blocks, kv_blocks = summarise(queries, tile_config.block_q), summarise(keys, tile_config.block_kv)
     entries = max(len(queries.positions), len(keys.positions))
     num_blocks = kv_blocks.uniform.shape[1]
     q_blocks, kv_blocks = (
@@ -105,7 +105,7 @@ def cut_tiles(
     none = jnp.zeros_like(entry)
     tiles = Tiles(
         q_batch=none if shared_rows else entry,
-        q_row=number % per_entry * cut.rows,
+        q_row=number % per_entry * tile_config.block_q,
         kv=none if shared_keys else entry,
         kv_tokens=entry if len(keys.positions) > 1 else none,
         start=of_tiles(ranges.start),
@@ -116,6 +116,6 @@ def cut_tiles(
     last = queries.positions if causal else jnp.full_like(queries.positions, jnp.iinfo(jnp.int32).max)
     # Of rows and keys that are padding, the segments differ.
     segments = jnp.where(queries.segments < 0, -1, queries.segments)
-    rows = tuple(of_tiles(x.reshape(len(x), per_entry, cut.rows)) for x in (last, segments))
+    rows = tuple(of_tiles(x.reshape(len(x), per_entry, tile_config.block_q)) for x in (last, segments))
     tokens = jnp.stack([keys.positions, jnp.where(keys.segments < 0, -2, keys.segments)])
     return tiles, rows, tokens

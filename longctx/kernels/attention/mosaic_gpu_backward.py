@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import cut_tiles
-from longctx.kernels.hopper.backward import Pass, gradients
-from longctx.kernels.hopper.cut import Cut
-from longctx.kernels.hopper.keys import Contiguous
+from longctx.kernels.attention.mosaic_gpu import make_tiles
+from longctx.kernels.mosaic_gpu.backward import BackwardConfig, attention_backward
+from longctx.kernels.mosaic_gpu.keys import Contiguous
+from longctx.kernels.mosaic_gpu.tile_config import TileConfig
 
 # A multiple of all blocks and tiles.
 _WHOLE = 128
@@ -41,7 +41,7 @@ def mosaic_gpu_backward(
     stats = _stats(lse / scale, row_terms)
 
     def run(from_keys: bool, scores: bool, weights: bool) -> list[Array]:
-        how = Pass(from_keys, scores, weights, scale, _cut(head_size, from_keys))
+        config = BackwardConfig(from_keys, scores, weights, scale, _tile_config(head_size, from_keys))
         rows, others, sides = (q, d_out), (k, v), (queries, keys)
         if from_keys:
             # A key is seen by a query that is not before it. With positions negated, it is the key that sees.
@@ -49,8 +49,8 @@ def mosaic_gpu_backward(
             sides = Tokens(-keys.positions, keys.segments), Tokens(-queries.positions, queries.segments)
         length = rows[0].shape[-3]
         shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
-        tiles, seen, tokens = cut_tiles(batch, *sides, causal, how.cut, shared_rows, shared_keys)
-        results = gradients(how, rows, Contiguous(*others, tokens), seen, stats, tiles)
+        tiles, seen, tokens = make_tiles(batch, *sides, causal, config.tile_config, shared_rows, shared_keys)
+        results = attention_backward(config, rows, Contiguous(*others, tokens), seen, stats, tiles)
         return [x.reshape(batch, -1, *x.shape[2:])[:, :length] for x in results]
 
     (d_q,) = run(from_keys=False, scores=True, weights=False)
@@ -65,12 +65,12 @@ def mosaic_gpu_backward(
     return d_q, d_k, d_v
 
 
-def _cut(head_size: int, from_keys: bool) -> Cut:
+def _tile_config(head_size: int, from_keys: bool) -> TileConfig:
     """What registers and shared memory hold."""
     if head_size == 256:
-        return Cut(consumers=1, block=64, stages=2)
-    block, stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
-    return Cut(2, block, stages)
+        return TileConfig(block_q=64, block_kv=64, num_stages=2)
+    block_kv, num_stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
+    return TileConfig(128, block_kv, num_stages)
 
 
 def _stats(lse: Array, row_terms: Array) -> Array:

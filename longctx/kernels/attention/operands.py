@@ -73,7 +73,7 @@ def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtyp
     return dtype
 
 
-def vary_alike(operands: Tree, axis_name: str | None = None) -> Tree:
+def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
     """Inside `shard_map`, cast all arrays of a tree to vary over the union of their mesh axes, as loop carries must.
 
     Outside the custom VJP, so that the gradient of an operand that was replicated is summed over the mesh. With

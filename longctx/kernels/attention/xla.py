@@ -41,7 +41,7 @@ def xla_attention(
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
     tiling = Tiling.of(q, k, queries, keys, causal, join_heads)
-    grouped = tiling.group_heads(_spread_heads(q, kv_heads) if join_heads else q)
+    grouped = tiling.group_heads(_to_block_diagonal(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tiling.tile(index)
@@ -66,7 +66,7 @@ def xla_attention(
     else:
         start = tiling.group_heads(state[0]), tiling.group_heads(state[1])
     out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, start)
-    out = _pick_heads(out, kv_heads) if join_heads else out
+    out = _from_block_diagonal(out, kv_heads) if join_heads else out
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
     return merge_state(*state, out, lse) if state is not None and join_heads else (out, lse)
 
@@ -124,13 +124,13 @@ def _zeros_once_keys_are_here(zeros: Any, k: Array, v: Array) -> tuple[Any, Arra
     return lax.optimization_barrier((zeros, k, v))
 
 
-def _spread_heads(q: Array, kv_heads: int) -> Array:
+def _to_block_diagonal(q: Array, kv_heads: int) -> Array:
     """Queries `[B, T, N, H]` -> `[B, T, N, K * H]`, each in the place of its KV head and zero elsewhere."""
     by_head = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
     spread = jnp.einsum("btkgh,kj->btkgjh", by_head, jnp.eye(kv_heads, dtype=q.dtype))
     return spread.reshape(*q.shape[:3], -1)
 
 
-def _pick_heads(out: Array, kv_heads: int) -> Array:
+def _from_block_diagonal(out: Array, kv_heads: int) -> Array:
     """Results of spread queries `[B, T, 1, N, K * H]` -> `[B, T, K, G, H]`, each from the place of its KV head."""
     return jnp.einsum("btkgkh->btkgh", out.reshape(*out.shape[:2], kv_heads, out.shape[3] // kv_heads, kv_heads, -1))

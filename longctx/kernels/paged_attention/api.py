@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
+from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
 from longctx.kernels.paged_attention.operands import check_paged_operands, debug_check_table
-from longctx.kernels.paged_attention.plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
+from longctx.kernels.paged_attention.paged_plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
 
 
 def paged_attention(
@@ -70,7 +70,7 @@ def paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     scale = check_scale(scale, q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, q.dtype)
-    operands = vary_alike(operands)
+    operands = match_varying(operands)
     if plan is None:
         plan = make_plan(operands, implementation)
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):

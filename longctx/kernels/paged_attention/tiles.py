@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     num_entries: Array  # and so many are seen at all
 
 
-def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
+def partition_rows(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     """Cut every run of rows of one sequence into tiles of the last size, and one of the least size that holds the rest.
 
     sizes ascend, the first being 1.

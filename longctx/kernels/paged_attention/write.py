@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.attention.operands import vary_alike
+from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
 
@@ -30,7 +30,7 @@ def write_pages(k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array,
         if x.dtype != k.dtype:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     page, offset = check_int32_of("page", page, k.shape[:1]), check_int32_of("offset", offset, k.shape[:1])
-    k_pages, v_pages, k, v, page, offset = vary_alike((k_pages, v_pages, k, v, page, offset))
+    k_pages, v_pages, k, v, page, offset = match_varying((k_pages, v_pages, k, v, page, offset))
     page = jnp.where(page < 0, k_pages.shape[0], page)  # beyond the end: negative indices would count from there
 
     def write(pages: Array, rows: Array) -> Array:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
 from longctx.kernels.bits import from_bits
 from longctx.kernels.paged_attention.operands import PagedOperands
-from longctx.kernels.paged_attention.tiles import Tiles, cut_tiles
+from longctx.kernels.paged_attention.tiles import Tiles, partition_rows
 
 # Rows of a tile, with the query heads of one KV head folded into them, and keys of a block, as measured on CPU
 # (docs/paged_attention.md).
@@ -28,7 +28,7 @@ _ZERO = np.int32(0)
 
 def plan_xla(operands: PagedOperands) -> list[Tiles]:
     num_rows, heads, _ = operands.q.shape
-    return cut_tiles(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
+    return partition_rows(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
 
 
 def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]) -> tuple[Array, Array]:
@@ -74,7 +74,7 @@ def _attend_tiles(
         )
         at = (start, head, _ZERO, _ZERO)
         shape = (size, heads, group, head_size)
-        q_rows = _spread_heads(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
+        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
 
         def block(number: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             entry = number * per_block + jnp.arange(per_block, dtype=jnp.int32)
@@ -99,7 +99,7 @@ def _attend_tiles(
         num_blocks = (num_seen + per_block - 1) // per_block
         softmax = lax.fori_loop(num_full, num_blocks, lambda n, x: block(n, x, True), softmax)
         out, lse = softmax.state()
-        new = _pick_heads(out, shape), lse.reshape(shape[:3])
+        new = _from_block_diagonal(out, shape), lse.reshape(shape[:3])
         old = lax.dynamic_slice(state[0], at, shape), lax.dynamic_slice(state[1], at[:3], shape[:3])
         own = own[:, None, None]
         return (
@@ -118,14 +118,14 @@ def _block(x: Array, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, 
     return from_bits(block.reshape(-1, heads * x.shape[3]), kept_as).astype(dtype)
 
 
-def _spread_heads(q: Array) -> Array:
+def _to_block_diagonal(q: Array) -> Array:
     """Queries `[rows, heads, G, H]` -> `[rows * heads * G, heads * H]`, each in the place of its head, else zero."""
     rows, heads, group, size = q.shape
     spread = jnp.einsum("tkgh,kj->tkgjh", q, jnp.eye(heads, dtype=q.dtype)) if heads > 1 else q
     return spread.reshape(rows * heads * group, heads * size)
 
 
-def _pick_heads(out: Array, shape: tuple[int, int, int, int]) -> Array:
+def _from_block_diagonal(out: Array, shape: tuple[int, int, int, int]) -> Array:
     """Results of spread queries -> `[rows, heads, G, H]`, each from the place of its head."""
     rows, heads, group, size = shape
     return jnp.einsum("tkgkh->tkgh", out.reshape(rows, heads, group, heads, size))

@@ -26,24 +26,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
-from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import COLUMN, ROW, TILE, cast, read, spread
-from longctx.kernels.hopper.cut import WARPGROUP_ROWS, Cut
-from longctx.kernels.hopper.keys import Contiguous
-from longctx.kernels.hopper.work import Tile, Tiles
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.keys import Contiguous
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.work import Tile, Tiles
 
 _LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
+class BackwardConfig:
     """The static part of a call."""
 
     from_keys: bool  # the rows of a tile are keys, and the others queries
     scores: bool  # computes scale * sum of d_scores @ others: d_q or d_k
     weights: bool  # computes sum of weights @ others: d_v
     scale: float
-    cut: Cut
+    tile_config: TileConfig
 
     @property
     def num_resident(self) -> int:
@@ -51,11 +51,16 @@ class Pass:
         return 1 + self.scores
 
 
-@adapter.traced_once("how")
-def gradients(
-    how: Pass, rows: tuple[Array, Array], others: Contiguous, seen: tuple[Array, ...], stats: Array, tiles: Tiles
+@adapter.traced_once("config")
+def attention_backward(
+    config: BackwardConfig,
+    rows: tuple[Array, Array],
+    others: Contiguous,
+    seen: tuple[Array, ...],
+    stats: Array,
+    tiles: Tiles,
 ) -> list[Array]:
-    """One result for each of `how.scores` and `how.weights`.
+    """One result for each of `config.scores` and `config.weights`.
 
     Args:
       rows: q and d_out `[B, T, N, H]`, or k and v `[B, S, K, H]`, or both as one array `[2, B, S, K, H]`, twice.
@@ -69,27 +74,35 @@ def gradients(
     heads, head_size = rows[0].shape[-2:]
     other_heads = others.k.shape[-2]
     dtype, num_tiles = rows[0].dtype, tiles.start.shape[0]
-    resident = [adapter.room(x, -3, -x.shape[-3] % how.cut.rows) for x in rows[: how.num_resident]]
-    others = others.with_room(how.cut.block)
-    ring = functools.partial(adapter.tiled, (how.cut.stages, how.cut.block, head_size), dtype)
+    resident = [
+        adapter.pad_for_tma(x, -3, -x.shape[-3] % config.tile_config.block_q) for x in rows[: config.num_resident]
+    ]
+    others = others.pad_to_block(config.tile_config.block_kv)
+    ring = functools.partial(
+        adapter.tiled, (config.tile_config.num_stages, config.tile_config.block_kv, head_size), dtype
+    )
     scratch = {
-        "row_smem": adapter.tiled((how.num_resident * how.cut.consumers, WARPGROUP_ROWS, head_size), dtype),
+        "row_smem": adapter.tiled(
+            (config.num_resident * config.tile_config.num_consumers, WARPGROUP_ROWS, head_size), dtype
+        ),
         "x_smem": ring(),
         "y_smem": ring(),
-        "rows_here": plgpu.Barrier(num_arrivals=how.num_resident, num_barriers=how.cut.consumers),
-        "here": plgpu.Barrier(num_arrivals=2 + how.from_keys, num_barriers=how.cut.stages),
-        "free": plgpu.Barrier(num_arrivals=how.cut.consumers, num_barriers=how.cut.stages),
+        "rows_ready": plgpu.Barrier(num_arrivals=config.num_resident, num_barriers=config.tile_config.num_consumers),
+        "ready": plgpu.Barrier(num_arrivals=2 + config.from_keys, num_barriers=config.tile_config.num_stages),
+        "free": plgpu.Barrier(
+            num_arrivals=config.tile_config.num_consumers, num_barriers=config.tile_config.num_stages
+        ),
     }
-    if how.from_keys:
-        scratch["stats_smem"] = plgpu.SMEM((how.cut.stages, 2, how.cut.block), jnp.float32)
+    if config.from_keys:
+        scratch["stats_smem"] = plgpu.SMEM((config.tile_config.num_stages, 2, config.tile_config.block_kv), jnp.float32)
     kernel = adapter.kernel(
-        functools.partial(_kernel, how, heads, other_heads),
-        [((num_tiles, how.cut.rows, heads, head_size), jnp.float32)] * (how.scores + how.weights),
+        functools.partial(_kernel, config, heads, other_heads),
+        [((num_tiles, config.tile_config.block_q, heads, head_size), jnp.float32)] * (config.scores + config.weights),
         like=rows[0],
-        kernel_name="attention_of_keys" if how.from_keys else "attention_of_queries",
+        kernel_name="attention_of_keys" if config.from_keys else "attention_of_queries",
         grid=(heads, num_tiles),
         grid_names=("head", "tile"),
-        num_threads=how.cut.consumers + 1,
+        num_threads=config.tile_config.num_consumers + 1,
         scratch_types=scratch,
     )
     return kernel(*resident, *others, *seen, stats, jnp.stack(tiles, 1))
@@ -122,41 +135,43 @@ class Steps(NamedTuple):
         return lax.rem(n, jnp.int32(self.stages))
 
 
-def _kernel(how: Pass, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
-    split = how.num_resident
+def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
+    split = config.num_resident
     rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
     stats, tiles, *results = refs[split + 5 :]
     head, number, wg = (lax.axis_index(name) for name in ("head", "tile", "wg"))
     # What sees or is seen most, and is long, shall begin first: in most layouts, the last queries and the first keys.
-    number = number if how.from_keys else tiles.shape[0] - 1 - number
+    number = number if config.from_keys else tiles.shape[0] - 1 - number
     # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
     tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
     first_head = lax.div(head * other_heads, jnp.int32(heads))
-    steps = Steps(tile, first_head, max(other_heads // heads, 1), how.cut.stages)
+    steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
     # One warpgroup that multiplies may have all the registers that there are.
-    share_registers = adapter.set_registers if how.cut.consumers == 2 else lambda *_: None
+    share_registers = adapter.set_registers if config.tile_config.num_consumers == 2 else lambda *_: None
 
-    @pl.when(wg < how.cut.consumers)
+    @pl.when(wg < config.tile_config.num_consumers)
     def _() -> None:
         share_registers(240, "increase")
-        _consume(how, rows, others, seen, stats, results, scratch, wg, head, steps)
+        _consume(config, rows, others, seen, stats, results, scratch, wg, head, steps)
 
-    @pl.when(wg == how.cut.consumers)
+    @pl.when(wg == config.tile_config.num_consumers)
     def _() -> None:
         share_registers(24, "decrease")
-        _fetch(how, others, stats, scratch, steps)
+        _fetch(config, others, stats, scratch, steps)
 
 
-def _fetch(how: Pass, others: Contiguous, stats: Any, scratch: Any, steps: Steps) -> None:
+def _fetch(config: BackwardConfig, others: Contiguous, stats: Any, scratch: Any, steps: Steps) -> None:
     def fetch(n: Array, _: None) -> None:
         at, block, head = steps.stage(n), steps.block(n), steps.head(n)
         pl.when(n >= steps.stages)(functools.partial(wait, scratch["free"].at[at]))
-        here = scratch["here"].at[at]
+        ready = scratch["ready"].at[at]
         for half, name in enumerate("xy"):
-            others.fetch(half, steps.tile, block, head, scratch[f"{name}_smem"].at[at], here)
-        if how.from_keys:
-            x = stats.at[:, steps.tile.kv, head, pl.ds(block * how.cut.block, how.cut.block)]
-            plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], here)
+            others.fetch(half, steps.tile, block, head, scratch[f"{name}_smem"].at[at], ready)
+        if config.from_keys:
+            x = stats.at[
+                :, steps.tile.kv, head, pl.ds(block * config.tile_config.block_kv, config.tile_config.block_kv)
+            ]
+            plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], ready)
 
     def drain(n: Array, _: None) -> None:
         # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
@@ -167,7 +182,7 @@ def _fetch(how: Pass, others: Contiguous, stats: Any, scratch: Any, steps: Steps
 
 
 def _consume(
-    how: Pass,
+    config: BackwardConfig,
     row_refs: Any,
     others: Contiguous,
     seen_refs: Any,
@@ -179,16 +194,16 @@ def _consume(
     steps: Steps,
 ) -> None:
     """64 rows of a tile over all of their steps."""
-    tile, shape = steps.tile, (WARPGROUP_ROWS, how.cut.block)
+    tile, shape = steps.tile, (WARPGROUP_ROWS, config.tile_config.block_kv)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
     own_rows = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    slots = [i * how.cut.consumers + wg for i in range(how.num_resident)]
+    slots = [i * config.tile_config.num_consumers + wg for i in range(config.num_resident)]
     for half, (x, slot) in enumerate(zip(row_refs, slots, strict=True)):
         at = ((half,) if len(x.shape) == 5 else ()) + (tile.q_batch, own_rows, head)
-        plgpu.copy_gmem_to_smem(x.at[at], scratch["row_smem"].at[slot], scratch["rows_here"].at[wg])
-    row_stats = [] if how.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
+        plgpu.copy_gmem_to_smem(x.at[at], scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
+    row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
     last, segments = (read(ref.at[tile.piece, own], ROW) for ref in seen_refs)
-    wait(scratch["rows_here"].at[wg])
+    wait(scratch["rows_ready"].at[wg])
 
     def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
         at, block = steps.stage(n), steps.block(n)
@@ -198,24 +213,24 @@ def _consume(
         a, b = (scratch["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
 
         def start(i: int) -> Array:
-            if how.from_keys:
-                return spread(read(scratch["stats_smem"].at[at, i], COLUMN), shape, 1)
-            return spread(row_stats[i], shape, 0)
+            if config.from_keys:
+                return broadcast(read(scratch["stats_smem"].at[at, i], COLUMN), shape, 1)
+            return broadcast(row_stats[i], shape, 0)
 
         def to_weights(scores: Array) -> Array:
-            weights = jnp.exp2(scores * (how.scale * _LOG2E))
+            weights = jnp.exp2(scores * (config.scale * _LOG2E))
             if masked:
                 weights = jnp.where(others.seen(tile, (last, segments), block, shape), weights, jnp.float32(0))
             return weights
 
-        wait(scratch["here"].at[at])
-        if how.scores and not masked:
+        wait(scratch["ready"].at[at])
+        if config.scores and not masked:
             weights, d_weights = adapter.products_onto((start(0), start(1)), (a, x), (b, y), to_weights)
         else:  # a mask takes registers: one product after the other
             weights = to_weights(adapter.product_onto(start(0), a, x))
-            d_weights = adapter.product_onto(start(1), b, y) if how.scores else weights
-        factors = [((weights * d_weights).astype(x.dtype), x)] if how.scores else []
-        if how.weights:
+            d_weights = adapter.product_onto(start(1), b, y) if config.scores else weights
+        factors = [((weights * d_weights).astype(x.dtype), x)] if config.scores else []
+        if config.weights:
             factors.append((weights.astype(y.dtype), y))
         accs = adapter.accumulate_all(accs, factors)
         arrive(scratch["free"].at[at])
@@ -225,7 +240,7 @@ def _consume(
     accs = [zeros] * len(results)
     accs = lax.fori_loop(0, steps.num_full, functools.partial(step, masked=False), accs)
     accs = lax.fori_loop(steps.num_full, steps.num, functools.partial(step, masked=True), accs)
-    if how.scores:
-        accs[0] = accs[0] * how.scale
+    if config.scores:
+        accs[0] = accs[0] * config.scale
     for result, acc in zip(results, accs, strict=True):
         result.at[tile.piece, own, head][...] = acc

@@ -38,7 +38,7 @@ class Work(NamedTuple):
     num_pieces: Array  # [tiles]
 
 
-def one_worker_a_tile(tiles: Tiles) -> Work:
+def one_worker_per_tile(tiles: Tiles) -> Work:
     """The last tiles first: in most layouts they see most, and what is long shall not begin last."""
     num_units, first_unit = _units(tiles)
     number = jnp.arange(len(num_units), dtype=jnp.int32)

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.hopper.device import INTERPRETER, Interpreter
+from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
 
 # Accumulators of wgmma: rows over warps, and what is reduced to one value a row, or a column.
 TILE = plgpu.Layout.WGMMA
@@ -108,7 +108,7 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def room(x: Array, axis: int, missing: int) -> Array:
+def pad_for_tma(x: Array, axis: int, missing: int) -> Array:
     """TMA reads zeros beyond an array's end; the interpreter refuses to, so for it there is room for `missing` more.
 
     Pallas' TMA wants a length in whole tiles of 8, so that any other is copied.
@@ -137,7 +137,7 @@ def read(ref: Any, layout: Any) -> Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+def broadcast(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     """One value a row (axis 0) or a column (axis 1) to all of a tile."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 

@@ -8,9 +8,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import COLUMN, TILE, cast, read, spread
-from longctx.kernels.hopper.work import Tile
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import COLUMN, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.work import Tile
 
 
 class Contiguous(NamedTuple):
@@ -20,8 +20,8 @@ class Contiguous(NamedTuple):
     v: Any
     tokens: Any
 
-    def with_room(self, block: int) -> "Contiguous":
-        k, v = (adapter.room(x, -3, -x.shape[-3] % block) for x in (self.k, self.v))
+    def pad_to_block(self, block: int) -> "Contiguous":
+        k, v = (adapter.pad_for_tma(x, -3, -x.shape[-3] % block) for x in (self.k, self.v))
         return self._replace(k=k, v=v)
 
     def copies(self, block: int) -> int:
@@ -34,8 +34,8 @@ class Contiguous(NamedTuple):
 
     def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
         at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
-        positions, segments = (spread(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
-        return (positions <= spread(rows[0], shape, 0)) & (segments == spread(rows[1], shape, 0))
+        positions, segments = (broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
+        return (positions <= broadcast(rows[0], shape, 0)) & (segments == broadcast(rows[1], shape, 0))
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
         """Nothing to do: TMA fills what is beyond the end with zeros."""
@@ -49,7 +49,7 @@ class Paged(NamedTuple):
     table: Any
     first_page: Any
 
-    def with_room(self, block: int) -> "Paged":
+    def pad_to_block(self, block: int) -> "Paged":
         return self
 
     def copies(self, block: int) -> int:
@@ -74,7 +74,7 @@ class Paged(NamedTuple):
 
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
         slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]
-        return slots <= spread(rows[0], shape, 0)
+        return slots <= broadcast(rows[0], shape, 0)
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
         """Values that were never written may be NaN, which a weight of 0 doesn't undo: make them 0."""

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def dealt_length(length: int, num_ranks: int, layout: str) -> int:
+def padded_length(length: int, num_ranks: int, layout: str) -> int:
     """The length up to which a sequence is filled up, so that all pieces that ranks exchange are equally long."""
     pieces = {"contiguous": num_ranks, "zigzag": 2 * num_ranks, "striped": num_ranks**2}[layout]
     return math.ceil(length / pieces) * pieces
 
 
-def deal(x: Array, axis_name: str, layout: str) -> Array:
+def reshard_to_layout(x: Array, axis_name: str, layout: str) -> Array:
     """This rank's contiguous part `[B, L, ...]` for its shard in the layout, `[B, L, ...]`.
 
     Zigzag: half-shards in two permutes. Striped: one all-to-all. At most `L * (N - 1) / N` to `L` tokens leave a rank.
@@ -32,8 +32,8 @@ def deal(x: Array, axis_name: str, layout: str) -> Array:
     return x
 
 
-def collect(x: Array, axis_name: str, layout: str) -> Array:
-    """Undo `deal`."""
+def reshard_to_contiguous(x: Array, axis_name: str, layout: str) -> Array:
+    """Undo `reshard_to_layout`."""
     n = lax.axis_size(axis_name)
     if layout == "zigzag":
         low, high = jnp.split(x, 2, 1)

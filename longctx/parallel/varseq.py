@@ -81,9 +81,9 @@ def plan_varseq(
         raise ValueError(f"cached_lengths must have one entry a sequence, {new.size}, got {cached.size}")
     num_new, num_cached = int(new.sum()), int(cached.sum())
 
-    computed, scores = _deal(new, cached, num_shards, layout)
+    computed, scores = _assign_tokens(new, cached, num_shards, layout)
     if cached_ranks is None:
-        held, _ = _deal(cached, np.zeros_like(cached), num_shards, layout)
+        held, _ = _assign_tokens(cached, np.zeros_like(cached), num_shards, layout)
     else:
         ranks = np.asarray(cached_ranks)
         if ranks.shape != (num_cached,) or not np.isin(ranks, np.arange(num_shards)).all():
@@ -91,12 +91,12 @@ def plan_varseq(
         held = [np.flatnonzero(ranks == rank) for rank in range(num_shards)]
 
     segments = np.concatenate([np.repeat(np.arange(x.size), x) for x in (cached, new)])
-    positions = np.concatenate([_count(cached), _count(new) + np.repeat(cached, new)])
+    positions = np.concatenate([_positions_within(cached), _positions_within(new) + np.repeat(cached, new)])
     keys = [np.concatenate([old, num_cached + tokens]) for old, tokens in zip(held, computed, strict=True)]
     keys = [tokens[np.lexsort((positions[tokens], segments[tokens]))] for tokens in keys]
     share = -(-num_new // num_shards)
-    kv_indices = _fill(keys, max(map(len, held)) + share)
-    q_indices = _fill(computed, share)
+    kv_indices = _pad_rows(keys, max(map(len, held)) + share)
+    q_indices = _pad_rows(computed, share)
     q_tokens = np.where(q_indices < 0, -1, q_indices + num_cached)
     return VarseqPlan(
         q_indices,
@@ -108,12 +108,12 @@ def plan_varseq(
     )
 
 
-def deal_tokens(
+def shard_tokens(
     new_lengths: Sequence[int], cached_lengths: Sequence[int], num_shards: int, layout: str = "zigzag"
 ) -> list[np.ndarray]:
     """Each rank's new tokens, ascending, as `plan_varseq` deals them; its work doesn't grow with what is cached."""
     new, cached = _check_lengths("new_lengths", new_lengths), _check_lengths("cached_lengths", cached_lengths)
-    return _deal(new, cached, num_shards, layout)[0]
+    return _assign_tokens(new, cached, num_shards, layout)[0]
 
 
 def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
@@ -129,10 +129,12 @@ def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
         if not isinstance(value, (int, np.integer)) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     ranks = (np.arange(num_sequences) + step) % num_shards
-    return _fill([np.flatnonzero(ranks == rank) for rank in range(num_shards)], -(-num_sequences // num_shards))
+    return _pad_rows([np.flatnonzero(ranks == rank) for rank in range(num_shards)], -(-num_sequences // num_shards))
 
 
-def _deal(new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str) -> tuple[list[np.ndarray], np.ndarray]:
+def _assign_tokens(
+    new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Each rank's new tokens, ascending, and its scores.
 
     Long sequences first. The first one's shard i is rank i's; of every other, the heaviest shard goes to the rank with
@@ -163,10 +165,10 @@ def _deal(new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str) -> 
         scores[[busy, idle]] += (-moved[b], moved[b])
 
     starts = np.cumsum(new) - new
-    dealt = [
+    by_rank = [
         [start + row[shard] for start, row, shard in zip(starts, shards, of_rank, strict=True)] for of_rank in owners.T
     ]
-    return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in dealt], scores
+    return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in by_rank], scores
 
 
 def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
@@ -176,12 +178,12 @@ def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
     return checked.astype(int)
 
 
-def _count(lengths: np.ndarray) -> np.ndarray:
+def _positions_within(lengths: np.ndarray) -> np.ndarray:
     """0, 1, 2, ... in each sequence."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _fill(rows: list[np.ndarray], length: int) -> np.ndarray:
+def _pad_rows(rows: list[np.ndarray], length: int) -> np.ndarray:
     return np.stack([np.pad(row, (0, length - len(row)), constant_values=-1) for row in rows])
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 from longctx.kernels.attention.reference import reference_attention, reference_backward
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 DOCUMENTS = np.r_[[0] * 30, [1] * 50, [-1] * 30]
 RESTARTING = np.r_[0:30, 0:50, 0:30]

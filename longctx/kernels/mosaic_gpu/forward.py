@@ -22,20 +22,20 @@ from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.attention.online_softmax import LOWEST
-from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import ROW, TILE, cast, read, spread
-from longctx.kernels.hopper.cut import WARPGROUP_ROWS, Cut
-from longctx.kernels.hopper.keys import Contiguous, Paged
-from longctx.kernels.hopper.work import Tile, Work
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.work import Tile, Work
 
 _LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
+class ForwardConfig:
     """What the static part of a call says: `scale` is positive."""
 
-    cut: Cut
+    tile_config: TileConfig
     scale: float
     split: bool  # several workers may share a tile: its pieces are to be merged
 
@@ -47,9 +47,9 @@ def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
-@adapter.traced_once("how", "out_dtype")
-def attend(
-    q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, how: Softmax, out_dtype: Any
+@adapter.traced_once("config", "out_dtype")
+def attention_forward(
+    q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, config: ForwardConfig, out_dtype: Any
 ) -> tuple[Array, Array]:
     """Attention of tiles of rows, in pieces.
 
@@ -62,38 +62,45 @@ def attend(
       out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]`, float32, natural log. Rows that are not a
       tile's own hold anything finite; pieces that no tile has hold anything.
     """
-    cut, (heads, head_size), kv_heads = how.cut, q.shape[2:], keys.k.shape[-2]
+    tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
     num_workers = work.workers.shape[0]
-    num_pieces = work.tiles.shape[0] + (num_workers if how.split else 0)
-    q, keys = adapter.room(q, 1, cut.rows), keys.with_room(cut.block)
-    ring = functools.partial(adapter.tiled, (cut.stages, cut.block, head_size), q.dtype)
-    here = functools.partial(plgpu.Barrier, num_arrivals=keys.copies(cut.block), num_barriers=cut.stages)
-    free = functools.partial(plgpu.Barrier, num_arrivals=cut.consumers, num_barriers=cut.stages)
+    num_pieces = work.tiles.shape[0] + (num_workers if config.split else 0)
+    q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
+    ring = functools.partial(adapter.tiled, (tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
+    ready = functools.partial(
+        plgpu.Barrier, num_arrivals=keys.copies(tile_config.block_kv), num_barriers=tile_config.num_stages
+    )
+    free = functools.partial(plgpu.Barrier, num_arrivals=tile_config.num_consumers, num_barriers=tile_config.num_stages)
     kernel = adapter.kernel(
-        functools.partial(_kernel, how, type(keys), len(rows), heads // kv_heads),
-        [((num_pieces, cut.rows, heads, head_size), out_dtype), ((heads, num_pieces, cut.rows), jnp.float32)],
+        functools.partial(_kernel, config, type(keys), len(rows), heads // kv_heads),
+        [
+            ((num_pieces, tile_config.block_q, heads, head_size), out_dtype),
+            ((heads, num_pieces, tile_config.block_q), jnp.float32),
+        ],
         like=q,
         kernel_name="attention",
         # The last axis is the one that may be long: CUDA bounds the others to 65,535.
         grid=(kv_heads, heads // kv_heads, num_workers),
         grid_names=("kv_head", "group", "worker"),
-        num_threads=cut.consumers + 1,
+        num_threads=tile_config.num_consumers + 1,
         scratch_types={
-            "q_smem": adapter.tiled((cut.consumers, WARPGROUP_ROWS, head_size), q.dtype),
+            "q_smem": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
             "k_smem": ring(),
             "v_smem": ring(),
-            "q_here": plgpu.Barrier(num_barriers=cut.consumers),
-            "k_here": here(),
-            "v_here": here(),
+            "q_ready": plgpu.Barrier(num_barriers=tile_config.num_consumers),
+            "k_ready": ready(),
+            "v_ready": ready(),
             "k_free": free(),
             "v_free": free(),
-            "turn": plgpu.Barrier(num_arrivals=cut.consumers),
+            "turn": plgpu.Barrier(num_arrivals=tile_config.num_consumers),
         },
     )
     return kernel(q, *keys, *rows, work.tiles, work.workers)
 
 
-def _kernel(how: Softmax, kind: Any, num_rows: int, group: int, q_ref: Any, *refs: Any, **scratch: Any) -> None:
+def _kernel(
+    config: ForwardConfig, kind: Any, num_rows: int, group: int, q_ref: Any, *refs: Any, **scratch: Any
+) -> None:
     num_keys = len(kind._fields)
     keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
     tiles, workers, *results = refs[num_keys + num_rows :]
@@ -111,37 +118,39 @@ def _kernel(how: Softmax, kind: Any, num_rows: int, group: int, q_ref: Any, *ref
 
         return lax.fori_loop(first_tile, stop_tile, body, jnp.int32(0))
 
-    @pl.when(wg < how.cut.consumers)
+    @pl.when(wg < config.tile_config.num_consumers)
     def _() -> None:
         adapter.set_registers(232, "increase")
         head = kv_head * group + lax.axis_index("group")
-        sweep(functools.partial(_consume, how, q_ref, keys, rows, results, scratch, wg, head))
+        sweep(functools.partial(_consume, config, q_ref, keys, rows, results, scratch, wg, head))
 
-    @pl.when(wg == how.cut.consumers)
+    @pl.when(wg == config.tile_config.num_consumers)
     def _() -> None:
         adapter.set_registers(40, "decrease")
-        done = sweep(functools.partial(_fetch, how.cut, keys, scratch, kv_head))
+        done = sweep(functools.partial(_fetch, config.tile_config, keys, scratch, kv_head))
 
         # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
         def drain(at: Array, _: None) -> None:
             for name in ("k_free", "v_free"):
-                wait(scratch[name].at[lax.rem(at, jnp.int32(how.cut.stages))])
+                wait(scratch[name].at[lax.rem(at, jnp.int32(config.tile_config.num_stages))])
 
-        lax.fori_loop(jnp.maximum(done - how.cut.stages, 0), done, drain, None)
+        lax.fori_loop(jnp.maximum(done - config.tile_config.num_stages, 0), done, drain, None)
 
 
-def _fetch(cut: Cut, keys: Any, scratch: Any, kv_head: Array, tile: Tile, number: Array, done: Array) -> None:
+def _fetch(
+    tile_config: TileConfig, keys: Any, scratch: Any, kv_head: Array, tile: Tile, number: Array, done: Array
+) -> None:
     def fetch(n: Array, _: None) -> None:
-        at, block = lax.rem(done + n, jnp.int32(cut.stages)), tile.block(n)
+        at, block = lax.rem(done + n, jnp.int32(tile_config.num_stages)), tile.block(n)
         for half, name in enumerate("kv"):
-            pl.when(done + n >= cut.stages)(functools.partial(wait, scratch[f"{name}_free"].at[at]))
-            keys.fetch(half, tile, block, kv_head, scratch[f"{name}_smem"].at[at], scratch[f"{name}_here"].at[at])
+            pl.when(done + n >= tile_config.num_stages)(functools.partial(wait, scratch[f"{name}_free"].at[at]))
+            keys.fetch(half, tile, block, kv_head, scratch[f"{name}_smem"].at[at], scratch[f"{name}_ready"].at[at])
 
     lax.fori_loop(0, tile.num_blocks, fetch, None)
 
 
 def _consume(
-    how: Softmax,
+    config: ForwardConfig,
     q_ref: Any,
     keys: Any,
     row_refs: Any,
@@ -154,26 +163,26 @@ def _consume(
     done: Array,
 ) -> None:
     """64 rows of a tile over all of its blocks."""
-    cut, head_size = how.cut, q_ref.shape[-1]
+    tile_config, head_size = config.tile_config, q_ref.shape[-1]
     q, out_shape = scratch["q_smem"].at[wg], (WARPGROUP_ROWS, head_size)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def take_turns() -> None:
         """Of two warpgroups, one multiplies: arrive when done with that, wait until the other is."""
-        if cut.consumers == 2:
+        if tile_config.num_consumers == 2:
             arrive(scratch["turn"])
             wait(scratch["turn"])
 
     rows_of_q = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    plgpu.copy_gmem_to_smem(q_ref.at[tile.q_batch, rows_of_q, head], q, scratch["q_here"].at[wg])
+    plgpu.copy_gmem_to_smem(q_ref.at[tile.q_batch, rows_of_q, head], q, scratch["q_ready"].at[wg])
     rows = tuple(read(ref.at[number, own], ROW) for ref in row_refs)
-    wait(scratch["q_here"].at[wg])
+    wait(scratch["q_ready"].at[wg])
     pl.when(wg == 1)(take_turns)
 
     def step(n: Array, carry: Any, masked: bool) -> Any:
         acc, peak, total = carry
-        at, block = lax.rem(done + n, jnp.int32(cut.stages)), tile.block(n)
-        wait(scratch["k_here"].at[at])
+        at, block = lax.rem(done + n, jnp.int32(tile_config.num_stages)), tile.block(n)
+        wait(scratch["k_ready"].at[at])
         # Always 0, which the compiler can't know: else it keeps what describes q to wgmma in registers over the loop.
         zero = jnp.minimum(tile.start + n, 0)
         scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], take_turns)
@@ -181,18 +190,18 @@ def _consume(
         if masked:
             scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)
         # Peaks are kept times log2(e) * scale, so that a weight takes one fused multiplication and one exp2.
-        factor = how.scale * _LOG2E
+        factor = config.scale * _LOG2E
         new_peak = jnp.maximum(peak, scores.max(1) * factor)
-        weights = jnp.exp2(scores * factor - spread(new_peak, scores.shape, 0))
+        weights = jnp.exp2(scores * factor - broadcast(new_peak, scores.shape, 0))
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(1)
-        acc = acc * spread(decay, out_shape, 0)
+        acc = acc * broadcast(decay, out_shape, 0)
         weights = weights.astype(q.dtype)
-        if cut.consumers == 2:
+        if tile_config.num_consumers == 2:
             acc, total, new_peak, weights = lax.optimization_barrier((acc, total, new_peak, weights))
             arrive(scratch["turn"])
-        wait(scratch["v_here"].at[at])
-        if cut.consumers == 2:
+        wait(scratch["v_ready"].at[at])
+        if tile_config.num_consumers == 2:
             wait(scratch["turn"])
         if masked:
             # The first warpgroup does it for both: the other's turn comes after.
@@ -214,11 +223,11 @@ def _consume(
     empty = total == 0
     total = jnp.where(empty, jnp.float32(1), total)
     lse = jnp.where(empty, jnp.float32(-jnp.inf), peak * (1 / _LOG2E) + jnp.log(total))
-    out = (acc * spread(1 / total, out_shape, 0)).astype(results[0].dtype)
+    out = (acc * broadcast(1 / total, out_shape, 0)).astype(results[0].dtype)
 
     def store() -> None:
         results[0].at[tile.piece, own, head][...] = out
         results[1].at[head, tile.piece, own][...] = lse
 
     # Where there are several workers a tile, one that sees nothing has no piece.
-    pl.when(tile.num_blocks > 0)(store) if how.split else store()
+    pl.when(tile.num_blocks > 0)(store) if config.split else store()

@@ -8,10 +8,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from longctx.kernels.attention.online_softmax import LOWEST
-from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import ROW, TILE, cast, read, spread
-from longctx.kernels.hopper.cut import WARPGROUP_ROWS
-from longctx.kernels.hopper.work import Work
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
+from longctx.kernels.mosaic_gpu.work import Work
 
 
 @adapter.traced_once()
@@ -48,7 +48,7 @@ def _kernel(
         new_peak = jnp.maximum(peak, lse)
         weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
         out = read(outs.at[piece, own, head], TILE)
-        acc = acc * spread(decay, shape, 0) + out * spread(weight, shape, 0)
+        acc = acc * broadcast(decay, shape, 0) + out * broadcast(weight, shape, 0)
         return acc, new_peak, total * decay + weight
 
     @pl.when(num_pieces[tile] > 0)
@@ -62,5 +62,5 @@ def _kernel(
         acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
         empty = total == 0
         total = jnp.where(empty, jnp.float32(1), total)
-        out_ref.at[tile, own, head][...] = acc * spread(1 / total, shape, 0)
+        out_ref.at[tile, own, head][...] = acc * broadcast(1 / total, shape, 0)
         lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))
