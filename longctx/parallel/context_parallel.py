@@ -174,9 +174,14 @@ def _sharded_attention(
         if q_axis is not None:
             q, queries = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, q_layout), (q, queries))
         k, v, keys = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, static.layout), (k, v, keys))
-        tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
         out, _ = METHODS[static.method](
-            *(q, k, v, *(x[0] if x.shape[0] == 1 else x for x in tokens)),
+            q,
+            k,
+            v,
+            q_positions=_drop_batch(queries.positions),
+            kv_positions=_drop_batch(keys.positions),
+            q_segment_ids=_drop_batch(queries.segments),
+            kv_segment_ids=_drop_batch(keys.segments),
             axis_name=axis_name,
             causal=static.kernel.causal,
             scale=static.kernel.scale,
@@ -200,3 +205,8 @@ def _sharded_attention(
         Tokens(fill(keys.positions, static.layout), fill(keys.segments, static.layout, -1)),
     )
     return out[:, : q.shape[-3]].reshape(q.shape)
+
+
+def _drop_batch(x: Array) -> Array:
+    """`[1, L]`, which all sequences of a batch share, as `[L]`; `[B, L]` as it is."""
+    return x[0] if x.shape[0] == 1 else x

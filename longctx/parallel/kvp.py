@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Operands, attention_with_vjp
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_int32, match_varying
-from longctx.parallel.exchange import Exchange, check_arguments, is_varying, pack_state, restore_shape, unpack_states
+from longctx.parallel.exchange import check_arguments, is_varying, pack_state, restore_shape, unpack_states
 
 Combiner = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
@@ -63,8 +63,18 @@ def kvp_attention(
     Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
     """
     kernel, operands, out_dtype = check_arguments(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
@@ -76,10 +86,9 @@ def kvp_attention(
             'with jax.lax.all_gather(..., to="invarying")'
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
-    exchange = KVP(axis_name, kernel, all_to_all, out_dtype)
-    return restore_shape(
-        attention_with_vjp(exchange, match_varying(GroupedOperands(*operands, groups), axis_name)), q, out_dtype
-    )
+    grouped = match_varying(GroupedOperands(*operands, groups), axis_name)
+    state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, out_dtype), grouped)
+    return restore_shape(state, q, out_dtype)
 
 
 def merge_over_ranks(
@@ -97,8 +106,9 @@ def merge_over_ranks(
     """
     out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    exchange = KVP(axis_name, all_to_all=_prefers_all_to_all(out, lax.axis_size(axis_name), dtype))
-    out, lse = exchange.combine_over_ranks((out[None], lse[None]), group_ids, _merge, dtype)
+    all_to_all = _prefers_all_to_all(out, lax.axis_size(axis_name), dtype)
+    combine_states = _combine_by_all_to_all if all_to_all else _combine_by_gather
+    out, lse = combine_states((out[None], lse[None]), group_ids, _merge, axis_name=axis_name, dtype=dtype)
     return out[0].astype(dtype), lse[0]
 
 
@@ -129,63 +139,73 @@ def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int)
     return lax.all_gather(groups, axis_name) if groups.ndim == 1 else groups
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class KVP(Exchange):
-    all_to_all: bool = False
-    out_dtype: Any = jnp.float32
+class KVP:
+    """The `Algorithm` of `kvp_attention`: `kernel` computes on each rank, and states are combined over the ranks."""
+
+    axis_name: str
+    kernel: Kernel
+    all_to_all: bool
+    out_dtype: jnp.dtype
 
     def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
         state = self.kernel.forward(Operands(*operands[:5]))
-        return self.combine_over_ranks(state, operands.groups, _merge, self.out_dtype)
+        return self._combine(state, operands.groups, _merge, self.out_dtype)
 
     def backward(
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
+        # A result that is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
         if operands.groups is not None or not is_varying(operands.q, self.axis_name):
-            d_out, row_terms = self.combine_over_ranks((d_out, row_terms), operands.groups, _sum, lse.dtype)
+            d_out, row_terms = self._combine((d_out, row_terms), operands.groups, _sum, lse.dtype)
         return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
 
-    def combine_over_ranks(
+    def _combine(
         self, state: tuple[Array, Array], groups: Array | None, combine: Combiner, dtype: DTypeLike
     ) -> tuple[Array, Array]:
-        """All ranks' pairs `[B, T, N, H]` and `[B, T, N]` combined over each row's group, the first as dtype."""
-        rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
-        if self.all_to_all:
-            combined = self._combine_all_to_all(rows, terms, groups, combine, dtype)
-        else:
-            # One group's result is the same everywhere, which the types should know.
-            kind = "invarying" if groups is None else "varying"
-            gathered = lax.all_gather(pack_state(rows, terms, 1)[0], self.axis_name, to=kind)
-            mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)][None]
-            combined = combine(*unpack_states(gathered, rows.shape), mine)
-        out, lse = (jnp.moveaxis(x, 0, 1) for x in combined)
-        return out, lse
+        run = _combine_by_all_to_all if self.all_to_all else _combine_by_gather
+        return run(state, groups, combine, axis_name=self.axis_name, dtype=dtype)
 
-    def _combine_all_to_all(
-        self, rows: Array, terms: Array, groups: Array | None, combine: Combiner, dtype: DTypeLike
-    ) -> tuple[Array, Array]:
-        """Rank r combines the r-th part of the rows, for everybody."""
-        n, length = self.num_ranks, rows.shape[0]
-        per_rank = -(-length // n)
 
-        def fill(x: Array, axis: int = 0) -> Array:
-            return jnp.pad(x, [(0, (n * per_rank - length) * (i == axis)) for i in range(x.ndim)])
+def _combine_by_gather(
+    state: tuple[Array, Array], groups: Array | None, combine: Combiner, *, axis_name: str, dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Combine the pairs `[B, T, N, H]` and `[B, T, N]` of all ranks over each row's group, after one all-gather."""
+    rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
+    # The result of one group is the same everywhere, and its type should say so.
+    kind = "invarying" if groups is None else "varying"
+    gathered = lax.all_gather(pack_state(rows, terms, 1)[0], axis_name, to=kind)
+    mine = None if groups is None else groups == groups[lax.axis_index(axis_name)][None]
+    out, lse = (jnp.moveaxis(x, 0, 1) for x in combine(*unpack_states(gathered, rows.shape), mine))
+    return out, lse
 
-        def exchange(x: Array) -> Array:
-            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
 
-        parts = unpack_states(exchange(pack_state(fill(rows), fill(terms), n)), (per_rank, *rows.shape[1:]))
-        if groups is None:
-            out, lse = combine(*parts, None)
-            combined = lax.all_gather((out.astype(dtype), lse), self.axis_name, to="invarying")
-        else:
-            first = lax.axis_index(self.axis_name) * per_rank
-            mine = lax.dynamic_slice_in_dim(fill(groups, 1), first, per_rank, 1)
-            out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
-            combined = exchange(out.astype(dtype)), exchange(lse)
-        out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in combined)
-        return out, lse
+def _combine_by_all_to_all(
+    state: tuple[Array, Array], groups: Array | None, combine: Combiner, *, axis_name: str, dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """Combine likewise, but rank r combines only the r-th part of the rows, for all ranks, and sends out as `dtype`."""
+    rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
+    n, length = lax.axis_size(axis_name), rows.shape[0]
+    per_rank = -(-length // n)
+
+    def pad(x: Array, axis: int = 0) -> Array:
+        return jnp.pad(x, [(0, (n * per_rank - length) * (i == axis)) for i in range(x.ndim)])
+
+    def exchange(x: Array) -> Array:
+        return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+
+    parts = unpack_states(exchange(pack_state(pad(rows), pad(terms), n)), (per_rank, *rows.shape[1:]))
+    if groups is None:
+        out, lse = combine(*parts, None)
+        combined = lax.all_gather((out.astype(dtype), lse), axis_name, to="invarying")
+    else:
+        first = lax.axis_index(axis_name) * per_rank
+        mine = lax.dynamic_slice_in_dim(pad(groups, 1), first, per_rank, 1)
+        out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
+        combined = exchange(out.astype(dtype)), exchange(lse)
+    out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in combined)
+    return jnp.moveaxis(out, 0, 1), jnp.moveaxis(lse, 0, 1)
 
 
 def _merge(outs: Array, lses: Array, members: Array | None) -> tuple[Array, Array]:

@@ -1,16 +1,17 @@
 """Ring pass-KV: every rank keeps its queries, keys and values go round."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from longctx.kernels.attention.kernel import Operands, attention_with_vjp
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
 from longctx.parallel.exchange import check_arguments, restore_shape
-from longctx.parallel.ring import Ring
+from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
 def ring_pass_kv(
@@ -60,24 +61,33 @@ def ring_pass_kv(
     Source: context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
     """
     kernel, operands, out_dtype = check_arguments(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
     return restore_shape(attention_with_vjp(PassKV(axis_name, kernel), operands), q, out_dtype)
 
 
-class PassKV(Ring):
+@final
+@dataclasses.dataclass(frozen=True)
+class PassKV:
+    """The `Algorithm` of `ring_pass_kv`: `kernel` computes on each rank of the mesh axis."""
+
+    axis_name: str
+    kernel: Kernel
+
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        return self.fetch_round(operands, self.tokens_by_hop(operands.keys))
-
-    def fetch_round(self, operands: Operands, keys_of: Callable[[int], Tokens]) -> tuple[Array, Array]:
-        """The state of one's queries over all ranks' keys, which are known beforehand."""
-        q, k, v, queries, _ = operands
-
-        def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            return self.kernel.forward(Operands(q, kv, kv, queries, keys), state)
-
-        return self.ring(jnp.stack([k, v]), keys_of, step)
+        keys_of = tokens_by_hop(operands.keys, self.axis_name)
+        return pass_kv_forward(operands, keys_of, kernel=self.kernel, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
@@ -87,5 +97,23 @@ class PassKV(Ring):
             part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
             return (part if d_q is None else d_q + part), jnp.stack(d_kv)
 
-        d_q, (d_k, d_v) = self.ring_and_back((jnp.stack([k, v]),), keys, step)
+        d_q, (d_k, d_v) = fold_ring_and_return((jnp.stack([k, v]),), keys, step, self.axis_name)
         return d_q, d_k, d_v
+
+
+def pass_kv_forward(
+    operands: Operands, keys_of: Callable[[int], Tokens], *, kernel: Kernel, axis_name: str
+) -> tuple[Array, Array]:
+    """The state of this rank's queries over the keys of all ranks.
+
+    Args:
+      operands: this rank's, varying over the axis; their `keys` are not read.
+      keys_of: a function from a hop to the positions and segments of the keys that are here after it
+        (`longctx.parallel.ring.tokens_by_hop` makes one). A caller with many layers gathers them once.
+    """
+    q, k, v, queries, _ = operands
+
+    def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
+        return kernel.forward(Operands(q, kv, kv, queries, keys), state)
+
+    return fold_ring(jnp.stack([k, v]), keys_of, step, axis_name)
