@@ -1,9 +1,71 @@
-"""From contiguous parts of a sequence to a layout's shards and back, inside `shard_map`; no rank holds it whole."""
+"""Reorders a sequence into the shards of a layout and back: whole arrays, or inside `shard_map` each rank's part."""
 
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+
+from longctx.parallel.layout import shard_order
+
+
+def shard_sequence(
+    x: Array | np.ndarray, num_shards: int, layout: str = "zigzag", axis: int = 1, pad_value: float = 0
+) -> Array:
+    """Reorder a sequence so that its N equal parts along `axis` are the shards of a layout.
+
+    Args:
+      x: any array with the sequence, of any length T, along `axis`.
+      num_shards: ranks N. Shards are equally long, ceil(T / N): what is missing is `pad_value`, at a shard's end.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      pad_value: for segment ids take -1, so that nobody sees padding. (`shard_positions` makes both.)
+
+    Returns:
+      x with `N * ceil(T / N)` entries along `axis`, to be sharded over a mesh axis of N. In or outside of jit.
+
+    Raises:
+      ValueError: `layout`, `num_shards` or `axis` is none.
+    """
+    axis = _check_axis(x, axis)
+    order = shard_order(x.shape[axis], num_shards, layout).ravel()
+    taken = jnp.take(x, np.maximum(order, 0), axis)
+    if (order >= 0).all():
+        return taken
+    is_token = np.expand_dims(order >= 0, [a for a in range(x.ndim) if a != axis])
+    return jnp.where(jnp.broadcast_to(is_token, taken.shape), taken, jnp.asarray(pad_value, taken.dtype))
+
+
+def unshard_sequence(
+    x: Array | np.ndarray, num_shards: int, layout: str = "zigzag", axis: int = 1, length: int | None = None
+) -> Array:
+    """Undo `shard_sequence`.
+
+    Args:
+      x: an array of which N equal parts along `axis` are the shards of a layout.
+      length: T of the sequence, whose padding is dropped. Default: all of `axis`, no padding.
+
+    Returns:
+      x with T entries along `axis`, in the order of the sequence. In or outside of jit.
+
+    Raises:
+      ValueError: `length` is not one that `shard_sequence` makes so many entries of; or as there.
+    """
+    axis = _check_axis(x, axis)
+    length = x.shape[axis] if length is None else length
+    order = shard_order(length, num_shards, layout).ravel()
+    if order.size != x.shape[axis]:
+        raise ValueError(
+            f"length must be that of a sequence with {x.shape[axis]} entries in {num_shards} shards, got {length}"
+        )
+    places = np.empty(length, int)
+    places[order[order >= 0]] = np.flatnonzero(order >= 0)
+    return jnp.take(x, places, axis)
+
+
+def _check_axis(x: Array | np.ndarray, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must index one of the {x.ndim} axes of x, got {axis}")
+    return axis % x.ndim
 
 
 def padded_length(length: int, num_ranks: int, layout: str) -> int:
