@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels import attention
 from longctx.kernels.bits import widen
@@ -28,7 +29,16 @@ from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 Cache = Any
 """Any pytree, or None; only `attend` looks inside."""
 
-Attend = Callable[[Cache, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Cache]]
+Attend = Callable[
+    [
+        Cache,
+        Int[Array, ""],
+        Float[Array, "*B T N H"],
+        Float[Array, "*B T K H"],
+        Float[Array, "*B T K H"],
+    ],
+    tuple[Float[Array, "*B T N H"], Cache],
+]
 """`attend(cache, layer, q, k, v) -> (out, cache)`.
 
 `layer` is a traced int32; `q` `[*B, T, N, H]` and `k`, `v` `[*B, T, K, H]` are the new tokens', with the
@@ -42,7 +52,7 @@ class Llama:
 
     config: LlamaConfig
 
-    def init(self, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
+    def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
         """Random parameters of `dtype`: normal of deviation `initializer_range`."""
         return init_params(self.config, key, dtype, initializer_range)
 
@@ -53,11 +63,11 @@ class Llama:
     def __call__(
         self,
         params: Params,
-        tokens: ArrayLike,
-        positions: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
+        tokens: Int[ArrayLike, "*B T"],
+        positions: Int[ArrayLike, "*B T"] | None = None,
+        segment_ids: Int[ArrayLike, "*B T"] | None = None,
         attend: Attend | None = None,
-    ) -> jax.Array:
+    ) -> Float[Array, "*B T vocab"]:
         """Logits of every token.
 
         Args:
@@ -88,8 +98,13 @@ class Llama:
         return self.logits(params, hidden)
 
     def forward(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+        self,
+        params: Params,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"],
+        attend: Attend,
+        cache: Cache,
+    ) -> tuple[Float[Array, "*B T D"], Cache]:
         """The hidden states after the final norm, `[*B, T, D]` in the parameters' dtype, and the cache.
 
         `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving calls under
@@ -102,12 +117,12 @@ class Llama:
     def run_layers(
         self,
         layers: Any,
-        x: jax.Array,
-        positions: jax.Array,
+        x: Float[Array, "*B T D"],
+        positions: Int[Array, "*B T"],
         attend: Attend,
         cache: Cache,
-        psum: Callable[[jax.Array], jax.Array] = lambda x: x,
-    ) -> tuple[jax.Array, Cache]:
+        psum: Callable[[Array], Array] = lambda x: x,
+    ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Hidden states `[*B, T, D]` through some consecutive layers, `params["layers"]` or some of them; `attend`
         counts them from 0.
 
@@ -117,7 +132,7 @@ class Llama:
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
 
-        def layer(carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Params]) -> Any:
+        def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params]) -> Any:
             x, cache = carry
             index, bits = scanned
             weights = jax.tree.map(lambda w: widen(w, x.dtype), bits)
@@ -140,11 +155,11 @@ class Llama:
         indices = jnp.arange(layers["attn_norm"].shape[0], dtype=jnp.int32)
         return lax.scan(layer, (x, cache), (indices, layers))[0]
 
-    def norm(self, params: Params, x: jax.Array) -> jax.Array:
+    def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """The norm after the last layer."""
         return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
         """Float32 logits `[..., vocab]` of hidden states `[..., D]`."""
         head = params["lm_head"] if "lm_head" in params else params["embed"].T
         return project(hidden, head, dtype=jnp.float32)
@@ -152,17 +167,15 @@ class Llama:
 
 # Compiled even when the caller does not: otherwise every call would compile its scan anew.
 @functools.partial(jax.jit, static_argnums=0)
-def _dense_logits(
-    model: Llama, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
-) -> jax.Array:
+def _dense_logits(model: Llama, params: Params, tokens: Array, positions: Array, segment_ids: Array | None) -> Array:
     hidden, _ = model.forward(params, tokens, positions, dense_attend(positions, segment_ids), None)
     return model.logits(params, hidden)
 
 
-def dense_attend(positions: jax.Array, segment_ids: jax.Array | None = None) -> Attend:
+def dense_attend(positions: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None) -> Attend:
     """Causal attention among the tokens of this call, with no cache."""
 
-    def attend(cache: Cache, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
         out, _ = attention(
             q,
             k,
@@ -178,12 +191,12 @@ def dense_attend(positions: jax.Array, segment_ids: jax.Array | None = None) -> 
 
 
 def project(
-    x: jax.Array,
-    weight: jax.Array | OutputMajor,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array | OutputMajor,
+    bias: Array | None = None,
     axes: int = 1,
     dtype: DTypeLike | None = None,
-) -> jax.Array:
+) -> Array:
     """Contracts the last `axes` of `x` with the first of `weight`, summing in float32, and adds `bias`.
 
     The result is of `dtype`, by default that of `x`.
@@ -200,16 +213,16 @@ def project(
     return y.astype(x.dtype if dtype is None else dtype)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Float[Array, "*B D"]:
     """`x` over its root mean square on the last axis, in float32, times `weight` in `x.dtype`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
-def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> jax.Array:
+def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
     """`tokens` as an array, or an error that says what is wrong with them."""
-    array = np.asarray(tokens) if not isinstance(tokens, jax.Array) else tokens
+    array = np.asarray(tokens) if not isinstance(tokens, Array) else tokens
     if array.ndim < 1 or array.shape[-1] == 0:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -220,7 +233,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> jax.Array:
     return jnp.asarray(array)
 
 
-def _check_positions(config: LlamaConfig, tokens: jax.Array, positions: ArrayLike | None) -> jax.Array:
+def _check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
     array = _like_tokens("positions", tokens, positions)
@@ -228,12 +241,12 @@ def _check_positions(config: LlamaConfig, tokens: jax.Array, positions: ArrayLik
     return jnp.asarray(array)
 
 
-def _counting(tokens: jax.Array) -> jax.Array:
+def _counting(tokens: Array) -> Array:
     return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
-def _like_tokens(name: str, tokens: jax.Array, value: ArrayLike) -> Any:
-    array = value if isinstance(value, jax.Array) else np.asarray(value)
+def _like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
+    array = value if isinstance(value, Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {array.dtype}")
     if array.shape != tokens.shape:
@@ -245,7 +258,7 @@ def _check_range(name: str, array: Any, limit: int, what: str) -> None:
     """Rejects values outside `[0, limit)`, if there are values to look at."""
     if isinstance(array, jax.core.Tracer):
         return
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    if isinstance(array, Array) and not array.is_fully_addressable:
         return
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= limit:

@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, Int
 
 from longctx.models.rope_config import RopeConfig
 
@@ -42,7 +42,9 @@ def rope_table(rope: RopeConfig, head_dim: int) -> RopeTable:
     return RopeTable(hi, lo, rope.attention_factor)
 
 
-def rope_cos_sin(table: RopeTable, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(
+    table: RopeTable, positions: Int[Array, "*B T"]
+) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
     """Cosines and sines, float32 `[*B, T, head_dim // 2]`, of `positions` (integers `[*B, T]`, >= 0)."""
     position = positions.astype(jnp.uint32)[..., None]
     frequency_shape = (1,) * positions.ndim + (-1,)
@@ -54,14 +56,16 @@ def rope_cos_sin(table: RopeTable, positions: jax.Array) -> tuple[jax.Array, jax
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def _high_product(a: jax.Array, b: np.ndarray) -> jax.Array:
+def _high_product(a: Array, b: np.ndarray) -> Array:
     """The upper 32 bits of the 64-bit product of uint32 numbers, at most 2 too small."""
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = b >> 16, b & 0xFFFF
     return a_high * b_high + ((a_high * b_low) >> 16) + ((a_low * b_high) >> 16)
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(
+    x: Float[Array, "*B T heads H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]
+) -> Float[Array, "*B T heads H"]:
     """Rotates `x` `[*B, T, heads, head_dim]` by angles given as `[*B, T, head_dim // 2]`.
 
     Dimension i pairs with i + head_dim // 2 (Hugging Face's order, not the paper's neighbours).

@@ -6,6 +6,7 @@ from typing import Any, final
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
@@ -13,20 +14,20 @@ from longctx.parallel.exchange import check_arguments, gather_tokens, restore_sh
 
 
 def all_gather_kv(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
     Arguments, results and errors are those of `ring_pass_kv`. It sends the same

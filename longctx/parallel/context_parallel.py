@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels.attention.kernel import Kernel
 from longctx.kernels.attention.mask import Tokens
@@ -37,17 +38,17 @@ METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 def context_parallel_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
     *,
     mesh: Mesh,
     method: str = "auto",
     layout: str = "zigzag",
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     causal: bool = True,
@@ -55,7 +56,7 @@ def context_parallel_attention(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     hardware: Hardware = H100_RDMA,
-) -> Array:
+) -> Float[Array, "*B T N H"]:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
     Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever cached ones do), filled up

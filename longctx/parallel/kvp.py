@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
@@ -22,22 +23,22 @@ _BYTES_OF_A_COLLECTIVE = 1 << 19
 
 
 def kvp_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
-    group_ids: Array | None = None,
+    group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
     merge: str = "auto",
     axis_name: str = "context",
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of queries that all ranks have to the keys of all ranks; only states move, whatever the KV length.
 
     Arguments, results and errors are those of `ring_pass_kv`, but for q, q_positions and q_segment_ids, which are the
@@ -92,8 +93,12 @@ def kvp_attention(
 
 
 def merge_over_ranks(
-    out: Array, lse: Array, group_ids: Array, axis_name: str = "context", out_dtype: DTypeLike | None = None
-) -> tuple[Array, Array]:
+    out: Float[Array, "T N H"],
+    lse: Float[Array, "T N"],
+    group_ids: Int[Array, "ranks T"],
+    axis_name: str = "context",
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """KVP's second half: states that ranks have of the same queries, merged as `kvp_attention` does with `"auto"`.
 
     Args:

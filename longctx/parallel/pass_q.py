@@ -7,6 +7,7 @@ from typing import Any, final
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
@@ -16,13 +17,13 @@ from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
 def ring_pass_q(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
@@ -30,7 +31,7 @@ def ring_pass_q(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results come home.
 
     Arguments, results and errors are those of `ring_pass_kv`, from which it differs in what is sent: the better where

@@ -10,13 +10,16 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Shaped
 
 from longctx.kernels.attention.operands import match_varying
 
 State = TypeVar("State")
 
 
-def enter_stage(x: Array, entering: Array, axis_name: str = "stage") -> Array:
+def enter_stage(
+    x: Shaped[Array, "*chunk"], entering: Shaped[Array, "*chunk"], axis_name: str = "stage"
+) -> Shaped[Array, "*chunk"]:
     """What this stage works on in this tick, inside `jax.shard_map`: one permute, asynchronous on GPUs.
 
     Args:
@@ -33,9 +36,9 @@ def enter_stage(x: Array, entering: Array, axis_name: str = "stage") -> Array:
 def sequence_pipeline(
     stage_fn: Callable[[State, Array, Array], tuple[State, Array]],
     state: State,
-    chunks: Array,
+    chunks: Shaped[Array, "M *chunk"],
     axis_name: str = "stage",
-) -> tuple[State, Array]:
+) -> tuple[State, Shaped[Array, "M *chunk"]]:
     """All chunks of a sequence through all stages, inside `jax.shard_map`: `M + S - 1` ticks for M chunks and S stages.
 
     Args:

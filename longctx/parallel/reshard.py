@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Shaped
 
 from longctx.parallel.layout import shard_order
 
@@ -74,7 +75,7 @@ def padded_length(length: int, num_ranks: int, layout: str) -> int:
     return math.ceil(length / pieces) * pieces
 
 
-def reshard_to_layout(x: Array, axis_name: str, layout: str) -> Array:
+def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
     """This rank's contiguous part `[B, L, ...]` for its shard in the layout, `[B, L, ...]`.
 
     Zigzag: half-shards in two permutes. Striped: one all-to-all. At most `L * (N - 1) / N` to `L` tokens leave a rank.
@@ -94,7 +95,7 @@ def reshard_to_layout(x: Array, axis_name: str, layout: str) -> Array:
     return x
 
 
-def reshard_to_contiguous(x: Array, axis_name: str, layout: str) -> Array:
+def reshard_to_contiguous(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
     """Undo `reshard_to_layout`."""
     n = lax.axis_size(axis_name)
     if layout == "zigzag":

@@ -5,24 +5,25 @@ import functools
 
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels.attention.kernel import attention_with_vjp
 from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Exact softmax attention that also returns its state, so that parts can be merged (`merge_states`).
 
     A query sees a key when their segments are equal and not negative and, if `causal`, the key's position is not

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int, Shaped
 
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
 from longctx.kernels.paged_attention.operands import check_paged_operands, debug_check_table
@@ -10,20 +11,20 @@ from longctx.kernels.paged_attention.paged_plan import IMPLEMENTATIONS, PagedPla
 
 
 def paged_attention(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    q: Float[Array, "T N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K H"],
+    page_table: Int[Array, "B M"],
+    page_index: Int[Array, "B M"] | None,
+    kv_lengths: Int[Array, "B"],
+    q_positions: Int[Array, "T"],
+    q_sequence: Int[Array, "T"],
     first_page: ArrayLike = 0,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: PagedPlan | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int, Shaped
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
@@ -52,12 +53,12 @@ class PagedPlan:
 
 def plan_paged_attention(
     num_heads: int,
-    k_pages: Array,
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    k_pages: Shaped[Array, "pages page_size K H"],
+    page_table: Int[Array, "B M"],
+    page_index: Int[Array, "B M"] | None,
+    kv_lengths: Int[Array, "B"],
+    q_positions: Int[Array, "T"],
+    q_sequence: Int[Array, "T"],
     implementation: str | None = None,
 ) -> PagedPlan:
     """What `paged_attention` needs to know of its metadata, which is the same in all layers of a model.

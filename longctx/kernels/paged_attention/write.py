@@ -2,13 +2,21 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Shaped
 
 from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
 
 
-def write_pages(k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array, offset: Array) -> tuple[Array, Array]:
+def write_pages(
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> tuple[Shaped[Array, "pages page_size K H"], Shaped[Array, "pages page_size K H"]]:
     """Write the K and V of some tokens, each to its slot. In place where the pages are donated or carried by a loop.
 
     Args:
