@@ -1,4 +1,4 @@
-"""Attention states of disjoint key sets merge exactly (context parallelism paper, appendix B)."""
+"""Exact merging of attention states of disjoint key sets (context parallelism paper, appendix B)."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -37,7 +37,7 @@ def merge_states(
         raise TypeError(f"lses must be float32, got {lses.dtype}")
     axis %= lses.ndim
 
-    # The peak only shifts the exponentials and cancels, so no gradient need flow through it.
+    # The peak shifts all exponentials and cancels, so it needs no gradient.
     peak = lax.stop_gradient(jnp.max(lses, axis, keepdims=True))
     empty = peak == -jnp.inf
     peak = jnp.where(empty, 0, peak)

@@ -1,15 +1,15 @@
-"""The gradients of attention on Hopper: one kernel, run from the queries' side and from the keys'.
+"""The backward attention kernel for Hopper GPUs, run once from the queries' side and once from the keys'.
 
-From a tile of queries, over the keys that they see, it computes d_q; from a tile of keys, over the queries that see
-them, d_k and d_v. So each result is summed in one warpgroup's registers, with no atomics and in one order. The two are
-the same but for names: rows of the tile stay in shared memory, "others" pass by in blocks, fetched by a warpgroup of
-its own (TMA) into a ring of stages.
+From a tile of queries it computes d_q, over the keys that they see; from a tile of keys d_k and d_v, over the queries
+that see them. So each result is summed in the registers of one warpgroup, without atomics and in a fixed order. Both
+runs are the same code: the rows of the tile stay in shared memory, and the "others" pass by in blocks, which a producer
+warpgroup copies to a ring of stages (TMA).
 
     from queries: scores = q @ k.T, d_weights = d_out @ v.T, d_q += d_scores @ k
     from keys:    scores = k @ q.T, d_weights = v @ d_out.T, d_k += d_scores @ q, d_v += weights @ d_out
     both:         weights = exp(scale * (scores - lse / scale)), d_scores = weights * (d_weights + row_term)
 
-What a query has for all keys, -lse / scale and its row term, is what the sums of the first two products start from.
+The accumulators of the first two products start from -lse / scale and the row term of each query.
 
 Source: FlashAttention-2 (Dao 2023), algorithm 2; two passes in place of its atomics.
 """
@@ -37,17 +37,17 @@ _LOG2E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """The static part of a call."""
+    """Static arguments of a call."""
 
-    from_keys: bool  # the rows of a tile are keys, and the others queries
-    scores: bool  # computes scale * sum of d_scores @ others: d_q or d_k
-    weights: bool  # computes sum of weights @ others: d_v
+    from_keys: bool  # whether the rows of a tile are keys, and the others queries
+    scores: bool  # whether to compute scale * sum of d_scores @ others: d_q or d_k
+    weights: bool  # whether to compute the sum of weights @ others: d_v
     scale: float
     tile_config: TileConfig
 
     @property
     def num_resident(self) -> int:
-        """Of the tile's two operands, how many are needed: v serves d_scores only."""
+        """How many of the tile's two operands are needed: the second serves d_scores alone."""
         return 1 + self.scores
 
 
@@ -65,11 +65,11 @@ def attention_backward(
     Args:
       rows: q and d_out `[B, T, N, H]`, or k and v `[B, S, K, H]`, or both as one array `[2, B, S, K, H]`, twice.
       others: the other two, and their tokens.
-      seen: what `others.seen` compares with, int32 `[tiles, rows]` each.
+      seen: the row arguments of `others.seen`, int32 `[tiles, rows]` each.
       stats: `[2, B, N, whole blocks]`: -lse / scale, -inf where lse is, and row terms.
 
     Returns:
-      Arrays `[tiles, rows, heads of rows, H]`, float32. Rows that are not a tile's own hold anything.
+      Arrays `[tiles, rows, heads of rows, H]`, float32. Rows that a tile does not own hold any values.
     """
     heads, head_size = rows[0].shape[-2:]
     other_heads = others.k.shape[-2]
@@ -109,7 +109,7 @@ def attention_backward(
 
 
 class Steps(NamedTuple):
-    """What passes by a tile: each block once for each head of the others that belongs to the tile's head."""
+    """The loop of a tile: each block, once for each head of the others that belongs to the tile's head."""
 
     tile: Tile
     first_head: Array
@@ -122,7 +122,7 @@ class Steps(NamedTuple):
 
     @property
     def num_full(self) -> Array:
-        """Those without a mask come first."""
+        """Number of steps without a mask, which come first."""
         return self.tile.num_full * self.group
 
     def block(self, n: Array) -> Array:
@@ -140,13 +140,13 @@ def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **
     rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
     stats, tiles, *results = refs[split + 5 :]
     head, number, wg = (lax.axis_index(name) for name in ("head", "tile", "wg"))
-    # What sees or is seen most, and is long, shall begin first: in most layouts, the last queries and the first keys.
+    # Long tiles begin first: in most layouts the last queries and the first keys see, or are seen by, most.
     number = number if config.from_keys else tiles.shape[0] - 1 - number
-    # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
     tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
     first_head = lax.div(head * other_heads, jnp.int32(heads))
     steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
-    # One warpgroup that multiplies may have all the registers that there are.
+    # A single consumer keeps all the registers that it has.
     share_registers = adapter.set_registers if config.tile_config.num_consumers == 2 else lambda *_: None
 
     @pl.when(wg < config.tile_config.num_consumers)
@@ -174,7 +174,7 @@ def _fetch(config: BackwardConfig, others: Contiguous, stats: Any, scratch: Any,
             plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], ready)
 
     def drain(n: Array, _: None) -> None:
-        # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
+        # Wait for every phase of the barriers, so that the block does not end while a copy is in flight.
         wait(scratch["free"].at[steps.stage(n)])
 
     lax.fori_loop(0, steps.num, fetch, None)
@@ -193,7 +193,7 @@ def _consume(
     head: Array,
     steps: Steps,
 ) -> None:
-    """64 rows of a tile over all of their steps."""
+    """Compute 64 rows of a tile over all of its steps."""
     tile, shape = steps.tile, (WARPGROUP_ROWS, config.tile_config.block_kv)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
     own_rows = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -208,7 +208,7 @@ def _consume(
     def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
         at, block = steps.stage(n), steps.block(n)
         x, y = scratch["x_smem"].at[at], scratch["y_smem"].at[at]
-        # 0, but the compiler can't know: it would keep the addresses of all parts in registers, and spill.
+        # Always 0, but unknown to the compiler, which would otherwise keep all addresses in registers, and spill.
         zero = jnp.minimum(tile.start + n, 0)
         a, b = (scratch["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
 
@@ -226,7 +226,7 @@ def _consume(
         wait(scratch["ready"].at[at])
         if config.scores and not masked:
             weights, d_weights = adapter.products_onto((start(0), start(1)), (a, x), (b, y), to_weights)
-        else:  # a mask takes registers: one product after the other
+        else:  # a mask takes registers, so the products run one after the other
             weights = to_weights(adapter.product_onto(start(0), a, x))
             d_weights = adapter.product_onto(start(1), b, y) if config.scores else weights
         factors = [((weights * d_weights).astype(x.dtype), x)] if config.scores else []

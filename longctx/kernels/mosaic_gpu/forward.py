@@ -1,10 +1,11 @@
-"""The attention kernel for Hopper, over contiguous keys or over pages.
+"""The forward attention kernel for Hopper GPUs, over contiguous keys or over pages.
 
-A thread block has one warpgroup that only fetches keys and values (TMA, into a ring of stages in shared memory), and
-one or two that multiply (wgmma), 64 rows each. Of two, one computes its softmax while the other multiplies. A row of a
-tile is a query of one head, or, folded, of any of the heads that share a KV head: the kernel can't tell.
+A thread block has one producer warpgroup, which copies keys and values to a ring of stages in shared memory (TMA), and
+one or two consumer warpgroups, which multiply 64 rows each (wgmma). Of two consumers, one computes its softmax while
+the other multiplies. A row of a tile is a query of one head, or, with folded heads, of any head that shares the KV
+head; the kernel treats both alike.
 
-What a tile sees is known before (`work.py`): blocks that all of its rows see whole take no mask, and come first.
+`work.py` says beforehand which blocks a tile sees. Blocks of which all rows see every key come first and take no mask.
 
 Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2: warp specialisation, two warpgroups in ping-pong.
 """
@@ -33,15 +34,15 @@ _LOG2E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """What the static part of a call says: `scale` is positive."""
+    """Static arguments of a call; `scale` is positive."""
 
     tile_config: TileConfig
     scale: float
-    split: bool  # several workers may share a tile: its pieces are to be merged
+    split: bool  # several workers may share a tile, and its pieces must be merged
 
 
 def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
-    """Peaks are taken before scaling, which must not turn them round, nor make 0 of what is masked."""
+    """q and scale with a positive scale. The kernel takes maxima before scaling, so a scale must keep their order."""
     if abs(scale) < 1e-30:
         return jnp.zeros_like(q), 1.0
     return (q, scale) if scale > 0 else (-q, -scale)
@@ -51,16 +52,16 @@ def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
 def attention_forward(
     q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, config: ForwardConfig, out_dtype: Any
 ) -> tuple[Array, Array]:
-    """Attention of tiles of rows, in pieces.
+    """Attention of tiles of rows; the results are pieces of tiles.
 
     Args:
       q: `[B, R, heads, H]`. KV head i serves `heads / K` heads, from `i * heads / K` on.
-      keys: arrays, in the dtype of q.
-      rows: what `keys.seen` compares with, int32 `[tiles, rows]` each.
+      keys: keys and values, in the dtype of q.
+      rows: the row arguments of `keys.seen`, int32 `[tiles, rows]` each.
 
     Returns:
-      out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]`, float32, natural log. Rows that are not a
-      tile's own hold anything finite; pieces that no tile has hold anything.
+      out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]`, float32, natural log. Rows that
+      a tile does not own hold any finite values; unused pieces hold any values.
     """
     tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
     num_workers = work.workers.shape[0]
@@ -79,7 +80,7 @@ def attention_forward(
         ],
         like=q,
         kernel_name="attention",
-        # The last axis is the one that may be long: CUDA bounds the others to 65,535.
+        # CUDA bounds all grid axes but the last one here to 65,535.
         grid=(kv_heads, heads // kv_heads, num_workers),
         grid_names=("kv_head", "group", "worker"),
         num_threads=tile_config.num_consumers + 1,
@@ -105,11 +106,11 @@ def _kernel(
     keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
     tiles, workers, *results = refs[num_keys + num_rows :]
     kv_head, worker, wg = (lax.axis_index(name) for name in ("kv_head", "worker", "wg"))
-    # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
     first_tile, stop_tile, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
 
     def sweep(each_tile: Any) -> Array:
-        """`each_tile(tile, number, blocks done before)`; returns how many blocks were done."""
+        """Call `each_tile(tile, number, blocks done before)` for each tile; return the number of blocks."""
 
         def body(number: Array, done: Array) -> Array:
             tile = Tile.of(tiles, number, worker, first_unit, stop_unit)
@@ -129,7 +130,7 @@ def _kernel(
         adapter.set_registers(40, "decrease")
         done = sweep(functools.partial(_fetch, config.tile_config, keys, scratch, kv_head))
 
-        # Every phase of a barrier is waited for, so that nobody leaves while a copy is under way.
+        # Wait for every phase of the barriers, so that the block does not end while a copy is in flight.
         def drain(at: Array, _: None) -> None:
             for name in ("k_free", "v_free"):
                 wait(scratch[name].at[lax.rem(at, jnp.int32(config.tile_config.num_stages))])
@@ -162,13 +163,13 @@ def _consume(
     number: Array,
     done: Array,
 ) -> None:
-    """64 rows of a tile over all of its blocks."""
+    """Compute 64 rows of a tile over all of its blocks."""
     tile_config, head_size = config.tile_config, q_ref.shape[-1]
     q, out_shape = scratch["q_smem"].at[wg], (WARPGROUP_ROWS, head_size)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def take_turns() -> None:
-        """Of two warpgroups, one multiplies: arrive when done with that, wait until the other is."""
+        """Let the other consumer multiply, and wait until it has."""
         if tile_config.num_consumers == 2:
             arrive(scratch["turn"])
             wait(scratch["turn"])
@@ -183,13 +184,13 @@ def _consume(
         acc, peak, total = carry
         at, block = lax.rem(done + n, jnp.int32(tile_config.num_stages)), tile.block(n)
         wait(scratch["k_ready"].at[at])
-        # Always 0, which the compiler can't know: else it keeps what describes q to wgmma in registers over the loop.
+        # Always 0, but unknown to the compiler, which would otherwise keep wgmma's descriptors of q in registers.
         zero = jnp.minimum(tile.start + n, 0)
         scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], take_turns)
         arrive(scratch["k_free"].at[at])
         if masked:
             scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)
-        # Peaks are kept times log2(e) * scale, so that a weight takes one fused multiplication and one exp2.
+        # Peaks are kept multiplied by log2(e) * scale, so that a weight takes one fused multiply-add and one exp2.
         factor = config.scale * _LOG2E
         new_peak = jnp.maximum(peak, scores.max(1) * factor)
         weights = jnp.exp2(scores * factor - broadcast(new_peak, scores.shape, 0))
@@ -204,7 +205,7 @@ def _consume(
         if tile_config.num_consumers == 2:
             wait(scratch["turn"])
         if masked:
-            # The first warpgroup does it for both: the other's turn comes after.
+            # The first consumer cleans for both, as its turn comes first.
             pl.when(wg == 0)(functools.partial(keys.clean, tile, block, scratch["v_smem"].at[at]))
         acc = adapter.accumulate(acc, weights, scratch["v_smem"].at[at])
         arrive(scratch["v_free"].at[at])
@@ -219,7 +220,7 @@ def _consume(
     acc, peak, total = lax.fori_loop(tile.num_full, tile.num_blocks, functools.partial(step, masked=True), carry)
     pl.when(wg == 0)(take_turns)
 
-    # Masked scores are -inf and peaks begin finite: of a row that saw nothing the total is exactly 0.
+    # Masked scores are -inf and peaks begin finite, so the total of a row that saw nothing is exactly 0.
     empty = total == 0
     total = jnp.where(empty, jnp.float32(1), total)
     lse = jnp.where(empty, jnp.float32(-jnp.inf), peak * (1 / _LOG2E) + jnp.log(total))
@@ -229,5 +230,5 @@ def _consume(
         results[0].at[tile.piece, own, head][...] = out
         results[1].at[head, tile.piece, own][...] = lse
 
-    # Where there are several workers a tile, one that sees nothing has no piece.
+    # With several workers per tile, a tile that sees nothing has no piece.
     pl.when(tile.num_blocks > 0)(store) if config.split else store()

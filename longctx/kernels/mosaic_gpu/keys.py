@@ -1,4 +1,4 @@
-"""Where keys and values are, as the kernel sees them: how a block is fetched, and who sees what of it."""
+"""Keys and values as the kernels see them, contiguous or in pages: how to copy a block, and its mask."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from longctx.kernels.mosaic_gpu.work import Tile
 
 
 class Contiguous(NamedTuple):
-    """Keys `[B, S, K, H]` and values, or both as one array `[2, B, S, K, H]`, twice; tokens `[2, B, S]`, padded."""
+    """Keys and values `[B, S, K, H]` (or one `[2, B, S, K, H]` of both, twice), and tokens `[2, B, S]`, padded."""
 
     k: Any
     v: Any
@@ -38,11 +38,11 @@ class Contiguous(NamedTuple):
         return (positions <= broadcast(rows[0], shape, 0)) & (segments == broadcast(rows[1], shape, 0))
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
-        """Nothing to do: TMA fills what is beyond the end with zeros."""
+        """Nothing to do, as TMA writes zeros for what is beyond the end."""
 
 
 class Paged(NamedTuple):
-    """Pages `[pages, page_size, K, H]` of keys and of values, the table `[B, M]`, and `[1]` the first page."""
+    """Pages `[pages, page_size, K, H]` of keys and of values, the page table `[B, M]`, and the first page `[1]`."""
 
     k: Any
     v: Any
@@ -59,10 +59,10 @@ class Paged(NamedTuple):
         x, size = (self.k, self.v)[half], to.shape[0]
         page_size = x.shape[1]
         step = min(page_size, size)
-        # What is beyond the slots in use is masked, so any page does; and no index leaves the pool.
+        # Slots beyond those in use are masked, so any page of the pool may be read there.
         last_entry = lax.div(tile.kv_tokens - 1, jnp.int32(page_size))
 
-        # A loop, since unrolled the copies of many small pages want more registers than this warpgroup has.
+        # A loop, as unrolled copies of many small pages need more registers than this warpgroup has.
         def fetch_page(n: Array, _: None) -> None:
             slot = block * size + n * step
             entry = jnp.minimum(lax.div(slot, jnp.int32(page_size)), last_entry)
@@ -77,12 +77,12 @@ class Paged(NamedTuple):
         return slots <= broadcast(rows[0], shape, 0)
 
     def clean(self, tile: Tile, block: Array, values: Any) -> None:
-        """Values that were never written may be NaN, which a weight of 0 doesn't undo: make them 0."""
+        """Set values in slots never written to 0: they may be NaN, which a weight of 0 would not remove."""
         size = values.shape[0]
 
         @pl.when((block + 1) * size > tile.kv_tokens)
         def _() -> None:
-            # In parts, for which there are registers beside the accumulator.
+            # In parts of 64 by 64, which fit into registers beside the accumulator.
             for first, column in itertools.product(range(0, size, 64), range(0, values.shape[1], 64)):
                 part = values.at[pl.ds(first, 64), pl.ds(column, 64)]
                 x = cast(part[...], TILE)

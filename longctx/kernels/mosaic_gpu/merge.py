@@ -1,4 +1,4 @@
-"""Merges the pieces of tiles: `merge_states` for states whose number and order only the device knows."""
+"""Merges the pieces of tiles: `merge_states` where only the device knows which pieces each tile has."""
 
 import functools
 from typing import Any
@@ -16,9 +16,9 @@ from longctx.kernels.mosaic_gpu.work import Work
 
 @adapter.traced_once()
 def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
-    """out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` -> the same with tiles in place of pieces.
+    """Merge out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` into the same arrays with tiles for pieces.
 
-    Pieces merge in their order, whoever computed them first. Of a tile without pieces nothing is written.
+    Pieces merge in a fixed order. A tile without pieces is not written.
     """
     _, rows, heads, head_size = out.shape
     num_tiles = work.first_piece.shape[0]
@@ -44,7 +44,7 @@ def _kernel(
     def absorb(piece: Array, carry: Any) -> Any:
         acc, peak, total = carry
         lse = read(lses.at[head, piece, own], ROW)
-        # From a finite peak on: an empty state, of lse -inf, then has the weight 0.
+        # The peak begins finite, so that an empty state, whose lse is -inf, has weight 0.
         new_peak = jnp.maximum(peak, lse)
         weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
         out = read(outs.at[piece, own, head], TILE)

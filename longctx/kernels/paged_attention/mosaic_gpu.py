@@ -1,4 +1,4 @@
-"""Paged attention on Hopper: rows sorted by sequence and cut into tiles; pages are found and read by the kernel."""
+"""Paged attention on Hopper GPUs: tiles of rows sorted by sequence; the kernel looks up and reads the pages."""
 
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ from longctx.kernels.paged_attention.tiles import count_leading
 
 
 class MosaicGpuPlan(NamedTuple):
-    """What follows from metadata alone, and is the same in all layers."""
+    """Tables that follow from metadata alone, and are the same in all layers."""
 
     order: Array  # [T], rows by their sequence
-    seen: Array  # [T], how many slots of its sequence a row sees
+    seen: Array  # [T], number of slots of its sequence that a row sees
     last: Array  # [tiles, rows], the last slot seen by the rows of each tile
     work: Work
-    tile: Array  # [T, G], where the result of each row and head of a group lies
+    tile: Array  # [T, G], tile and slot that hold the result of a row and head of a group
     slot: Array  # [T, G]
 
 
@@ -57,7 +57,7 @@ def tile_config_of(operands: PagedOperands) -> TileConfig:
 
 
 def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
-    """Tiles of rows of one sequence, at most one of them not full; and the workers' shares."""
+    """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers."""
     tile_config = tile_config_of(operands)
     (length, heads, _), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
@@ -66,8 +66,8 @@ def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
     order = jnp.argsort(sequence, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(length, dtype=jnp.int32))
 
-    # Of each sequence: its rows, heads of a group folded in, and its tiles.
-    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last one is of rows that are padding
+    # The rows of each sequence, with the heads of a group folded in, and its tiles.
+    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last number stands for padding
     num_rows = group * jnp.sum(sequence[None] == number[:, None], 1, dtype=jnp.int32)
     first_row = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
     num_tiles = jnp.where(number < num_sequences, -(-num_rows // tile_config.block_q), 0)
@@ -79,7 +79,7 @@ def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
     of = jnp.minimum(of, num_sequences)
     used = tile < stop_tile[-1]
     first = first_row[of] + (tile - first_tile[of]) * tile_config.block_q
-    # Rows beyond a tile's own are like its last one, so that its blocks need a mask no sooner.
+    # Rows of a tile beyond its own repeat its last row, so that they add no masked blocks.
     row = first[:, None] + jnp.arange(tile_config.block_q, dtype=jnp.int32)[None]
     row = jnp.minimum(row, (first_row + num_rows)[of][:, None] - 1)
     seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
@@ -107,7 +107,7 @@ def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
 
 
 def _count_slots(operands: PagedOperands, positions: Array, sequence: Array) -> Array:
-    """How many slots of its sequence's pages, one behind the other, hold keys up to a position; `[n]` each."""
+    """How many slots of a sequence's listed pages, in order, hold keys up to a position: `[n]`, `[n]` -> `[n]`."""
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     sequence = jnp.clip(sequence, 0, operands.kv_lengths.shape[0] - 1)
     num_keys = jnp.maximum(jnp.minimum(positions, operands.kv_lengths[sequence] - 1) + 1, 0)
