@@ -1,4 +1,4 @@
-"""Many devices: attention over a mesh axis, by what moves, and who computes which token."""
+"""Attention over many devices: the exchanges of a mesh axis, sequence layouts, plans and a cost model."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""All-gather pass-KV: everybody fetches all keys and values, then attends."""
+"""All-gather pass-KV: every rank gathers all keys and values, then attends."""
 
 import dataclasses
 from typing import Any, final
@@ -30,12 +30,15 @@ def all_gather_kv(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
-    Arguments, results and errors are those of `ring_pass_kv`. It sends the same
-    `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers (the 8 are tokens) before any attention, which
-    nothing hides: best where sequences are short and the latency of N - 1 hops is what counts. Backward they are
-    gathered again rather than kept, and dK and dV go home in one reduce-scatter. Memory: the keys and values of all
-    ranks, and backward their dK and dV in float32. The shards are attended to one after another, as each is sorted by
-    (segment, position) and all together are not.
+    Arguments, results and errors are those of `ring_pass_kv`.
+
+    On the wire, each rank sends the same `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers: one of keys
+    and values, one of positions and segments. They come before all attention and nothing hides them, so this is best
+    for short sequences, where the latency of N - 1 hops counts most. Backward gathers again, and returns dK and dV in
+    one reduce-scatter.
+
+    Memory: the keys and values of all ranks, and backward their dK and dV in float32. Attention goes through the shards
+    one by one, because each is sorted by (segment, position) and their concatenation is not.
 
     Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
     """
@@ -71,7 +74,7 @@ class AllGatherKV:
             kv, keys = shard
             return self.kernel.forward(Operands(q, kv, kv, queries, keys), state), None
 
-        # Zeros of q rather than a constant, so that they vary over the same mesh axes.
+        # Zeros made from q, so that they vary over its mesh axes.
         zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
         return state if q.size == 0 else lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]

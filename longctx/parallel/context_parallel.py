@@ -1,4 +1,4 @@
-"""Whole arrays in and out: the layout, the exchange and the heads' sharding taken care of."""
+"""Context-parallel attention of whole arrays: it applies the layout, the exchange and the sharding of the heads."""
 
 import dataclasses
 import functools
@@ -59,11 +59,11 @@ def context_parallel_attention(
 ) -> Float[Array, "*B T N H"]:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
-    Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever cached ones do), filled up
-    where N does not divide them, and put back in order: from contiguous parts, by permutes of half-shards (zigzag) or
-    an all-to-all (striped), so that no rank ever holds a whole sequence. Heads are sharded over `head_axis`: one ring
-    for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit, with
-    Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
+    Tokens are sharded over `axis_name` by the layout (queries by the new tokens alone), padded where N does not divide
+    them, and put back in order. Contiguous parts become shards by permutes of half-shards (zigzag) or an all-to-all
+    (striped), so no rank ever holds a whole sequence. Heads are sharded over `head_axis`, with one ring for each of its
+    ranks; KV heads are repeated if it has more ranks than there are KV heads. Works in and outside of jit, with Auto
+    and Explicit mesh axes; the work is repeated over the other axes of the mesh.
 
     Args:
       q: queries, the new tokens, `[*B, T, N, H]`.
@@ -113,7 +113,7 @@ def context_parallel_attention(
         return jnp.zeros(q.shape, out_dtype)
     if method == "auto":
         model = ModelShape(num_heads, num_kv_heads, head_size).split(tensor)
-        # All but latency grows with the batch.
+        # All times but latency grow with the batch.
         batch = math.prod(q.shape[:-3])
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
@@ -126,7 +126,7 @@ def _array(x: Any) -> Any:
 
 
 class _StaticArguments(NamedTuple):
-    """What is static about one call."""
+    """The static arguments of one call."""
 
     mesh: Mesh
     method: str
@@ -139,7 +139,7 @@ class _StaticArguments(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mesh_attention(static: _StaticArguments, q: Array, k: Array, v: Array, masks: Masks) -> Array:
-    """Axes are Auto in here, whatever they are outside: where q's type carries its sharding, so does the result's."""
+    """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
     shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
     explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
     if explicit is None:
@@ -157,17 +157,17 @@ def _mesh_attention(static: _StaticArguments, q: Array, k: Array, v: Array, mask
 def _sharded_attention(
     static: _StaticArguments, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks
 ) -> Array:
-    """With the mesh, or where that is None, the one of the context."""
+    """Shard over `mesh`, or over the mesh of the context if it is None."""
     axis_name, num_ranks = static.axis_name, static.mesh.shape[static.axis_name]
     flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=static.kernel.causal)
     if static.head_axis is not None:
         repeats = max(1, static.mesh.shape[static.head_axis] // k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
-    # KVP has its queries on all ranks.
+    # KVP needs its queries on all ranks.
     q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
 
-    def fill(x: Array, layout: str, value: int = 0) -> Array:
+    def pad(x: Array, layout: str, value: int = 0) -> Array:
         missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
         return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
 
@@ -199,11 +199,11 @@ def _sharded_attention(
         out_specs=q_spec,
     )
     out = mapped(
-        fill(flat_q, q_layout),
-        fill(flat_k, static.layout),
-        fill(flat_v, static.layout),
-        Tokens(fill(queries.positions, q_layout), fill(queries.segments, q_layout, -1)),
-        Tokens(fill(keys.positions, static.layout), fill(keys.segments, static.layout, -1)),
+        pad(flat_q, q_layout),
+        pad(flat_k, static.layout),
+        pad(flat_v, static.layout),
+        Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
+        Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
     )
     return out[:, : q.shape[-3]].reshape(q.shape)
 

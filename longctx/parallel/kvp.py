@@ -1,4 +1,4 @@
-"""KV parallelism: all ranks of a group have the same queries, each attends to its own keys, and the states merge."""
+"""KV parallelism: all ranks of a group hold the same queries, attend to their own keys, and merge their states."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from longctx.parallel.exchange import check_arguments, is_varying, pack_state, r
 
 Combiner = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
-# What another collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
+# The latency of one more collective, about 10 us, in bytes at some 50 GB/s.
 _BYTES_OF_A_COLLECTIVE = 1 << 19
 
 
@@ -39,27 +39,27 @@ def kvp_attention(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
-    """Attention of queries that all ranks have to the keys of all ranks; only states move, whatever the KV length.
+    """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
 
     Arguments, results and errors are those of `ring_pass_kv`, but for q, q_positions and q_segment_ids, which are the
     same on all ranks, and for these:
 
     Args:
-      group_ids: integers `[T]`, each rank its own: row t is merged over the ranks that give it the same group id, and
-        those have the same query there. So one batch can hold rows of a long request, spread over some ranks, and in
-        the same place on other ranks, rows of other requests. Or `[N, T]`, those of all ranks, known to all of them,
-        which need not be gathered in every layer. None: all ranks are one group.
-      merge: how the states meet. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
-        `A = 4 * B * T * N_heads * (H + 1)`: fewest collectives, for few rows. `"all_to_all"`: each rank merges a part
-        of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
-        element of out, in two steps: for the rows of a chunk. (lse goes back on its own, and not at all where it isn't
-        used; rows are filled up to a multiple of N.) `"auto"`: the first until its surplus is worth a second
-        collective, half a MiB.
+      group_ids: integers `[T]`, different on each rank: row t is merged over the ranks that give it the same group id,
+        and these hold the same query in row t. So one batch can hold rows of a long request on some ranks and rows of
+        other requests in the same places on other ranks. Or `[N, T]`, the ids of all ranks, which saves gathering them
+        in every layer. None: all ranks are one group.
+      merge: how states are merged. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
+        `A = 4 * B * T * N_heads * (H + 1)`: the fewest collectives, for few rows. `"all_to_all"`: each rank merges a
+        part of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
+        element of out, in two steps: for the rows of a chunk. (lse is sent back separately, and not at all if it isn't
+        used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
+        worth of a second collective.
 
     Returns:
-      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, `shard_map` knows them to be
-      replicated over the axis. Backward, the cotangents of a group are summed the same way, dQ is each rank's share
-      (summed by `shard_map`, in q's dtype, where q came in replicated), and dK and dV never move.
+      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, their types say that they are
+      replicated over the axis. Backward sums the cotangents of a group the same way, each rank computes its share of dQ
+      (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
 
     Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
     """
@@ -99,15 +99,15 @@ def merge_over_ranks(
     axis_name: str = "context",
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
-    """KVP's second half: states that ranks have of the same queries, merged as `kvp_attention` does with `"auto"`.
+    """Merge the states that ranks hold for the same queries, as `kvp_attention` does with `merge="auto"`.
 
     Args:
       out: `[T, N, H]`, float32.
       lse: `[T, N]`, float32.
-      group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, where it is the same query.
+      group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, which hold the same query.
 
     Returns:
-      (out as out_dtype, by default float32; lse).
+      (out in out_dtype, by default float32; lse).
     """
     out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
@@ -118,13 +118,14 @@ def merge_over_ranks(
 
 
 def _prefers_all_to_all(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
+    """Whether the all-to-all saves enough bytes to pay for its second collective."""
     state = 4 * (q.size + q.size // q.shape[-1])
     gather, all_to_all = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
     return gather - all_to_all > _BYTES_OF_A_COLLECTIVE
 
 
 class GroupedOperands(NamedTuple):
-    """`Operands` whose row t on rank r is of group `groups[r, t]`; all of one where groups is None."""
+    """`Operands` in which row t on rank r belongs to group `groups[r, t]`; None: all rows belong to one group."""
 
     q: Array
     k: Array
@@ -135,7 +136,7 @@ class GroupedOperands(NamedTuple):
 
 
 def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int) -> Array:
-    """-> `[N, T]`."""
+    """Check the group ids and gather them from all ranks: `[N, T]`."""
     groups = check_int32("group_ids", group_ids)
     if groups.shape not in ((length,), (num_ranks, length)):
         raise ValueError(
@@ -161,7 +162,7 @@ class KVP:
     def backward(
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        # A result that is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
+        # A replicated result has one cotangent. Otherwise each rank has its own, and they add up.
         if operands.groups is not None or not is_varying(operands.q, self.axis_name):
             d_out, row_terms = self._combine((d_out, row_terms), operands.groups, _sum, lse.dtype)
         return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
@@ -214,13 +215,14 @@ def _combine_by_all_to_all(
 
 
 def _merge(outs: Array, lses: Array, members: Array | None) -> tuple[Array, Array]:
-    """States of all ranks `[N, T, B, ...]`, of which each row takes its members `[N, T]`."""
+    """Merge the states of all ranks `[N, T, B, ...]`, in each row those of its members, bool `[N, T]`."""
     if members is not None:
         lses = jnp.where(members[..., None, None], lses, -jnp.inf)
     return merge_states(outs, lses)
 
 
 def _sum(rows: Array, terms: Array, members: Array | None) -> tuple[Array, Array]:
+    """Sum pairs likewise."""
     if members is None:
         return jnp.sum(rows, 0), jnp.sum(terms, 0)
     weights = members.astype(rows.dtype)[..., None, None]

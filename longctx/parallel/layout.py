@@ -6,10 +6,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def layout_shards(length: int, num_shards: int, layout: str) -> list[np.ndarray]:
-    """The tokens of each shard, ascending; shards differ by a token at most, the first ones have it.
+    """The tokens of each shard, ascending. Shards differ by one token at most, and the longer ones come first.
 
-    * `contiguous`: one run of tokens each. Of a causal sequence, the last shard has most to attend to.
-    * `zigzag`: 2 * num_shards chunks, which differ by a token at most; shard i has chunks i and 2 * num_shards - 1 - i.
+    * `contiguous`: each shard has one run of tokens. In a causal sequence the last shard has most keys to attend to.
+    * `zigzag`: of 2 * num_shards chunks, shard i has chunks i and 2 * num_shards - 1 - i.
       (The load-balanced sharding of the context parallelism paper, 3.5.1.)
     * `striped`: shard i has tokens i, i + num_shards, ... (Striped Attention, Brandon et al. 2023.)
     """
@@ -29,6 +29,7 @@ def layout_shards(length: int, num_shards: int, layout: str) -> list[np.ndarray]
 
 
 def check_layout(num_shards: int, layout: str) -> None:
+    """Raise ValueError for an unknown layout or a wrong number of shards."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
@@ -36,7 +37,7 @@ def check_layout(num_shards: int, layout: str) -> None:
 
 
 def shard_order(length: int, num_shards: int, layout: str) -> np.ndarray:
-    """`layout_shards` as one array `[num_shards, ceil(length / num_shards)]`, filled up with -1."""
+    """`layout_shards` as one array `[num_shards, ceil(length / num_shards)]`, padded with -1."""
     shards = layout_shards(length, num_shards, layout)
     order = np.full((num_shards, -(-length // num_shards)), -1)
     for row, tokens in zip(order, shards, strict=True):
@@ -45,9 +46,9 @@ def shard_order(length: int, num_shards: int, layout: str) -> np.ndarray:
 
 
 def shard_positions(length: int, num_shards: int, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:
-    """(positions, segment_ids) of one sequence as `shard_sequence` deals it: int32 `[N * ceil(length / N)]`.
+    """(positions, segment_ids) of one sequence in the order of `shard_sequence`: int32 `[N * ceil(length / N)]`.
 
-    Positions are 0 to length - 1, and 0 in padding, whose segment id is -1; all else is segment 0.
+    Positions are 0 to length - 1, all of segment 0. Padding has position 0 and segment -1.
     """
     order = shard_order(length, num_shards, layout).ravel()
     return np.maximum(order, 0).astype(np.int32), np.where(order < 0, -1, 0).astype(np.int32)

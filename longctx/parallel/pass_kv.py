@@ -1,4 +1,4 @@
-"""Ring pass-KV: every rank keeps its queries, keys and values go round."""
+"""Ring pass-KV: every rank keeps its queries, and keys and values travel round a ring."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,28 +32,29 @@ def ring_pass_kv(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks: keys and values travel round a ring.
 
-    Call it inside `jax.shard_map`. A shard's keys are cached and new ones together, best sorted by (segment,
-    position); any layout, and any sharding of the cache, as positions say what a query sees. Shards are equally long
-    on all ranks: fill up with segment id -1. What the mask empties costs no work.
+    Call it inside `jax.shard_map`. A shard's keys are its cached and new ones together, best sorted by (segment,
+    position). The layout and the sharding of the cache are free, as positions say what a query sees. Shards are equally
+    long on all ranks; pad with segment id -1. Masked blocks cost no work.
 
     Args:
       q: this rank's queries `[*B, T, N, H]`.
       k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
       q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
-      axis_name: the mesh axis of N ranks to go round.
+      axis_name: the mesh axis of N ranks that forms the ring.
       causal, scale, implementation, out_dtype: as in `longctx.kernels.attention`.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; residuals
-      are these, out and lse.
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
+      residuals are q, k, v, out and lse.
 
-    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element: keys and values
-    in N - 1 permutes, one message each, which the attention to the keys before hides; and their positions and segments,
-    8 bytes a key (once where all sequences share them), in one all-gather at the start. Backward the same again, and
-    `(N - 1) * S * B * 2 * K * H * 4` for dK and dV, which follow in float32, hidden but for the last.
+    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element. Keys and values
+    go in N - 1 permutes of one message each, which the attention to the previous block hides. Their positions and
+    segments, 8 bytes a key (sent once if all sequences share them), go in one all-gather at the start. Backward sends
+    the same again, and `(N - 1) * S * B * 2 * K * H * 4` bytes of dK and dV, which follow in float32; all but their
+    last hop is hidden.
 
-    Memory, whatever N: two shards of keys and values, and a state. (On CPUs, whose compiler drops the order of the
+    Memory, for any N: two shards of keys and values, and one state. (On CPUs, whose compiler drops the order of the
     hops, N shards.)
 
     Raises:

@@ -1,4 +1,4 @@
-"""Ring pass-Q: keys and values stay where they are, queries go round, and partial results go home."""
+"""Ring pass-Q: keys and values stay, queries travel round a ring, and partial results return to their rank."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,21 +32,21 @@ def ring_pass_q(
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
-    """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results come home.
+    """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results return.
 
-    Arguments, results and errors are those of `ring_pass_kv`, from which it differs in what is sent: the better where
-    new tokens are few beside the cached ones. Three more things to know:
+    Arguments, results and errors are those of `ring_pass_kv`. It sends queries in place of keys, which is better where
+    new tokens are few beside the cached ones. Three differences:
 
-    * **decode**: with `decode=True` every query is of a sequence of its own (batched decode): `q_segment_ids [T]` are
-      the sequences, -1 in rows that have none, and q has no batch dimensions. Forward, each row then reads the keys of
-      its own sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than
-      its B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
+    * **decode**: with `decode=True` every query belongs to a sequence of its own (batched decode): `q_segment_ids [T]`
+      are the sequences, -1 in rows that have none, and q has no batch dimensions. Forward, each row then reads only the
+      keys of its own sequence, and a row without one reads nothing, so a batch that N does not divide costs no more
+      than its B queries on every rank. `plan_decode` says which rank has which sequence in which step.
     * **On the wire**, each rank sends `(N - 1) * T * B * (N_heads * H * e + 8)` bytes: queries in N - 1 permutes, which
-      the attention of the queries before hides, and positions and segments in one all-gather; then, which nothing
-      hides, `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32, in one all-to-all. Backward
-      queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in float32; dK and dV
-      never move.
-    * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, as sent and as received.
+      the attention of the previous queries hides, and positions and segments in one all-gather. Then it sends
+      `(N - 1) * T * B * N_heads * (H + 1) * 4` bytes of partial (out, lse) in float32, in one all-to-all that nothing
+      hides. Backward, queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in
+      float32; dK and dV never move.
+    * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, once as sent and once as received.
 
     Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
     """

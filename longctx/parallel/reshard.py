@@ -17,15 +17,15 @@ def shard_sequence(
 
     Args:
       x: any array with the sequence, of any length T, along `axis`.
-      num_shards: ranks N. Shards are equally long, ceil(T / N): what is missing is `pad_value`, at a shard's end.
+      num_shards: ranks N. All shards have ceil(T / N) entries, padded at the end with `pad_value`.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
-      pad_value: for segment ids take -1, so that nobody sees padding. (`shard_positions` makes both.)
+      pad_value: -1 for segment ids, so that padding is masked. (`shard_positions` returns both.)
 
     Returns:
       x with `N * ceil(T / N)` entries along `axis`, to be sharded over a mesh axis of N. In or outside of jit.
 
     Raises:
-      ValueError: `layout`, `num_shards` or `axis` is none.
+      ValueError: `layout`, `num_shards` or `axis` is invalid.
     """
     axis = _check_axis(x, axis)
     order = shard_order(x.shape[axis], num_shards, layout).ravel()
@@ -42,14 +42,14 @@ def unshard_sequence(
     """Undo `shard_sequence`.
 
     Args:
-      x: an array of which N equal parts along `axis` are the shards of a layout.
-      length: T of the sequence, whose padding is dropped. Default: all of `axis`, no padding.
+      x: an array whose N equal parts along `axis` are the shards of a layout.
+      length: T of the sequence without padding. Default: the size of `axis`.
 
     Returns:
       x with T entries along `axis`, in the order of the sequence. In or outside of jit.
 
     Raises:
-      ValueError: `length` is not one that `shard_sequence` makes so many entries of; or as there.
+      ValueError: `shard_sequence` would not give a sequence of this length so many entries; or as there.
     """
     axis = _check_axis(x, axis)
     length = x.shape[axis] if length is None else length
@@ -70,22 +70,22 @@ def _check_axis(x: Array | np.ndarray, axis: int) -> int:
 
 
 def padded_length(length: int, num_ranks: int, layout: str) -> int:
-    """The length up to which a sequence is filled up, so that all pieces that ranks exchange are equally long."""
+    """The length to which a sequence is padded, so that all pieces that ranks exchange are equally long."""
     pieces = {"contiguous": num_ranks, "zigzag": 2 * num_ranks, "striped": num_ranks**2}[layout]
     return math.ceil(length / pieces) * pieces
 
 
 def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
-    """This rank's contiguous part `[B, L, ...]` for its shard in the layout, `[B, L, ...]`.
+    """Exchange this rank's contiguous part of a sequence for its shard in the layout, inside `shard_map`.
 
-    Zigzag: half-shards in two permutes. Striped: one all-to-all. At most `L * (N - 1) / N` to `L` tokens leave a rank.
+    Zigzag sends half-shards in two permutes, striped one all-to-all: L tokens at most leave a rank.
     """
     n = lax.axis_size(axis_name)
     if layout == "zigzag":
         first, second = jnp.split(x, 2, 1)
         even = lax.ppermute(first, axis_name, _chunk_owners(n, 0))
         odd = lax.ppermute(second, axis_name, _chunk_owners(n, 1))
-        # Rank i gets chunks i and 2N - 1 - i, of which one is even.
+        # Rank i gets chunks i and 2N - 1 - i, of which one is even and one odd.
         low_is_even = lax.axis_index(axis_name) % 2 == 0
         return jnp.concatenate([jnp.where(low_is_even, even, odd), jnp.where(low_is_even, odd, even)], 1)
     if layout == "striped":
