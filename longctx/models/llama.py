@@ -1,8 +1,8 @@
 """The Llama forward pass.
 
-A model asks one thing of its surroundings: `attend(cache, layer, q, k, v) -> (out, cache)`. It says
-what a layer's queries attend to and where its keys and values are kept, so that the same forward
-pass runs dense, in a ring over devices, or over a paged cache.
+A caller may pass `attend(cache, layer, q, k, v) -> (out, cache)`, which decides what the queries of a layer attend to
+and where its keys and values are stored. So the same forward pass runs dense, in a ring over devices, or over a paged
+cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longctx.models.params import Params, abstract_params, init_params
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
 Cache = Any
-"""Any pytree, or None; only `attend` looks inside."""
+"""Any pytree, or None. Only `attend` reads it."""
 
 Attend = Callable[
     [
@@ -41,23 +41,23 @@ Attend = Callable[
 ]
 """`attend(cache, layer, q, k, v) -> (out, cache)`.
 
-`layer` is a traced int32; `q` `[*B, T, N, H]` and `k`, `v` `[*B, T, K, H]` are the new tokens', with the
-rotary embedding applied; `out` is shaped and typed like `q`.
+`layer` is a traced int32. `q` `[*B, T, N, H]` and `k`, `v` `[*B, T, K, H]` are those of the new tokens, with the rotary
+embedding applied. `out` has the shape and dtype of `q`.
 """
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Functions of parameters, for one configuration. Holds no arrays and is hashable."""
+    """The functions of a model, for one configuration. It holds no arrays and is hashable."""
 
     config: LlamaConfig
 
     def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
-        """Random parameters of `dtype`: normal of deviation `initializer_range`."""
+        """Random parameters of `dtype`, normal with standard deviation `initializer_range`."""
         return init_params(self.config, key, dtype, initializer_range)
 
     def abstract_params(self, dtype: DTypeLike = jnp.float32) -> Params:
-        """The shapes of the parameters, as `jax.ShapeDtypeStruct`, with nothing allocated."""
+        """The shapes of the parameters as `jax.ShapeDtypeStruct`; no array is allocated."""
         return abstract_params(self.config, dtype)
 
     def __call__(
@@ -68,15 +68,15 @@ class Llama:
         segment_ids: Int[ArrayLike, "*B T"] | None = None,
         attend: Attend | None = None,
     ) -> Float[Array, "*B T vocab"]:
-        """Logits of every token.
+        """Compute the logits of every token.
 
         Args:
-          params: as from `init` or `load_checkpoint`.
+          params: parameters of `init` or `load_checkpoint`.
           tokens: integers `[*B, T]`.
           positions: integers `[*B, T]`; by default 0 to T-1.
           segment_ids: integers `[*B, T]` for packed sequences, negative for padding. Tokens attend
             within their segment only.
-          attend: replaces dense causal attention; then the masking is its own affair.
+          attend: replaces dense causal attention, and does its own masking.
 
         Returns:
           float32 `[*B, T, vocab]`.
@@ -105,11 +105,11 @@ class Llama:
         attend: Attend,
         cache: Cache,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """The hidden states after the final norm, `[*B, T, D]` in the parameters' dtype, and the cache.
+        """Compute the hidden states after the final norm, in the parameters' dtype, and the cache.
 
-        `tokens` and `positions` are integers `[*B, T]` and are not checked: this is what serving calls under
-        jit. The parameters may come as `sharded_params.local_params` makes them. The cache goes through the scan over
-        layers as carry, because scanned-over inputs and outputs would be copied whole.
+        Serving calls this under jit, so `tokens` and `positions` are not checked. The parameters may be those of
+        `sharded_params.local_params`. The cache is a carry of the scan over layers, because scanned-over inputs and
+        outputs would be copied whole.
         """
         x, cache = self.run_layers(params["layers"], params["embed"][tokens], positions, attend, cache)
         return self.norm(params, x), cache
@@ -123,11 +123,11 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """Hidden states `[*B, T, D]` through some consecutive layers, `params["layers"]` or some of them; `attend`
-        counts them from 0.
+        """Run hidden states through some consecutive layers, all or part of `params["layers"]`.
 
-        Under tensor parallelism a device has some columns of wq, wk, wv, w_gate and w_up and the rows of wo and w_down
-        that go with them; `psum` sums what these two give over the devices.
+        `attend` counts these layers from 0. Under tensor parallelism a device has some columns of wq, wk, wv, w_gate
+        and w_up and the corresponding rows of wo and w_down; `psum` sums the products with the latter two over the
+        devices.
         """
         config = self.config
         cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
@@ -156,16 +156,16 @@ class Llama:
         return lax.scan(layer, (x, cache), (indices, layers))[0]
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        """The norm after the last layer."""
+        """Apply the norm after the last layer."""
         return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
-        """Float32 logits `[..., vocab]` of hidden states `[..., D]`."""
+        """The float32 logits of hidden states."""
         head = params["lm_head"] if "lm_head" in params else params["embed"].T
         return project(hidden, head, dtype=jnp.float32)
 
 
-# Compiled even when the caller does not: otherwise every call would compile its scan anew.
+# Jitted here, because outside of jit every call would compile its scan again.
 @functools.partial(jax.jit, static_argnums=0)
 def _dense_logits(model: Llama, params: Params, tokens: Array, positions: Array, segment_ids: Array | None) -> Array:
     hidden, _ = model.forward(params, tokens, positions, dense_attend(positions, segment_ids), None)
@@ -197,14 +197,14 @@ def project(
     axes: int = 1,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Contracts the last `axes` of `x` with the first of `weight`, summing in float32, and adds `bias`.
+    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32, and add `bias`.
 
-    The result is of `dtype`, by default that of `x`.
+    The result has dtype `dtype`, by default that of `x`.
     """
     if isinstance(weight, OutputMajor):
         y = weight.product(x, axes)
     else:
-        # Highest: by default a GPU would multiply float32 in TF32. Products of 16-bit floats are as fast as ever.
+        # By default a GPU would multiply float32 in TF32. "highest" does not slow down products of 16-bit floats.
         y = jnp.tensordot(
             x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
         )
@@ -214,14 +214,18 @@ def project(
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Float[Array, "*B D"]:
-    """`x` over its root mean square on the last axis, in float32, times `weight` in `x.dtype`."""
+    """Divide `x` by its root mean square over the last axis, in float32, and multiply by `weight` in `x.dtype`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
 def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
-    """`tokens` as an array, or an error that says what is wrong with them."""
+    """Convert `tokens` to an array.
+
+    Raises:
+      TypeError, ValueError: they are no token ids; the message says why.
+    """
     array = np.asarray(tokens) if not isinstance(tokens, Array) else tokens
     if array.ndim < 1 or array.shape[-1] == 0:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
@@ -255,7 +259,7 @@ def _like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
 
 
 def _check_range(name: str, array: Any, limit: int, what: str) -> None:
-    """Rejects values outside `[0, limit)`, if there are values to look at."""
+    """Raise ValueError for values outside `[0, limit)`, unless the array is traced or not addressable."""
     if isinstance(array, jax.core.Tracer):
         return
     if isinstance(array, Array) and not array.is_fully_addressable:

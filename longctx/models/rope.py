@@ -1,10 +1,9 @@
 """Rotary position embedding with angles exact at any position below 2^31.
 
-A float32 product `position * frequency` is off by 0.3 radians at position 10M, and float64 is not
-to be had in traced code. But only the fraction of a turn matters, and unsigned integers drop whole
-turns by overflowing: so each frequency is held as turns per token in 64-bit fixed point, and
-`position * frequency mod 1` is three wrapping uint32 products. What error remains is float32's
-own, in the last cosine.
+A float32 product `position * frequency` is off by 0.3 radians at position 10M, and traced code has no float64. But only
+the fraction of a turn matters, and unsigned integers drop whole turns when they overflow. So each frequency is stored
+as turns per token in 64-bit fixed point, and `position * frequency mod 1` takes three wrapping uint32 products. The
+only error left is that of float32 in the cosine itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jaxtyping import Float, Int
 
 from longctx.models.rope_config import RopeConfig
 
-# 2 pi to 60 digits: a float64 one would cap the fixed point at 53 bits.
+# 2 pi to 60 digits: float64 would limit the fixed point to 53 bits.
 _TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
 
 
@@ -50,7 +49,7 @@ def rope_cos_sin(
     frequency_shape = (1,) * positions.ndim + (-1,)
     hi, lo = table.hi.reshape(frequency_shape), table.lo.reshape(frequency_shape)
     phase = position * hi + _high_product(position, lo)
-    # As a signed number the phase is in [-1/2, 1/2) of a turn, where float32 is finest.
+    # As a signed number the phase is in [-1/2, 1/2) of a turn, where float32 is most precise.
     angle = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
     factor = np.float32(table.attention_factor)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
