@@ -47,7 +47,7 @@ def mutate(name: str, number: int) -> tuple[ast.Module, list[int]]:
 
 
 def install(name: str, number: int) -> None:
-    """Every module that took something of the changed one by name gets the new one."""
+    """Replace the names of the changed module in every module that imported them."""
     module = load(name)
     before = dict(vars(module))
     exec(compile(mutate(name, number)[0], module.__file__, "exec"), vars(module))
@@ -59,7 +59,7 @@ def install(name: str, number: int) -> None:
 
 
 def check() -> None:
-    """Contiguous keys, several blocks and tiles a worker, two consumers; then pages with NaN in slots never written."""
+    """Contiguous keys with several blocks and tiles per worker; then pages with NaN in slots never written."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((n, 1, 64)), jnp.bfloat16) for n in (140, 800, 800))
     positions = jnp.arange(140) + 660

@@ -27,7 +27,7 @@ class TestReference(AttentionTestBase):
 
 
 class TestMosaicGpu(AttentionTestBase):
-    """In the interpreter, which takes seconds a thread block: few of them, and several tiles for each."""
+    """In the interpreter, which takes seconds for a thread block: few of them, with several tiles each."""
 
     implementation = "mosaic_gpu"
     shapes = half_shapes = (

@@ -1,4 +1,4 @@
-"""Tiles, their blocks and the workers' shares, in numpy: everything once, nothing that is not seen, no piece twice."""
+"""Tiles, their blocks and the workers' shares, in numpy: every visible block once, and every piece once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from longctx.kernels.paged_attention.operands import check_paged_operands
 
 
 def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], list[int]]]]:
-    """What the kernel's loops do: by tile, (piece, full blocks, masked blocks), in order. Pieces differ."""
+    """Run the kernel's loops: for each tile its (piece, full blocks, masked blocks), in order. Pieces are unique."""
     tiles, found, pieces = np.asarray(work.tiles), {}, set()
     for worker, (first, stop, first_unit, stop_unit) in enumerate(np.asarray(work.workers)):
         for number in range(first, stop):
@@ -117,7 +117,7 @@ PAGED = [
 @given(paged_cases(PAGED))
 @settings(max_examples=3)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
-    """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
+    """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     operands = check_paged_operands(*arrays, **metadata)

@@ -39,7 +39,7 @@ MOSAIC_GPU_SHAPES = (
 
 
 class TestMosaicGpu(PagedAttentionTestBase):
-    """In the interpreter, which takes seconds a thread block."""
+    """In the interpreter, which takes seconds for a thread block."""
 
     implementation = "mosaic_gpu"
     shapes = half_shapes = MOSAIC_GPU_SHAPES
@@ -131,7 +131,7 @@ CALL = {
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
     ],
 )
-def test_refuses(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
     with pytest.raises(refusal, match=message):
         paged_attention(**(CALL | arguments))
 
@@ -147,7 +147,9 @@ def test_refuses(arguments: dict[str, Any], refusal: type[Exception], message: s
         ({"offset": np.zeros(6)}, TypeError, "offset must be integers"),
     ],
 )
-def test_write_pages_refuses(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
+def test_wrong_arguments_of_write_pages_are_named(
+    arguments: dict[str, Any], refusal: type[Exception], message: str
+) -> None:
     new, zeros = jnp.ones((6, 2, 8)), np.zeros(6, int)
     call = {"k_pages": PAGES, "v_pages": PAGES, "k": new, "v": new, "page": zeros, "offset": zeros}
     with pytest.raises(refusal, match=message):

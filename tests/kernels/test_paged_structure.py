@@ -1,4 +1,4 @@
-"""What `paged_attention` compiles to: pages read and written where they lie, work after the lengths, `shard_map`."""
+"""Compiled programs of `paged_attention`: pages in place, work by the lengths, and use inside `shard_map`."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def _partition(entries: int, padding: int, index_given: bool) -> list[tuple[int,
 
 
 def test_work_follows_lengths() -> None:
-    """Neither padding rows, nor sequences nobody asks about, nor a longer page table make a tile or a page more."""
+    """Padding rows, sequences without rows and a longer page table add no tile and no page."""
     want = [
         (1, [[300, 301, 1, 125, 125], [301, 302, 2, 1, 2], [302, 303, 3, 0, 1]]),
         (16, []),
@@ -62,13 +62,13 @@ def test_work_follows_lengths() -> None:
         assert _partition(entries, padding, index_given) == want
 
 
-def test_inside_shard_map_pages_dealt_over_ranks() -> None:
-    """`check_vma=True`: queries replicated, pages and tables a rank's own; merged, the single-device answer."""
+def test_inside_shard_map_with_pages_on_several_ranks() -> None:
+    """`check_vma=True`, with replicated queries, and pages and tables that differ by rank: merged states are exact."""
     ranks, page_size, num_pages, length = 4, 4, 8, 57
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     rows = np.arange(30, length)
-    index = np.arange(16).reshape(-1, ranks).T.reshape(ranks, 1, 4)  # dealt round
+    index = np.arange(16).reshape(-1, ranks).T.reshape(ranks, 1, 4)  # round robin
     table = rng.permutation(num_pages)[:4] + np.zeros_like(index)
 
     def local(k_pages, v_pages, table, index, rank, q, k, v):  # type: ignore[no-untyped-def]

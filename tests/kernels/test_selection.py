@@ -1,4 +1,4 @@
-"""Which implementation is taken, and what is said of the others."""
+"""The choice of an implementation, and the reasons against the others."""
 
 from typing import Any
 
