@@ -6,11 +6,7 @@ from numbers import Integral, Real
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    """The value as a Python int, which doesn't overflow as numpy's integers do.
-
-    Raises:
-      ValueError: it is no integer, or below `least`.
-    """
+    """The value as a Python int, which can't overflow; ValueError if it is no integer of at least `least`."""
     if not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
@@ -149,35 +145,27 @@ def predict_times(
     shard_bytes = shard * 2 * model.num_kv_heads * head_size * e
     state_bytes = heads * (head_size + 1) * partial
 
-    def attention_seconds(queries: int) -> float:
+    def compute(queries: int) -> float:
         """Of some queries to one shard."""
         flops = 4 * queries * (cached + (new + 1) / 2) / n * heads * head_size
         return max(flops / hardware.peak_flops, shard_bytes / hardware.memory_bandwidth)
 
-    def exchange_seconds(num_bytes: float, collectives: int = 1) -> float:
+    def transfer(num_bytes: float, collectives: int = 1) -> float:
         return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
 
-    def gather_seconds(num_tokens: int) -> float:
-        return exchange_seconds((n - 1) * 8 * num_tokens)
+    def gather(num_tokens: int) -> float:
+        return transfer((n - 1) * 8 * num_tokens)
 
     queries = rows * heads * head_size * e
     merges = (
-        exchange_seconds((n - 1) * new * state_bytes),
-        exchange_seconds((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
+        transfer((n - 1) * new * state_bytes),
+        transfer((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
     )
     return {
-        "pass_kv": Times(n, attention_seconds(rows), exchange_seconds(shard_bytes), 0.0, gather_seconds(shard)),
-        "pass_q": Times(
-            n,
-            attention_seconds(rows),
-            exchange_seconds(queries),
-            exchange_seconds((n - 1) * rows * state_bytes),
-            gather_seconds(rows),
-        ),
-        "all_gather": Times(
-            n, attention_seconds(rows), 0.0, exchange_seconds((n - 1) * shard_bytes), gather_seconds(shard)
-        ),
-        "kvp": Times(1, attention_seconds(new), 0.0, min(merges), 0.0),
+        "pass_kv": Times(n, compute(rows), transfer(shard_bytes), 0.0, gather(shard)),
+        "pass_q": Times(n, compute(rows), transfer(queries), transfer((n - 1) * rows * state_bytes), gather(rows)),
+        "all_gather": Times(n, compute(rows), 0.0, transfer((n - 1) * shard_bytes), gather(shard)),
+        "kvp": Times(1, compute(new), 0.0, min(merges), 0.0),
     }
 
 

@@ -71,7 +71,7 @@ def test_parameters_of_each_device(sizes: tuple[int, int, int], tied: bool) -> N
     assert sharded_specs(sharded, config, mesh)["layers"][0]["wo"].matrix == P("stage", None, "tensor")
 
 
-def test_what_an_accelerator_would_have() -> None:
+def test_abstract_params_are_those_of_an_accelerator() -> None:
     config = LlamaConfig(50, 32, 48, **SIZES)
     abstract = abstract_sharded_params(config, make_mesh(2, 1, 4), jnp.bfloat16)
     assert abstract["layers"]["wk"].shape == (2, 32, 4, 8)

@@ -71,7 +71,7 @@ def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def kernel(
-    body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **how: Any
+    body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **options: Any
 ) -> Callable[..., Any]:
     """`plgpu.kernel`, whose results vary over the mesh axes that `like` varies over."""
     varying, interpreter = jax.typeof(like).manual_axis_type, INTERPRETER.get()
@@ -82,7 +82,7 @@ def kernel(
         # jax 0.11 changes the default.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpreter and interpreter.params,
-        **how,
+        **options,
     )
 
     def checked(*operands: Array) -> list[Array]:

@@ -41,7 +41,7 @@ def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]
     out = jnp.zeros_like(grouped, dtype)
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
     for size, tiles in zip(tile_sizes(q.shape[0], grouped.shape[2]), plan, strict=True):
-        state = _attend_tiles(operands, grouped, size, tiles, scale, state)
+        state = _compute_tiles(operands, grouped, size, tiles, scale, state)
     return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
 
 
@@ -56,7 +56,7 @@ def pages_per_block(page_size: int, rows: int) -> int:
     return max(1, min(_MAX_BLOCK, _SCORES // rows) // page_size)
 
 
-def _attend_tiles(
+def _compute_tiles(
     operands: PagedOperands, q: Array, size: int, tiles: Tiles, scale: float, state: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
