@@ -21,18 +21,22 @@ class Contiguous(NamedTuple):
     tokens: Any
 
     def pad_to_block(self, block: int) -> "Contiguous":
+        """Pad the length to whole blocks, as far as the device needs it (`adapter.pad_for_tma`)."""
         k, v = (adapter.pad_for_tma(x, -3, -x.shape[-3] % block) for x in (self.k, self.v))
         return self._replace(k=k, v=v)
 
     def copies(self, block: int) -> int:
+        """Number of copies that `fetch` issues for a block of keys, or of values."""
         return 1
 
     def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+        """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
         x = (self.k, self.v)[half]
         at = (tile.kv, pl.ds(block * to.shape[0], to.shape[0]), head)
         plgpu.copy_gmem_to_smem(x.at[(half, *at) if len(x.shape) == 5 else at], to, barrier)
 
     def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
+        """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
         at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
         positions, segments = (broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))
         return (positions <= broadcast(rows[0], shape, 0)) & (segments == broadcast(rows[1], shape, 0))
@@ -50,12 +54,15 @@ class Paged(NamedTuple):
     first_page: Any
 
     def pad_to_block(self, block: int) -> "Paged":
+        """Pages need no padding."""
         return self
 
     def copies(self, block: int) -> int:
+        """Number of copies that `fetch` issues for a block of keys, or of values."""
         return max(1, block // self.k.shape[1])
 
     def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+        """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
         x, size = (self.k, self.v)[half], to.shape[0]
         page_size = x.shape[1]
         step = min(page_size, size)
@@ -73,6 +80,7 @@ class Paged(NamedTuple):
         lax.fori_loop(0, size // step, fetch_page, None)
 
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
+        """The mask of a block: bool `shape`, rows by slots. `rows` holds the last slot that each row sees."""
         slots = cast(lax.broadcasted_iota(jnp.int32, shape, 1), TILE) + block * shape[1]
         return slots <= broadcast(rows[0], shape, 0)
 
