@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["longctx", "longctx.*"]),
-    package_data={"longctx": ["py.typed", "models/tiny/*"]},
+    package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*"]},
     entry_points={"console_scripts": ["longctx = longctx.cli:main"]},
     install_requires=[
         "jax>=0.10",
@@ -27,6 +27,8 @@ setup(
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "jinja2>=3.1",
+        "jaxtyping>=0.3",
+        "lazy_loader>=0.4",
         "tqdm>=4.66",
     ],
     extras_require={

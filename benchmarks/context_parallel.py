@@ -1,6 +1,6 @@
 """Context parallelism on 8 CPU devices, in one run: `python -m benchmarks.context_parallel --peer .peer/bin/python`.
 
-4 heads of 64, float32, causal; operands are dealt and in place beforehand, and one compiled call of attention is timed.
+4 heads of 64, float32, causal; operands are sharded beforehand, and one compiled call of attention is timed.
 The devices share this machine's cores, so the ideal is the best single program: the better of one device and a ring of
 2. FLOP are those of the scores that the mask leaves, 4 H each, or of the full square where a column says so; backward
 counts 2.5 times forward. The contenders of a pass, a miss rate or a batch take turns, in the order of rows (miss rates:
@@ -77,14 +77,14 @@ def contender(
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
 
     @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=q_spec)
-    def attend(*local: jax.Array) -> jax.Array:
+    def local_attention(*local: jax.Array) -> jax.Array:
         return exchange(*local)[0]
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, *tokens: jax.Array) -> object:
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, *tokens), q, k, v)
+        out, pullback = jax.vjp(lambda q, k, v: local_attention(q, k, v, *tokens), q, k, v)
         return out, pullback(q)  # any cotangent will do
 
-    compiled = jax.jit(both if backward else attend)
+    compiled = jax.jit(both if backward else local_attention)
     return lambda: jax.block_until_ready(compiled(*placed))
 
 
@@ -145,11 +145,11 @@ def partial_prefill(tokens: int, rounds: int) -> None:
         q_rows, kv_rows = plan.q_indices.ravel(), plan.kv_indices.ravel()  # of k and v, the cached tokens come first
         masks = [getattr(plan, f"{x}_{y}").ravel() for y in ("positions", "segment_ids") for x in ("q", "kv")]
         new_q, new_positions, new_segments = q[-new:], positions[-new:], np.zeros(new, int)
-        dealt = (new_q[q_rows], k[kv_rows], v[kv_rows], *masks)
-        everywhere = (new_q, *dealt[1:3], new_positions, masks[1], new_segments, masks[3])
+        shards = (new_q[q_rows], k[kv_rows], v[kv_rows], *masks)
+        everywhere = (new_q, *shards[1:3], new_positions, masks[1], new_segments, masks[3])
         runs = (
             contender(attention, 1, (new_q, k, v, new_positions, positions)),
-            *(contender(ring, RANKS, dealt) for ring in RINGS.values()),
+            *(contender(ring, RANKS, shards) for ring in RINGS.values()),
             contender(parallel.kvp_attention, RANKS, everywhere, WHOLE),
         )
         seconds = measure(dict(zip(labels, runs, strict=True)), rounds)
@@ -175,7 +175,7 @@ def decode(rounds: int) -> None:
     for batch in BATCHES:
         qkv = random_qkv(batch, CACHED)
         rows = parallel.plan_decode(batch, 0, RANKS).ravel()
-        dealt, padded, everywhere = (packed(*qkv, x) for x in (rows, np.maximum(rows, 0), np.arange(batch)))
+        shards, padded, everywhere = (packed(*qkv, x) for x in (rows, np.maximum(rows, 0), np.arange(batch)))
         # Being equally long, the sequences are a batch as well.
         positions = np.broadcast_to(np.arange(CACHED), (batch, CACHED))
         batched = (qkv[0][:, -1:], *qkv[1:], positions[:, -1:], positions)
@@ -183,7 +183,7 @@ def decode(rounds: int) -> None:
         pass_q = functools.partial(parallel.ring_pass_q, decode=True)
         contenders = {
             ("one device, batch", batch): contender(attention, 1, batched),
-            ("pass-Q, packed", batch): contender(pass_q, RANKS, dealt),
+            ("pass-Q, packed", batch): contender(pass_q, RANKS, shards),
             ("pass-Q, packed, padding computed", rows.size): contender(pass_q, RANKS, padded),
             ("KVP, batch", batch): contender(kvp, RANKS, batched, WHOLE, P(None, "context")),
             ("KVP, packed", batch): contender(kvp, RANKS, everywhere, WHOLE),

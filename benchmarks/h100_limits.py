@@ -1,4 +1,4 @@
-"""What an H100 SXM can do at best: the floor of each named shape, in FLOPs and in bytes. Needs no GPU."""
+"""The limits of an H100 SXM: the least time of each named shape, by FLOPs and by bytes. Needs no GPU."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Who competes in `benchmarks.kernels`: our kernels, cuDNN, XLA and torch, each behind the same few calls."""
+"""The contenders of `benchmarks.kernels`, with one interface: our kernels, cuDNN, XLA and torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def reason_of(error: Exception) -> str:
 def prepare(
     case: Case, sets: list[Operands], contenders: dict[str, Contender], results: dict[str, Result]
 ) -> dict[str, tuple[Prepared, float]]:
-    """Whoever can run the case and is right, and the seconds of a first pass; `results` gets why others are not."""
+    """The contenders that are right, with the seconds of a first pass; `results` gets the reasons of the others."""
     ready: dict[str, tuple[Prepared, float]] = {}
     expected: dict[object, list[np.ndarray]] = {}
     for name, contender in contenders.items():
@@ -80,7 +80,7 @@ def prepare(
 def take_turns(
     ready: dict[str, tuple[Prepared, float]], budget: float, rounds: int, results: dict[str, Result]
 ) -> dict[str, list[float]]:
-    """Seconds of a pass in each round. Who is slow has fewer rounds, at least one."""
+    """Seconds of a pass in each round. A slow contender has fewer rounds, at least one."""
     times: dict[str, list[float]] = {name: [] for name in ready}
     share = budget / max(1, len(ready))
     for _ in range(rounds):

@@ -48,14 +48,14 @@ def make_call(tokens: int, name: str, devices: int):  # type: ignore[no-untyped-
     }
 
     @functools.partial(shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_rep=False)
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def local_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return ringattention(q, k, v, None, None, None, "context", True, blockwise)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array) -> object:
-        out, pullback = jax.vjp(attend, q, k, v)
+        out, pullback = jax.vjp(local_attention, q, k, v)
         return out, pullback(d_out)
 
-    compiled = jax.jit({"forward": attend, "forward+backward": both}[name])
+    compiled = jax.jit({"forward": local_attention, "forward+backward": both}[name])
     return lambda: jax.block_until_ready(compiled(q, k, v))
 
 

@@ -1,4 +1,4 @@
-"""One device: attention that returns its state, over arrays and over pages, and the merging of states."""
+"""Attention on one device, over arrays and over pages. It returns a state `(out, lse)`, and states merge."""
 
 from longctx.kernels.attention import attention
 from longctx.kernels.merge import merge_state, merge_states

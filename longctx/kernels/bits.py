@@ -1,7 +1,7 @@
-"""Caches, and for decoding on a CPU weights, of 16-bit floats are kept as their bits.
+"""16-bit floats stored as integers: caches, and on CPUs the weights.
 
-To update or slice a part of a bf16 array, XLA's CPU backend converts all of it to float32 first; of integers it
-touches the part alone. On a GPU the casts are free.
+To update or slice a part of a bf16 array, XLA's CPU backend first converts the whole array to float32; of an integer
+array it touches only the part. On a GPU the casts are free.
 """
 
 import jax.numpy as jnp
@@ -10,25 +10,25 @@ from jax.typing import DTypeLike
 
 
 def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """What a cache of `dtype` is kept as."""
+    """The dtype in which a cache of `dtype` is stored."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.uint16) if dtype.itemsize == 2 else dtype
 
 
 def to_bits(x: Array) -> Array:
-    """The bits of a 16-bit float as uint16; wider floats as they are."""
+    """The bits of a 16-bit float as uint16; wider floats unchanged."""
     return lax.bitcast_convert_type(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: Array, dtype: DTypeLike) -> Array:
-    """Undoes `to_bits` of an array of `dtype`; what is no bits is returned as it is."""
+    """Undo `to_bits` of an array of `dtype`. Floats are returned unchanged."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
 def widen(x: Array, dtype: DTypeLike) -> Array:
-    """`from_bits(x, dtype)` in float32; what is no bits is returned as it is.
+    """`from_bits(x, dtype)` in float32. Floats are returned unchanged.
 
-    From bf16 by a shift: XLA's CPU backend would make a bf16 product of a conversion, which is slower.
+    bf16 is widened by a shift: XLA's CPU backend would fold a conversion into a bf16 product, which is slower.
     """
     if x.dtype != jnp.uint16:
         return x

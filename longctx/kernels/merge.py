@@ -1,10 +1,13 @@
-"""Attention states of disjoint key sets merge exactly (context parallelism paper, appendix B)."""
+"""Exact merging of attention states of disjoint key sets (context parallelism paper, appendix B)."""
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float
 
 
-def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]:
+def merge_states(
+    outs: Float[Array, "*states H"], lses: Float[Array, "*states"], axis: int = 0
+) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
     """Merge stacked attention states into the state over the union of their keys.
 
     Args:
@@ -34,7 +37,7 @@ def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]
         raise TypeError(f"lses must be float32, got {lses.dtype}")
     axis %= lses.ndim
 
-    # The peak only shifts the exponentials and cancels, so no gradient need flow through it.
+    # The peak shifts all exponentials and cancels, so it needs no gradient.
     peak = lax.stop_gradient(jnp.max(lses, axis, keepdims=True))
     empty = peak == -jnp.inf
     peak = jnp.where(empty, 0, peak)
@@ -45,7 +48,12 @@ def merge_states(outs: Array, lses: Array, axis: int = 0) -> tuple[Array, Array]
     return out, jnp.squeeze(lse, axis)
 
 
-def merge_state(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+def merge_state(
+    out_a: Float[Array, "*B T N H"],
+    lse_a: Float[Array, "*B T N"],
+    out_b: Float[Array, "*B T N H"],
+    lse_b: Float[Array, "*B T N"],
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Merge two attention states: `merge_states` for a pair.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which implementation is taken when, and why another is not."""
+"""Chooses an implementation for a case and explains the choice."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,18 +6,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from longctx.kernels.hopper.cut import HEAD_SIZES, Cut
-from longctx.kernels.hopper.device import Device
+from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "xla", "reference")
-# Of these CUDA versions, JAX's own causal kernel says that ptxas miscompiles it; ours has the same loops. It says so of
-# 12.9.0 too, which its number, 12090, doesn't tell from 12.9.1.
+# JAX's own causal kernel says that the ptxas of these CUDA versions miscompiles it, and ours has the same loops. (It
+# also names 12.9.0, whose number, 12090, is that of 12.9.1 too.)
 _BROKEN_CUDA = range(12080, 12090)
 
 
 class Case(NamedTuple):
-    """What the choice depends on."""
+    """Everything that the choice depends on, besides the device."""
 
     dtype: jnp.dtype
     head_size: int
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The implementation taken when none is named, and for each of the others why it is not."""
+    """The implementation that is taken when none is named, and for each other one the reason why it is not."""
 
     taken: str
     refused: dict[str, str]
@@ -45,8 +45,8 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
       paged: whether k are pages.
 
     Returns:
-      A `Selection`; printed, it is a table with a reason for each. It is for the device of the mesh of `jax.set_mesh`,
-      or else the default one.
+      A `Selection`, for the device of the mesh of `jax.set_mesh` or else the default device. `print` shows it as a
+      table with a reason for each implementation.
 
     Raises:
       ValueError: q or k has too few dimensions, or their head sizes differ.
@@ -60,24 +60,29 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
 
 
 def select(case: Case) -> Selection:
+    """The best implementation for the case, with reasons."""
     refused = {"reference": "dense: for tests, takes the memory of all scores"}
-    reason = refusal(case)
+    reason = unsupported_reason(case)
     if reason is None:
         return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"})
     return Selection("xla", refused | {"mosaic_gpu": reason})
 
 
 def choose(implementation: str | None, case: Case) -> str:
-    """The implementation named, or the best; NotImplementedError where the one named can't."""
+    """The named implementation, or the best one for None.
+
+    Raises:
+      NotImplementedError: the named one does not support the case; the message says why.
+    """
     if implementation is None:
         return select(case).taken
-    if implementation == "mosaic_gpu" and (reason := refusal(case)) is not None:
+    if implementation == "mosaic_gpu" and (reason := unsupported_reason(case)) is not None:
         raise NotImplementedError(f"implementation 'mosaic_gpu' {reason}; 'xla' would serve")
     return implementation
 
 
-def refusal(case: Case) -> str | None:
-    """Why `mosaic_gpu` can't, or None."""
+def unsupported_reason(case: Case) -> str | None:
+    """Why `mosaic_gpu` does not support the case; None if it does."""
     device = Device.target()
     if not device.is_hopper:
         return f"needs an NVIDIA GPU of the Hopper generation (sm_90), got {device.platform} {device.kind!r}"
@@ -87,7 +92,7 @@ def refusal(case: Case) -> str | None:
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
-    page_size, block = case.page_size, Cut.of(case.head_size, 1).block
+    page_size, block = case.page_size, TileConfig.choose(case.head_size, 1).block_kv
     if page_size is not None and (page_size % 16 or (block % page_size and page_size % block)):
         return f"needs a page size, a multiple of 16, that divides {block} or is a multiple of it, got {page_size}"
     return None

@@ -1,4 +1,4 @@
-"""Named shapes of attention as real models have them, for tests and benchmarks alike.
+"""Named attention shapes of real models, for tests and benchmarks.
 
 A name is `model/tp/case`: `llama3-70b/tp8/chunk64@1m` is a chunk of 64 tokens of a sequence of 1,048,576, on one of 8
 tensor-parallel devices; `llama3-8b/tp1/decode@128k/b32` decodes 32 sequences of 131,072 tokens.
@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# What one layer's cache of a decode may take: half of an 80 GB device.
+# The largest cache of one layer in a decode case: half of an 80 GB device.
 MAX_CACHE_BYTES = 40 * 10**9
 ITEM_SIZE = 2  # bf16
 
@@ -23,7 +23,7 @@ class AttentionShape:
     kind: str  # "prefill", "chunk" or "decode"
     batch: int
     q_length: int
-    kv_length: int  # all keys, the queries' own among them
+    kv_length: int  # all keys, including the queries' own
     heads: int
     kv_heads: int
     head_size: int
@@ -38,13 +38,13 @@ class AttentionShape:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it sees, in one sequence and head."""
+        """Number of (query, visible key) pairs of one sequence and head."""
         cached = self.kv_length - self.q_length
         return self.q_length * cached + self.q_length * (self.q_length + 1) // 2
 
     @property
     def flops(self) -> int:
-        """Of both products, a multiplication and an addition each; pairs that the mask hides don't count."""
+        """FLOP of both products over visible pairs, counting a multiplication and an addition each."""
         return 4 * self.head_size * self.heads * self.batch * self.pairs
 
     @property
@@ -53,7 +53,7 @@ class AttentionShape:
 
     @property
     def bytes(self) -> int:
-        """q, k and v read once, out written once."""
+        """Bytes moved if q, k and v are read once and out is written once."""
         return self.cache_bytes + 2 * ITEM_SIZE * self.batch * self.q_length * self.heads * self.head_size
 
 
@@ -85,7 +85,7 @@ def _model_shapes(model: str, tp: int, heads: int, kv_heads: int) -> Iterator[At
 
 
 def _all_shapes() -> Iterator[AttentionShape]:
-    # Without grouped heads, as FlashAttention-3 publishes it: 16,384 tokens, N H = 2048.
+    # FlashAttention-3's published case without grouped heads: 16,384 tokens, N * H = 2048.
     yield AttentionShape("mha/tp1/prefill@16k", "mha", 1, "prefill", 1, 16384, 16384, 16, 16, 128)
     for model, (heads, kv_heads) in _MODELS.items():
         for tp in _TENSOR_PARALLEL:

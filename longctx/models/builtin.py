@@ -1,4 +1,4 @@
-"""The built-in model: about a million parameters, trained to find pass keys (`passkey`), shipped with the package."""
+"""The built-in model, which is shipped with the package: about a million parameters, trained on `passkey`."""
 
 from pathlib import Path
 

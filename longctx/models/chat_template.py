@@ -1,6 +1,6 @@
-"""Renders a tokenizer's chat template as transformers does: untrusted jinja2, so in a sandbox.
+"""Renders a tokenizer's chat template as transformers does, in a sandbox, because templates are untrusted jinja2.
 
-Imports jinja2, so `longctx.models.tokenizer` imports this only when a template is rendered.
+This module imports jinja2, so `longctx.models.tokenizer` imports it only to render a template.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def render_chat(
     special_tokens: Mapping[str, str],
     **variables: Any,
 ) -> str:
-    """The prompt for `messages`, with `special_tokens` (`bos_token` and so on) at the template's hand.
+    """Render the prompt for `messages`. The template may use `special_tokens` (`bos_token` and so on).
 
     Raises:
-      ValueError: the template is no jinja2, or refuses these messages.
+      ValueError: the template is no jinja2, or rejects these messages.
     """
     values = {"tools": None, "documents": None, **special_tokens, **variables}
     try:
@@ -53,7 +53,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; here its contents just stay."""
+    """`{% generation %}` marks the assistant's text for training; here its contents are kept as they are."""
 
     tags = {"generation"}  # noqa: RUF012 (how jinja2 declares it)
 
@@ -69,7 +69,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes for HTML."""
+    """A `tojson` that, unlike jinja2's own, does not escape for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

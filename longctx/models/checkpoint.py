@@ -1,7 +1,7 @@
-"""Loads Hugging Face checkpoints straight into their sharding.
+"""Loads Hugging Face checkpoints directly into their sharding.
 
-The host never holds a stack of layers: each layer's slice is read, sent to its device and written
-into the stack there. Peak host memory is one slice of one tensor.
+The host never holds a stack of layers: it reads a slice of one layer and sends it to the device, which writes it into
+the stack. Peak host memory is one slice of one tensor.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
 def load_checkpoint(
     directory: str | os.PathLike[str], mesh: Mesh | None = None, dtype: DTypeLike | None = None
 ) -> tuple[Llama, Params]:
-    """Reads `config.json` and the safetensors files of a Llama or Qwen2 checkpoint.
+    """Load a Llama or Qwen2 checkpoint from its `config.json` and safetensors files.
 
-    Qwen2.5-1M checkpoints load too, and attend densely: their `dual_chunk_attention_config` is an
-    approximation for lengths beyond training, and is not applied.
+    Qwen2.5-1M checkpoints load too. Their `dual_chunk_attention_config`, an approximation for lengths beyond training,
+    is ignored, so they attend densely.
 
     Args:
       directory: a local directory as `save_pretrained` writes it.
-      mesh: where the parameters go, sharded as `param_specs` says. None: one device.
-      dtype: of the parameters; None keeps the checkpoint's own (that of its embedding, if mixed).
+      mesh: the mesh over which the parameters are sharded by `param_specs`. None: one device.
+      dtype: dtype of the parameters. None: that of the checkpoint (of its embedding, if mixed).
 
     Returns:
-      The model and its parameters. In a multi-process run each process reads its own slices only.
+      The model and its parameters. In a multi-process run each process reads only its own slices.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: an unknown architecture or an unsupported setting in `config.json`.
-      CheckpointError: (a ValueError) a tensor is missing, unexpected, of a wrong shape or dtype, or
-        a file is truncated.
+      CheckpointError: (a ValueError) a tensor is missing, unexpected, or of a wrong shape or dtype, or a file is
+        truncated.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -67,14 +67,14 @@ def load_checkpoint(
 
 
 def _check_tensors(reader: SafetensorsReader, config: LlamaConfig, wanted: Iterable[Layout]) -> None:
-    """Everything that the model needs is there, and nothing that it would not use."""
+    """Check that every tensor of the model exists, and that no tensor is unknown."""
     known = set()
     for layout in wanted:
         for name in layout.names:
             reader.check(name, layout.file_shape)
             known.add(name)
     for name in reader.tensors.keys() - known:
-        # Some checkpoints keep the tied copy, and old ones a buffer of rotary frequencies.
+        # Some checkpoints store the tied copy, and old ones a buffer of rotary frequencies.
         tied_copy = config.tie_embeddings and name == "lm_head.weight"
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
             file = reader.tensors[name].file
@@ -94,11 +94,11 @@ def _load_param(reader: SafetensorsReader, layout: Layout, sharding: Sharding, d
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
-        ranges = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if ranges not in loaded:
             load_shard = _load_stacked_shard if layout.stacked else _load_single_shard
             loaded[ranges] = load_shard(reader, layout, ranges, dtype, device)
-        # Devices that hold the same shard copy it from the first: it is read once.
+        # A shard is read once: other devices that hold it get a copy of the first device's.
         arrays.append(jax.device_put(loaded[ranges], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -112,11 +112,11 @@ def _load_stacked_shard(
 ) -> jax.Array:
     layers, *rest = ranges
     shape = tuple(stop - start for start, stop in ranges)
-    slices = layout.file_slices(tuple(slice(*cut) for cut in rest))
+    slices = layout.file_slices(tuple(slice(*part) for part in rest))
     stack = jnp.zeros(shape, dtype, device=device)
     for i, layer in enumerate(range(*layers)):
         tensor = jax.device_put(reader.read(layout.names[layer], slices), device)
-        # Waiting keeps at most one slice alive on the host, however far ahead dispatch could run.
+        # Without the wait, asynchronous dispatch would keep many slices alive on the host.
         stack = _write_layer(layout, stack, tensor, np.int32(i)).block_until_ready()
     return stack
 
@@ -128,7 +128,7 @@ def _load_single_shard(
     dtype: np.dtype[Any],
     device: jax.Device,
 ) -> jax.Array:
-    slices = layout.file_slices(tuple(slice(*cut) for cut in ranges))
+    slices = layout.file_slices(tuple(slice(*part) for part in ranges))
     shape = tuple(stop - start for start, stop in ranges)
     tensor = jax.device_put(reader.read(layout.names[0], slices), device)
     return _convert(layout, tensor, shape, dtype).block_until_ready()
@@ -136,7 +136,7 @@ def _load_single_shard(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _write_layer(layout: Layout, stack: jax.Array, tensor: jax.Array, layer: jax.Array) -> jax.Array:
-    """Converts on the device, so that the host only moves bytes."""
+    """Convert one layer on its device, so that the host only moves bytes, and write it into the stack."""
     ours = layout.from_file(tensor, stack.shape[1:]).astype(stack.dtype)
     return lax.dynamic_update_index_in_dim(stack, ours, layer, axis=0)
 

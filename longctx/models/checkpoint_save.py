@@ -19,27 +19,27 @@ from longctx.models.llama import Llama
 from longctx.models.params import Params
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 
-# One tensor to write: its name in the file, the parameter, and the layer if that is a stack.
+# One tensor to write: its name in the file, its layout, the parameter, and the layer if the parameter is a stack.
 _Piece = tuple[str, Layout, jax.Array, int | None]
 
 
 def save_checkpoint(
     directory: str | os.PathLike[str], model: Llama, params: Params, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Writes `config.json` and safetensors files that `load_checkpoint` and transformers read.
+    """Write `config.json` and safetensors files that `load_checkpoint` and transformers read.
 
-    All files are written aside and then renamed into place, so each is replaced whole. Peak host
-    memory is one file, at most `max_shard_bytes` (or one tensor, if that is more).
+    All files are written to a temporary directory and then renamed, so that each file is replaced as a whole. Peak host
+    memory is one file, at most `max_shard_bytes` (or one tensor, if that is larger).
 
     Args:
-      directory: made if missing; other files in it (a tokenizer) are left alone.
-      model: the model that `params` belong to.
-      params: with the structure and shapes of `model.abstract_params()`, of one dtype; float32,
-        float16 or bfloat16.
-      max_shard_bytes: beyond it the tensors go to several files with an index.
+      directory: created if missing; its other files (a tokenizer) stay.
+      model: the model of the parameters.
+      params: parameters with the structure and shapes of `model.abstract_params()`, all float32, all float16 or all
+        bfloat16.
+      max_shard_bytes: the largest file; more bytes are split into several files with an index.
 
     Raises:
-      ValueError: `params` do not fit the model, or are spread over several processes.
+      ValueError: `params` do not fit the model, or are sharded over several processes.
     """
     dtype = _check_params(model, params)
     directory = Path(directory)
@@ -63,7 +63,7 @@ def save_checkpoint(
             # safetensors makes files that only their owner can read.
             shutil.copymode(Path(staging, "config.json"), Path(staging, name))
             os.replace(Path(staging, name), directory / name)
-    # Left from an earlier save, it would be read instead of, or beside, what was written now.
+    # A file that an earlier save left would be read instead of, or beside, the new ones.
     (directory / (INDEX_FILE if len(groups) == 1 else SINGLE_FILE)).unlink(missing_ok=True)
 
 
@@ -119,13 +119,13 @@ def _write_tensors(path: Path, pieces: list[_Piece]) -> None:
     for name, layout, param, layer in pieces:
         index = None if layer is None else np.int32(layer)
         tensors[name] = np.asarray(_file_tensor(layout, param, index))
-    # transformers refuses files that do not say which framework's layout they have.
+    # transformers rejects files that do not name the framework of their layout.
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _file_tensor(layout: Layout, param: jax.Array, layer: jax.Array | None) -> jax.Array:
-    """One tensor in the file's layout. The layer is traced: as a Python int it would compile for each."""
+    """One tensor in the file's layout. The layer index is traced, so that one compilation serves all layers."""
     ours = param if layer is None else lax.dynamic_index_in_dim(param, layer, keepdims=False)
     return layout.to_file(ours)
 

@@ -12,9 +12,9 @@ from longctx.models.rope_config import Llama3Scaling, RopeConfig
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """A Llama-3-family decoder, or Qwen2.5 (`qkv_bias=True`). Hashable, so it can be static under jit.
+    """The configuration of a Llama 3 decoder, or of Qwen2.5 (`qkv_bias=True`). Hashable, so it can be static under jit.
 
-    `max_positions` is the longest sequence that the model accepts; `eos_ids` end a generation.
+    `max_positions` is the longest sequence that the model accepts; each of `eos_ids` ends a generation.
     """
 
     vocab_size: int
@@ -45,25 +45,24 @@ class LlamaConfig:
 
     @staticmethod
     def from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> LlamaConfig:
-        """Reads a Hugging Face `config.json`: a path to it, or its contents.
+        """Read a Hugging Face `config.json`, given as its path or its contents.
 
         Raises:
-          ValueError: it asks for something that this library would compute wrongly; the message
-            names the key.
+          ValueError: it has a setting that this library does not support; the message names the key.
         """
         from longctx.models.hf_config import config_from_hf
 
         return config_from_hf(source)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` that `from_hf` and every version of transformers reads."""
+        """The contents of a `config.json` that `from_hf` and every version of transformers read."""
         from longctx.models.hf_config import config_to_hf
 
         return config_to_hf(self)
 
     @staticmethod
     def preset(name: str) -> LlamaConfig:
-        """A published size: `llama-3-8b`, `llama-3.1-405b` and so on.
+        """The configuration of a published model: `llama-3-8b`, `llama-3.1-405b` and so on.
 
         Raises:
           ValueError: no such preset; the message lists them.
@@ -82,7 +81,7 @@ def _llama3(
     stretch: float | None = None,
     tied: bool = False,
 ) -> LlamaConfig:
-    """Llama 3 (no `stretch`, 8k tokens) and 3.1 / 3.2 (rope stretched to 128k tokens)."""
+    """Llama 3 (`stretch` None, 8k tokens), or 3.1 and 3.2 (rotary embedding stretched to 128k tokens)."""
     scaling = None if stretch is None else Llama3Scaling(stretch, 1.0, 4.0, 8192)
     return LlamaConfig(
         vocab_size=128256,

@@ -1,4 +1,4 @@
-"""A projection as XLA's CPU backend reads it fast: `OutputMajor`."""
+"""`OutputMajor`: the layout of a projection that XLA's CPU backend multiplies fast."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Up to so many rows the weights go first in a product (docs/design.md).
+# With at most this many rows the weights are the first operand of a product (docs/design.md).
 _FEW_ROWS = 64
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=["out_shape"])
 @dataclasses.dataclass(frozen=True)
 class OutputMajor:
-    """A projection's weight as a matrix `[outputs, inputs]`; `out_shape` is what the outputs are seen as."""
+    """The weight of a projection as a matrix `[outputs, inputs]`; `out_shape` is the shape of the outputs."""
 
     matrix: jax.Array
     out_shape: tuple[int, ...]
@@ -28,8 +28,8 @@ class OutputMajor:
         multiply = functools.partial(lax.dot_general, precision="highest", preferred_element_type=jnp.float32)
         contract = (((1,), (1,)), ((), ()))
         if rows.shape[0] <= _FEW_ROWS:
-            # The backend packs the second operand of a product anew each time: that had better be the few rows, not
-            # the weights. Without the barrier, XLA would turn the product round again.
+            # The backend packs the second operand of a product in every call, so the few rows are second, not the
+            # weights. Without the barrier, XLA would swap the operands again.
             y = lax.optimization_barrier(multiply(self.matrix, rows, contract)).T
         else:
             y = multiply(rows, self.matrix, contract)

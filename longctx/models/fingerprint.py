@@ -1,14 +1,14 @@
-"""Whether two directories hold the same checkpoint, without reading all of it."""
+"""A digest of a checkpoint, to compare directories of several hosts without reading them whole."""
 
 import hashlib
 import os
 from pathlib import Path
 
-_PLACES, _BYTES = 64, 4096  # that are read of a file of tensors
+_PLACES, _BYTES = 64, 4096  # number and size of the samples that are read of a file of tensors
 
 
 def checkpoint_fingerprint(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """A digest of each file of a checkpoint: of JSON files whole, of safetensors files size, header and 64 samples.
+    """A digest of each file of a checkpoint: all of a JSON file; size, header and 64 samples of a safetensors file.
 
     Raises:
       FileNotFoundError: no such directory.
@@ -27,7 +27,7 @@ def _digest(path: Path) -> str:
         if path.suffix == ".json" or size <= _PLACES * _BYTES:
             digest.update(file.read())
         else:
-            for place in range(_PLACES):  # the header is at the beginning
+            for place in range(_PLACES):  # the first sample holds the header
                 file.seek(place * (size - _BYTES) // (_PLACES - 1))
                 digest.update(file.read(_BYTES))
     return digest.hexdigest()

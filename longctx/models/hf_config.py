@@ -1,4 +1,4 @@
-"""Between `LlamaConfig` and Hugging Face's `config.json`."""
+"""Converts between `LlamaConfig` and Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Keys whose other values mean a computation that we do not do, with the value that we do.
+# Keys of which only this value is supported: others mean a different computation.
 _ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -117,7 +117,7 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _stretched(max_positions: int, rope: RopeConfig) -> int:
-    """Qwen2.5's way to 128k is to add YaRN to config.json and leave `max_position_embeddings` at 32k."""
+    """The context length with YaRN: Qwen2.5 adds YaRN to config.json and leaves `max_position_embeddings` at 32k."""
     if isinstance(rope.scaling, YarnScaling):
         return max(max_positions, round(rope.scaling.factor * rope.scaling.original_max_positions))
     return max_positions

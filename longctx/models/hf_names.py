@@ -1,6 +1,6 @@
-"""Where each parameter lies in a Hugging Face checkpoint: its name there, and its layout.
+"""The name and the layout of each parameter in a Hugging Face checkpoint.
 
-Hugging Face keeps one matrix per layer, `[out, in]`, with heads and head size merged. Here layers are
+Hugging Face stores one matrix per layer, `[out, in]`, with heads and head size merged. In this library layers are
 stacked, inputs come first and heads have an axis of their own.
 """
 
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """One parameter, and the tensors of a checkpoint (one, or one per layer) that it is made of.
+    """One parameter, and the tensors of a checkpoint (one, or one per layer) that it consists of.
 
-    `axes` and `shape` are those of one tensor in our order, so without the layer axis. Layouts that
-    differ in `names` alone are equal, so that what is compiled for one serves the other.
+    `axes` and `shape` describe one tensor in our order, without the layer axis. Layouts that differ only in `names` are
+    equal, so that they share compiled functions.
     """
 
     names: tuple[str, ...] = field(compare=False)
@@ -60,24 +60,24 @@ class Layout:
         return tuple(math.prod(sizes[axis] for axis in merged.split()) for merged in self.file_axes)
 
     def file_slices(self, slices: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The part of the file's tensor that holds `slices` of ours; `head_dim` is never cut."""
-        sizes, cuts = self._by_axis(self.shape), self._by_axis(slices)
+        """The part of the file's tensor that holds `slices` of ours; `head_dim` is never sliced."""
+        sizes, parts = self._by_axis(self.shape), self._by_axis(slices)
         ranges = []
         for merged in self.file_axes:
             outer, *inner = merged.split()
-            start, stop, _ = cuts[outer].indices(sizes[outer])
+            start, stop, _ = parts[outer].indices(sizes[outer])
             width = math.prod(sizes[axis] for axis in inner)
             ranges.append(slice(start * width, stop * width))
         return tuple(ranges)
 
     def from_file(self, tensor: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The file's tensor, or a part of it, as ours, which is of `shape`."""
+        """Convert the file's tensor, or a part of it, to ours, of shape `shape`."""
         order, sizes = self._split_file_axes, self._by_axis(shape)
         split = tensor.reshape(tuple(sizes[axis] for axis in order))
         return split.transpose(tuple(order.index(axis) for axis in self.axes))
 
     def to_file(self, tensor: jax.Array) -> jax.Array:
-        """Our tensor as the file's."""
+        """Convert our tensor to the file's."""
         order = self._split_file_axes
         return tensor.transpose(tuple(self.axes.index(axis) for axis in order)).reshape(self.file_shape)
 
@@ -90,7 +90,7 @@ class Layout:
 
 
 def layouts(config: LlamaConfig) -> dict[str, Any]:
-    """A Layout per parameter, in a pytree like the parameters'."""
+    """A pytree with the structure of the parameters, whose leaves are Layouts."""
     axes = param_axes(config)
     prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
 

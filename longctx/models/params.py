@@ -1,6 +1,6 @@
-"""The parameters of a Llama: one table of axes, from which shapes and shardings follow.
+"""The parameters of a Llama: a table of named axes determines shapes and shardings.
 
-Layers are stacked on a leading axis for `lax.scan`.
+Layers are stacked along a leading axis for `lax.scan`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BIAS_AXES: dict[str, Axes] = {
     "bk": ("layer", "kv_head", "head_dim"),
     "bv": ("layer", "kv_head", "head_dim"),
 }
-# Where an axis goes if the mesh has that axis and its size divides; the rest is replicated.
+# The mesh axis of an axis, if the mesh has it and its size divides; other axes are replicated.
 _MESH_AXIS = {
     "layer": "stage",
     "head": "tensor",
@@ -58,7 +58,7 @@ def param_axes(config: LlamaConfig) -> Params:
 
 
 def map_axes(function: Any, axes: Params) -> Params:
-    """Maps over the leaves of `param_axes`, which are tuples and so no leaves to `jax.tree`."""
+    """Map a function over the leaves of `param_axes`, which are tuples and so no leaves to `jax.tree`."""
     return jax.tree.map(function, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
@@ -77,14 +77,14 @@ def param_shape(config: LlamaConfig, axes: Axes) -> tuple[int, ...]:
 
 
 def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Params:
-    """The pytree of `jax.ShapeDtypeStruct` that `init_params` would fill."""
+    """The parameters of `init_params` as a pytree of `jax.ShapeDtypeStruct`."""
     return map_axes(lambda axes: jax.ShapeDtypeStruct(param_shape(config, axes), dtype), param_axes(config))
 
 
 def init_params(
     config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02
 ) -> Params:
-    """Normal weights of deviation `initializer_range`, norms of one, biases of zero."""
+    """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0."""
 
     def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         name = path[-1].key
@@ -102,7 +102,7 @@ def init_params(
 def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
     """A PartitionSpec per parameter: layers over `stage`, heads, feed-forward and vocabulary over `tensor`.
 
-    An axis that the mesh lacks, or whose size does not divide, is replicated.
+    An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide.
     """
 
     def spec(axes: Axes) -> PartitionSpec:

@@ -1,16 +1,16 @@
 """Retrieval documents: pass keys hidden in filler text.
 
-A document is plain ASCII prose without a digit in it, except for a few statements
+A document is plain ASCII prose without digits, except for a few statements
 
     The pass key of lemon is 48213.
 
-and what a model is shown, as the bytes of one string after a beginning-of-sequence token, is
+The prompt of a model is a beginning-of-sequence token and the bytes of the string
 
     {document}\\nQ: What is the pass key of lemon?\\nA:␣
 
-where ␣ is one space. The right continuation is the five digits and then the end-of-sequence token. The
-built-in model is trained on exactly this (examples/train_tiny.py), the demo and the tests ask it, and a lost,
-doubled or misplaced page of keys and values shows as a wrong digit.
+where ␣ is one space. The correct continuation is the five digits and then the end-of-sequence token. The built-in model
+is trained on exactly these prompts (examples/train_tiny.py), and the demo and the tests use them: a lost, doubled or
+misplaced page of keys and values shows as a wrong digit.
 """
 
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ def question(name: str) -> str:
 
 
 def prompt(text: str, question: str) -> str:
-    """The text that a model continues with its answer; the question may be the user's own."""
+    """The prompt that a model continues with its answer; `question` may be any text."""
     return f"{text}\nQ: {question}\nA: "
 
 
@@ -105,7 +105,7 @@ def random_key(rng: np.random.Generator) -> str:
 
 
 def filler_sentence(rng: np.random.Generator) -> str:
-    """A sentence that states no key. Names occur as ordinary nouns: to match a name alone is not enough."""
+    """A sentence without a key. Names occur in it as ordinary nouns, so that matching a name alone finds no key."""
 
     def choose(words: tuple[str, ...]) -> str:
         return words[rng.integers(len(words))]
@@ -134,7 +134,7 @@ def filler_sentence(rng: np.random.Generator) -> str:
 def make_document(num_bytes: int, num_facts: int = 8, seed: int = 0) -> Document:
     """A document of exactly `num_bytes` bytes that states `num_facts` pass keys at random places.
 
-    The same arguments give the same document.
+    It is deterministic.
 
     Raises:
       ValueError: there are not that many names, or the statements alone are longer than `num_bytes`.
@@ -154,7 +154,7 @@ def make_document(num_bytes: int, num_facts: int = 8, seed: int = 0) -> Document
         filler.append(filler_sentence(rng))
         room -= len(filler[-1]) + 1
 
-    # Every statement comes before some filler sentence, so that the cut below never meets one.
+    # Every statement comes before some filler sentence, so that the truncation below never hits one.
     before = sorted(rng.integers(len(filler), size=num_facts))
     sentences = np.insert(np.array(filler, dtype=object), before, statements).tolist()
     return Document(" ".join(sentences)[: num_bytes - 1] + ".", facts)

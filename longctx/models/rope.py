@@ -1,10 +1,9 @@
 """Rotary position embedding with angles exact at any position below 2^31.
 
-A float32 product `position * frequency` is off by 0.3 radians at position 10M, and float64 is not
-to be had in traced code. But only the fraction of a turn matters, and unsigned integers drop whole
-turns by overflowing: so each frequency is held as turns per token in 64-bit fixed point, and
-`position * frequency mod 1` is three wrapping uint32 products. What error remains is float32's
-own, in the last cosine.
+A float32 product `position * frequency` is off by 0.3 radians at position 10M, and traced code has no float64. But only
+the fraction of a turn matters, and unsigned integers drop whole turns when they overflow. So each frequency is stored
+as turns per token in 64-bit fixed point, and `position * frequency mod 1` takes three wrapping uint32 products. The
+only error left is that of float32 in the cosine itself.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jaxtyping import Float, Int
 
 from longctx.models.rope_config import RopeConfig
 
-# 2 pi to 60 digits: a float64 one would cap the fixed point at 53 bits.
+# 2 pi to 60 digits: float64 would limit the fixed point to 53 bits.
 _TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
 
 
@@ -42,26 +41,30 @@ def rope_table(rope: RopeConfig, head_dim: int) -> RopeTable:
     return RopeTable(hi, lo, rope.attention_factor)
 
 
-def rope_cos_sin(table: RopeTable, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(
+    table: RopeTable, positions: Int[Array, "*B T"]
+) -> tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]:
     """Cosines and sines, float32 `[*B, T, head_dim // 2]`, of `positions` (integers `[*B, T]`, >= 0)."""
     position = positions.astype(jnp.uint32)[..., None]
     frequency_shape = (1,) * positions.ndim + (-1,)
     hi, lo = table.hi.reshape(frequency_shape), table.lo.reshape(frequency_shape)
     phase = position * hi + _high_product(position, lo)
-    # As a signed number the phase is in [-1/2, 1/2) of a turn, where float32 is finest.
+    # As a signed number the phase is in [-1/2, 1/2) of a turn, where float32 is most precise.
     angle = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2**32)
     factor = np.float32(table.attention_factor)
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def _high_product(a: jax.Array, b: np.ndarray) -> jax.Array:
+def _high_product(a: Array, b: np.ndarray) -> Array:
     """The upper 32 bits of the 64-bit product of uint32 numbers, at most 2 too small."""
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = b >> 16, b & 0xFFFF
     return a_high * b_high + ((a_high * b_low) >> 16) + ((a_low * b_high) >> 16)
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(
+    x: Float[Array, "*B T heads H"], cos: Float[Array, "*B T half"], sin: Float[Array, "*B T half"]
+) -> Float[Array, "*B T heads H"]:
     """Rotates `x` `[*B, T, heads, head_dim]` by angles given as `[*B, T, head_dim // 2]`.
 
     Dimension i pairs with i + head_dim // 2 (Hugging Face's order, not the paper's neighbours).

@@ -1,7 +1,7 @@
-"""Which rotary frequencies a model uses: the base, and how it was stretched to longer contexts.
+"""The rotary frequencies of a model: their base, and their scaling to longer contexts.
 
-All of this runs once, on the host, in float64. The frequencies follow Hugging Face `transformers`
-(`modeling_rope_utils.py`), since that is what checkpoints mean by these parameters.
+They are computed once, on the host, in float64, as in Hugging Face `transformers` (`modeling_rope_utils.py`), which
+defines these parameters of checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's: long wavelengths divided by `factor`, short ones kept, a linear blend between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, and a linear blend between them."""
 
     factor: float
     low_freq_factor: float
@@ -51,7 +51,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a blend over the dimensions, and a factor on cosine and sine."""
+    """YaRN (arXiv 2309.00071): a blend over the dimensions, and a factor on cosines and sines."""
 
     factor: float
     original_max_positions: int
@@ -95,7 +95,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Base `theta` and the scaling applied to its frequencies; None is none.
+    """The base `theta` and the scaling of its frequencies, if any.
 
     Plain theta scaling for longer contexts is `RopeConfig(theta=larger)`.
     """
@@ -122,11 +122,11 @@ class RopeConfig:
 
     @property
     def attention_factor(self) -> float:
-        """What cosine and sine are multiplied by (1 but for YaRN)."""
+        """The factor on cosines and sines: 1 except for YaRN."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
-# Our field names, where config.json has another.
+# Names in config.json that differ from our field names.
 _HF_NAMES = {
     "original_max_positions": "original_max_position_embeddings",
     "explicit_attention_factor": "attention_factor",
@@ -135,7 +135,7 @@ _KINDS: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama
 
 
 def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
 
     Raises:
       ValueError: a rope type other than default, linear, llama3 and yarn, a parameter that is
@@ -158,7 +158,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind == "yarn" and "factor" not in given:
-        # Some models (DeepSeek-V3 the first) give the stretch by the two lengths alone.
+        # Some models (first DeepSeek-V3) give the factor as the ratio of the two lengths.
         given["factor"] = config["max_position_embeddings"] / given["original_max_position_embeddings"]
     return RopeConfig(theta=float(theta), scaling=_scaling_from_hf(key, kind, given))
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory: what is there, checked before anything is read."""
+"""Reads tensors of a checkpoint directory, after it has checked that they exist and are complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file's header says of one tensor; `dtype` is safetensors' name for it."""
+    """A tensor as the header of its file describes it; `dtype` is the name that safetensors uses."""
 
     file: Path
     dtype: str
@@ -36,10 +36,10 @@ class StoredTensor:
 class SafetensorsReader:
     """Reads slices of a directory's tensors, from one file or from several with an index.
 
-    Opening it reads headers only. A context manager: leaving it closes the files.
+    The constructor reads headers only. Use it as a context manager, which closes the files at the end.
 
     Raises:
-      FileNotFoundError: the directory, or a file that it must have, is not there.
+      FileNotFoundError: the directory or a required file does not exist.
       CheckpointError: a file is truncated or no safetensors file.
     """
 
@@ -57,7 +57,7 @@ class SafetensorsReader:
         self._stack.close()
 
     def check(self, name: str, shape: tuple[int, ...]) -> np.dtype[Any]:
-        """The dtype of the tensor, which must be there, of this shape, and of a dtype we compute in."""
+        """Check that the tensor exists, has this shape and a supported dtype, and return the dtype."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory} has no tensor {name!r}")
         stored = self.tensors[name]
@@ -72,7 +72,7 @@ class SafetensorsReader:
         return _DTYPES[stored.dtype]
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """A copy of that part of the tensor; nothing else of it is read."""
+        """Read a part of the tensor, and nothing else of it."""
         path = self.tensors[name].file
         try:
             if path not in self._open_files:
@@ -111,7 +111,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Reads the header itself, since safetensors' own error says not which tensor is cut off.
+    """Parse the header ourselves, because the error of safetensors does not name the truncated tensor.
 
     The format: a little-endian uint64 length, that much JSON, then the data
     (https://huggingface.co/docs/safetensors).

@@ -1,4 +1,4 @@
-"""Parameters spread over a mesh `(stage, context, tensor)`, as `Llama.run_layers` takes them inside `jax.shard_map`."""
+"""Parameters sharded over a mesh `(stage, context, tensor)`, for `Llama.run_layers` inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROW_PARALLEL = ("wo", "w_down")
 
 
 def device_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
-    """The model as it is spread: KV heads repeated where there are fewer than `tensor`, the vocabulary filled up."""
+    """The configuration after sharding: KV heads are repeated up to `tensor`, and the vocabulary is padded."""
     parts = mesh.shape["tensor"] * mesh.shape["stage"]
     return dataclasses.replace(
         config,
@@ -30,40 +30,41 @@ def device_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
 
 
 def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """The parameters on a mesh, each with its share on each device; those of one device, or of another mesh.
+    """Shard parameters of one device, or of another mesh, over a mesh.
 
-    Layers are spread over `stage`, heads, feed-forward and the embedding's vocabulary over `tensor`, the head's
-    over both.
+    Layers are sharded over `stage`; heads, feed-forward and the vocabulary of the embedding over `tensor`; the
+    vocabulary of the head over both.
 
-    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). In float32
-    `layers` becomes a tuple, one pytree for each layer of a stage, `[stage, ...]`, since weights sliced out of a stack
-    inside a program are copied before each product; and the projections become `OutputMajor`, which takes memory of its
-    own. Slicing a stack of 16-bit floats converts all layers each time: those stacks become their bits
-    (`kernels.bits`), as views.
+    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). In float32,
+    `layers` becomes a tuple of one pytree for each layer of a stage, `[stage, ...]`, because a program copies weights
+    that it slices out of a stack before each product; and projections become `OutputMajor`, which is a copy. A slice of
+    a stack of 16-bit floats converts the whole stack each time, so such stacks become views of their bits
+    (`kernels.bits`).
     """
     dtype = params["embed"].dtype
     if mesh.is_multi_process:
         return _shard_over_processes(params, config, mesh)
     if all(device.platform == "cpu" for device in mesh.devices.flat):
-        params = _fill_up(jax.tree.map(np.asarray, params), config, mesh)
+        params = _pad_params(jax.tree.map(np.asarray, params), config, mesh)
         if all(stack.dtype == dtype for stack in params["layers"].values()):
             params = _arrange_for_cpu(params, mesh)
     else:
-        params = _fill_up(params, config, mesh)
-    if "lm_head" not in params:  # the embedding is output-major as it stands
+        params = _pad_params(params, config, mesh)
+    if "lm_head" not in params:  # the embedding is output-major already
         params["lm_head"] = _head(params["embed"], mesh)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec), may_alias=True)  # noqa: E731
     return jax.tree.map(put, params, sharded_specs(params, config, mesh))
 
 
 def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """No process sees all of them: what is on the mesh stays there, what each process has whole is cut there.
+    """Shard over several processes. Arrays on the mesh stay there; of arrays that every process holds, each takes its
+    part.
 
-    What already is as it should be is not copied.
+    Arrays with the right sharding are not copied.
     """
 
     def finish(params: Params) -> Params:
-        params = _fill_up(params, config, mesh)
+        params = _pad_params(params, config, mesh)
         return params if "lm_head" in params else params | {"lm_head": _head(params["embed"], mesh)}
 
     def place(x: jax.Array, spec: P) -> jax.Array:
@@ -94,7 +95,7 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
 
 
 def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
-    """What `shard_params` makes of an accelerator's, with nothing allocated."""
+    """The result of `shard_params` on accelerators as `jax.ShapeDtypeStruct`; no array is allocated."""
     params = abstract_params(device_config(config, mesh), dtype)
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
@@ -103,7 +104,7 @@ def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.fl
 
 
 def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """The PartitionSpecs of what `shard_params` makes."""
+    """The PartitionSpecs of the result of `shard_params`."""
     specs = param_specs(device_config(config, mesh), mesh)
     head = params["lm_head"]
     if isinstance(head, OutputMajor):
@@ -124,14 +125,14 @@ def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 
 def local_params(params: Params) -> Params:
-    """Inside `jax.shard_map`: the device's own, with layers as `Llama.run_layers` takes them."""
+    """Inside `jax.shard_map`: the parameters of this device, with layers as `Llama.run_layers` takes them."""
     if not isinstance(params["layers"], tuple):
         return params
     return params | {"layers": jax.tree.map(lambda x: x.reshape(x.shape[1:]), params["layers"])}
 
 
-def _fill_up(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """KV heads repeated, each beside itself, and vocabulary of zeros added."""
+def _pad_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+    """Repeat each KV head in place, and pad the vocabulary with zeros, up to `device_config`."""
     wanted = device_config(config, mesh)
     numpy: Any = np if isinstance(params["embed"], np.ndarray) else jnp
     repeats, more = wanted.num_kv_heads // config.num_kv_heads, wanted.vocab_size - config.vocab_size
@@ -149,7 +150,7 @@ def _fill_up(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 
 def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
-    """Of numpy arrays of one dtype."""
+    """Arrange numpy arrays of one dtype for XLA's CPU backend (see `shard_params`)."""
     stages, tensor, dtype = mesh.shape["stage"], mesh.shape["tensor"], params["embed"].dtype
     if dtype.itemsize == 2:
         return params | {"layers": {name: stack.view(np.uint16) for name, stack in params["layers"].items()}}
@@ -172,5 +173,5 @@ def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
 
 
 def _head(matrix: Any, mesh: Mesh) -> OutputMajor:
-    """Of `[vocab, D]`."""
+    """The output head of a matrix `[vocab, D]`."""
     return OutputMajor(matrix, (matrix.shape[0] // (mesh.shape["tensor"] * mesh.shape["stage"]),))

@@ -1,4 +1,4 @@
-"""Token ids to text as they come."""
+"""Decodes a stream of token ids to text."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from longctx.models.tokenizer import Tokenizer
 
 
 class StreamDecoder:
-    """Turns ids into text as they come, never half a character.
+    """Decodes token ids one by one and never returns part of a character.
 
-    The pieces, `finish()`'s included, join to the text of all ids decoded at once.
+    All pieces, including that of `finish()`, join to the text of all ids decoded at once.
     """
 
-    # A character has at most four bytes, so an unfinished one at most three tokens and three U+FFFD.
+    # A character has at most four bytes, so an unfinished one has at most three tokens, or three U+FFFD.
     _UNFINISHED = 3
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Recent tokens only, so that a step's work does not grow with the text. They reach back one
-        # settled point more than needed: a token's text may depend on there being one before it.
+        # Only recent tokens, so that the work of a step does not grow with the text. They include some settled tokens,
+        # because the text of a token may depend on whether there is one before it.
         self._recent: list[int] = []
         self._settled = 0
         self._emitted = 0
 
     def push(self, id: int) -> str:
-        """The text that this token makes certain; often the token's, sometimes nothing yet."""
+        """The text that is certain after this token: often that of the token, sometimes none."""
         self._recent.append(id)
         text = self._tokenizer.decode(self._recent)
         unsure = len(text) - len(text.rstrip("\ufffd"))
         if len(self._recent) - self._settled > self._UNFINISHED:
-            # These bytes are no character at all; but the last of them may begin one.
+            # The first of these bytes are no character; the last of them may begin one.
             unsure = min(unsure, self._UNFINISHED)
         piece = self._emit(text, len(text) - unsure)
         if not unsure:
@@ -38,7 +38,7 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """What was held back, as it is."""
+        """The text that was held back."""
         text = self._tokenizer.decode(self._recent)
         return self._emit(text, len(text))
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face's `tokenizer.json`, and plain bytes."""
+"""Tokenizers: Hugging Face's `tokenizer.json`, and plain bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 BYTE_TOKENIZER_CLASS = "longctx.ByteTokenizer"
-"""The `tokenizer_class` in a `tokenizer_config.json` that says: no vocabulary, the bytes themselves."""
+"""The `tokenizer_class` in a `tokenizer_config.json` that selects `ByteTokenizer`."""
 
 
 class Tokenizer(Protocol):
-    """What generation and serving need of a tokenizer."""
+    """The interface of a tokenizer that generation and serving need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -27,11 +27,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens=False` for a rendered chat, which spells its own."""
+        """The token ids of a text. Pass `add_special_tokens=False` for a rendered chat, which contains its own."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, special tokens left out, bytes that are no UTF-8 as U+FFFD."""
+        """The text without special tokens. Invalid UTF-8 becomes U+FFFD."""
         ...
 
     def apply_chat_template(
@@ -62,7 +62,7 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library."""
+    """A tokenizer of a `tokenizer.json`, run by the `tokenizers` library."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HFTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{path} is not a tokenizer that `tokenizers` reads: {error}") from error
-        # Files may carry the padding and truncation of their training.
+        # Files may contain the padding and truncation settings of training.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._special_tokens = dict(special_tokens)
@@ -111,16 +111,16 @@ class HFTokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """Load the tokenizer of a checkpoint directory.
 
-    Reads `tokenizer.json`; from `tokenizer_config.json` the special tokens and the chat template
-    (`chat_template.jinja`, if there, goes first); the ids that end a generation from
-    `generation_config.json`, else the tokenizer's own. A `tokenizer_config.json` whose
-    `tokenizer_class` is `longctx.ByteTokenizer` needs no more.
+    It reads `tokenizer.json`, and from `tokenizer_config.json` the special tokens and the chat template
+    (`chat_template.jinja` takes precedence). The ids that end a generation are those of `generation_config.json`, or
+    else the tokenizer's own. A directory whose `tokenizer_config.json` has the `tokenizer_class`
+    `longctx.ByteTokenizer` needs no other file.
 
     Raises:
       FileNotFoundError: no such directory, or no `tokenizer.json` in it.
-      ValueError: a file is not what its name says.
+      ValueError: a file cannot be parsed.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -141,7 +141,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file, empty if there is no file."""
+    """The JSON object in the file, empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,50 +1,72 @@
-"""All-gather pass-KV: everybody fetches all keys and values, then attends."""
+"""All-gather pass-KV: every rank gathers all keys and values, then attends."""
 
-from typing import Any
+import dataclasses
+from typing import Any, final
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import Exchange, enter, leave
+from longctx.parallel.exchange import check_arguments, gather_tokens, restore_shape
 
 
 def all_gather_kv(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
-    Arguments, results and errors are those of `ring_pass_kv`. It sends the same
-    `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers (the 8 are tokens) before any attention, which
-    nothing hides: best where sequences are short and the latency of N - 1 hops is what counts. Backward they are
-    gathered again rather than kept, and dK and dV go home in one reduce-scatter. Memory: the keys and values of all
-    ranks, and backward their dK and dV in float32. The shards are attended to one after another, as each is sorted by
-    (segment, position) and all together are not.
+    Arguments, results and errors are those of `ring_pass_kv`.
+
+    On the wire, each rank sends the same `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers: one of keys
+    and values, one of positions and segments. They come before all attention and nothing hides them, so this is best
+    for short sequences, where the latency of N - 1 hops counts most. Backward gathers again, and returns dK and dV in
+    one reduce-scatter.
+
+    Memory: the keys and values of all ranks, and backward their dK and dV in float32. Attention goes through the shards
+    one by one, because each is sorted by (segment, position) and their concatenation is not.
 
     Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
     """
-    kernel, operands, out_dtype = enter(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+    kernel, operands, out_dtype = check_arguments(
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
-    return leave(attend(AllGatherKV(axis_name, kernel), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(AllGatherKV(axis_name, kernel), operands), q, out_dtype)
 
 
-class AllGatherKV(Exchange):
+@final
+@dataclasses.dataclass(frozen=True)
+class AllGatherKV:
+    """The `Algorithm` of `all_gather_kv`: `kernel` computes on each rank, over all ranks of the mesh axis."""
+
+    axis_name: str
+    kernel: Kernel
+
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, _, _, queries, _ = operands
 
@@ -52,10 +74,10 @@ class AllGatherKV(Exchange):
             kv, keys = shard
             return self.kernel.forward(Operands(q, kv, kv, queries, keys), state), None
 
-        # Zeros of q rather than a constant, so that they vary over the same mesh axes.
+        # Zeros made from q, so that they vary over its mesh axes.
         zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
-        return state if q.size == 0 else lax.scan(step, state, self._shards(operands))[0]
+        return state if q.size == 0 else lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, _, _, queries, _ = operands
@@ -65,11 +87,12 @@ class AllGatherKV(Exchange):
             part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
             return d_q + part, jnp.stack(d_kv)
 
-        d_q, d_kv = lax.scan(step, jnp.zeros_like(d_out), self._shards(operands))
+        d_q, d_kv = lax.scan(step, jnp.zeros_like(d_out), _gather_shards(operands, self.axis_name))
         d_k, d_v = lax.psum_scatter(d_kv, self.axis_name)
         return d_q, d_k, d_v
 
-    def _shards(self, operands: Operands) -> tuple[Array, Tokens]:
-        """Keys and values `[N, 2, B, S, K, H]` in one message, and tokens in another."""
-        _, k, v, _, keys = operands
-        return lax.all_gather(jnp.stack([k, v]), self.axis_name), self.gather_tokens(keys)
+
+def _gather_shards(operands: Operands, axis_name: str) -> tuple[Array, Tokens]:
+    """Gather keys and values `[N, 2, B, S, K, H]` in one message, and their positions and segments in another."""
+    _, k, v, _, keys = operands
+    return lax.all_gather(jnp.stack([k, v]), axis_name), gather_tokens(keys, axis_name)

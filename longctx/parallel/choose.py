@@ -1,4 +1,4 @@
-"""Which exchange to take: the rules of the context parallelism paper, and predicted times to explain them."""
+"""Chooses an exchange by the rules of the context parallelism paper or by predicted times, and explains the choice."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ RULES = ("predicted", "algorithm_1", "algorithm_5")
 class EmpiricalRule:
     """`h(T, P) = alpha * log(T) + beta * log(T / (T + P)) + gamma`: pass-KV where positive, else pass-Q.
 
-    Logarithms are natural. The paper's coefficients, -1.059, 1.145 and 12.112, are not to be copied: they choose pass-Q
-    in all 14 rows of its table 4, and (as alpha is negative) for any full prefill of 93,000 tokens or more.
+    Logarithms are natural. Don't use the paper's own coefficients, -1.059, 1.145 and 12.112: they choose pass-Q in all
+    14 rows of its table 4, and (as alpha is negative) for every full prefill of 93,000 tokens or more.
 
     Source: context parallelism paper, appendix D.
     """
@@ -27,6 +27,7 @@ class EmpiricalRule:
     gamma: float
 
     def h(self, new_tokens: int, cached_tokens: int) -> float:
+        """The value of h for T new and P cached tokens."""
         new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
         return self.alpha * math.log(new) + self.beta * math.log(new / (new + cached)) + self.gamma
 
@@ -37,11 +38,11 @@ class EmpiricalRule:
     def fit(
         cls, new_tokens: ArrayLike, cached_tokens: ArrayLike, pass_kv_times: ArrayLike, pass_q_times: ArrayLike
     ) -> "EmpiricalRule":
-        """Logistic regression of which is faster, each row weighing what the wrong choice costs, `|log(q / kv)|`.
+        """Fit which exchange is faster by logistic regression. The weight of a row is `|log(q / kv)|`.
 
-        So rows that hardly differ hardly count. A slight ridge picks one answer where rows leave several: those that a
-        line separates get a wide margin, and where T + P is the same in all, which cannot tell alpha from beta (as in
-        table 4), the two are equal: a threshold for `T * T / (T + P)`, midway between equations 1 and 2.
+        So a row counts by what the wrong choice costs. A small ridge picks one solution where several fit: rows that a
+        line separates get a wide margin, and rows of one T + P, which cannot tell alpha from beta (as in table 4), get
+        equal ones: a threshold for `T * T / (T + P)`, midway between equations 1 and 2.
 
         Args:
           new_tokens, cached_tokens: T and P of each measurement, `[rows]`.
@@ -64,7 +65,7 @@ class EmpiricalRule:
         weights = np.abs(gain) / np.abs(gain).sum()
         features = np.stack([np.log(new), np.log(new / (new + cached))], 1)
         center = weights @ features
-        # The features with the sign of the answer: the rule is right in a row where their product with it is positive.
+        # Features times the sign of the answer: the rule is right in a row where their product with it is positive.
         signed = np.sign(gain)[:, None] * np.column_stack([features - center, np.ones(len(new))])
         alpha, beta, offset = _logistic(signed, weights).tolist()
         return cls(alpha, beta, offset - float(np.array([alpha, beta]) @ center))
@@ -78,7 +79,7 @@ def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: float = 1e-5) -> n
         gradient = ridge * c - signed.T @ (weights * wrong)
         hessian = ridge * np.eye(len(c)) + (signed.T * (weights * wrong * (1 - wrong))) @ signed
         step = np.linalg.solve(hessian, gradient)
-        # A whole step may diverge. This much descends: along it, the third derivative is at most reach * the second.
+        # A full Newton step may diverge. This step descends: the third derivative is at most reach * the second.
         reach = np.abs(signed @ step).max()
         if reach < 1e-9:
             break
@@ -99,10 +100,10 @@ def paper_rule() -> EmpiricalRule:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What `choose_ring` chose, and why.
+    """The choice of `choose_ring`, with its reasons.
 
-    `times` has each method's predicted seconds, and `answers` what each rule says; `h` is of the rule given, or else of
-    `paper_rule`.
+    `times` are the predicted seconds of each method, `answers` the method that each rule chooses, and `h` the value of
+    the given `EmpiricalRule`, or else of `paper_rule`.
     """
 
     method: str
@@ -116,7 +117,7 @@ class Choice:
     h: float
 
     def explain(self) -> None:
-        """Print predicted times, the paper's equations with both sides, and what each rule says."""
+        """Print predicted times, both sides of the paper's equations, and the answer of each rule."""
         new, total, answers = self.new_tokens, self.new_tokens + self.cached_tokens, self.answers
         eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         print(f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}")
@@ -147,16 +148,17 @@ def choose_ring(
     hardware: Hardware,
     rule: str | EmpiricalRule = "predicted",
 ) -> Choice:
-    """The exchange for new tokens that attend to themselves and to cached ones, a prefill or (T = 1) a decode step.
+    """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode (T =
+    1).
 
     Args:
-      new_tokens: T, at least 1.
-      cached_tokens: P, at least 0.
-      num_ranks: N, ranks of the ring.
-      model: the heads of one rank; under tensor parallelism, a device's share.
-      hardware: one rank. `H100_RDMA` and the like are one GPU. Peaks, or better, what was achieved (paper, 3.4).
-      rule: `"predicted"`: the least predicted time of all four. It is attention's alone: `kvp` needs the queries on all
-        ranks, so what comes before and after attention isn't divided by N. `"algorithm_1"`: equations 1 and 2.
+      new_tokens: T, at least 1. cached_tokens: P, at least 0. num_ranks: N, ranks of the ring. model: the heads of one
+      rank; under tensor parallelism, a device's share. hardware: one rank; `H100_RDMA` and the like are one GPU. Rates
+      that were achieved predict better than peaks (paper,
+        3.4).
+      rule: `"predicted"`: the least predicted time of all four. It counts attention alone: `kvp` needs the queries on
+      all
+        ranks, so the layers' other work isn't divided by N. `"algorithm_1"`: equations 1 and 2.
         `"algorithm_5"`: equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h.
         All but the first choose between pass-KV and pass-Q.
 

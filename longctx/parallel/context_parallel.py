@@ -1,53 +1,36 @@
-"""Whole arrays in and out: the layout, the exchange and the heads' sharding taken care of."""
+"""Context-parallel attention of whole arrays: it applies the layout, the exchange and the sharding of the heads."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from longctx.kernels.attention.kernel import Kernel
-from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype
-from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
-from longctx.parallel.deal import collect, deal, dealt_length
-from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.layout import check_layout
-from longctx.parallel.pass_kv import ring_pass_kv
-from longctx.parallel.pass_q import ring_pass_q
-
-Masks = tuple[Array | None, Array | None, Array | None, Array | None]
-
-METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "pass_kv": ring_pass_kv,
-    "pass_q": ring_pass_q,
-    "all_gather": all_gather_kv,
-    "kvp": kvp_attention,
-}
+from longctx.parallel.mesh_attention import METHODS, Masks, StaticArguments, mesh_attention
 
 
 def context_parallel_attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
     *,
     mesh: Mesh,
     method: str = "auto",
     layout: str = "zigzag",
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     causal: bool = True,
@@ -55,14 +38,14 @@ def context_parallel_attention(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     hardware: Hardware = H100_RDMA,
-) -> Array:
+) -> Float[Array, "*B T N H"]:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
-    Tokens are dealt over `axis_name` by the layout (queries over the new tokens, whatever cached ones do), filled up
-    where N does not divide them, and put back in order: from contiguous parts, by permutes of half-shards (zigzag) or
-    an all-to-all (striped), so that no rank ever holds a whole sequence. Heads are sharded over `head_axis`: one ring
-    for each of its ranks. If it has more ranks than there are KV heads, these are repeated. In or outside of jit, with
-    Auto and Explicit mesh axes; other axes of the mesh are left alone (the work is repeated over them).
+    Tokens are sharded over `axis_name` by the layout (queries by the new tokens alone), padded where N does not divide
+    them, and put back in order. Contiguous parts become shards by permutes of half-shards (zigzag) or an all-to-all
+    (striped), so no rank ever holds a whole sequence. Heads are sharded over `head_axis`, with one ring for each of its
+    ranks; KV heads are repeated if it has more ranks than there are KV heads. Works in and outside of jit, with Auto
+    and Explicit mesh axes; the work is repeated over the other axes of the mesh.
 
     Args:
       q: queries, the new tokens, `[*B, T, N, H]`.
@@ -112,87 +95,13 @@ def context_parallel_attention(
         return jnp.zeros(q.shape, out_dtype)
     if method == "auto":
         model = ModelShape(num_heads, num_kv_heads, head_size).split(tensor)
-        # All but latency grows with the batch.
+        # All times but latency grow with the batch.
         batch = math.prod(q.shape[:-3])
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
-    plan = _Plan(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
-    return _attend_over_mesh(plan, q, k, v, masks)
+    static = StaticArguments(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
+    return mesh_attention(static, q, k, v, masks)
 
 
 def _array(x: Any) -> Any:
     return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
-
-
-class _Plan(NamedTuple):
-    """What is static about one call."""
-
-    mesh: Mesh
-    method: str
-    layout: str
-    axis_name: str
-    head_axis: str | None
-    kernel: Kernel
-    out_dtype: jnp.dtype
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend_over_mesh(plan: _Plan, q: Array, k: Array, v: Array, masks: Masks) -> Array:
-    """Axes are Auto in here, whatever they are outside: where q's type carries its sharding, so does the result's."""
-    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
-    explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
-    if explicit is None:
-        mesh = Mesh(plan.mesh.devices, plan.mesh.axis_names, axis_types=(AxisType.Auto,) * plan.mesh.devices.ndim)
-        return _attend(plan, mesh, q, k, v, masks)
-    if explicit.mesh.shape != plan.mesh.shape:
-        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {plan.mesh.shape}")
-    of_q = shardings[0].spec if shardings[0].mesh.shape == plan.mesh.shape else P()
-    sharding = NamedSharding(explicit.mesh, of_q)
-    return jax.sharding.auto_axes(functools.partial(_attend, plan, None), out_sharding=sharding)(q, k, v, masks)
-
-
-def _attend(plan: _Plan, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
-    """With the mesh, or where that is None, the one of the context."""
-    axis_name, num_ranks = plan.axis_name, plan.mesh.shape[plan.axis_name]
-    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=plan.kernel.causal)
-    if plan.head_axis is not None:
-        repeats = max(1, plan.mesh.shape[plan.head_axis] // k.shape[-2])
-        flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
-
-    # KVP has its queries on all ranks.
-    q_axis, q_layout = (None, "contiguous") if plan.method == "kvp" else (axis_name, plan.layout)
-
-    def fill(x: Array, layout: str, value: int = 0) -> Array:
-        missing = dealt_length(x.shape[1], num_ranks, layout) - x.shape[1]
-        return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
-
-    def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
-        if q_axis is not None:
-            q, queries = jax.tree.map(lambda x: deal(x, axis_name, q_layout), (q, queries))
-        k, v, keys = jax.tree.map(lambda x: deal(x, axis_name, plan.layout), (k, v, keys))
-        tokens = (queries.positions, keys.positions, queries.segments, keys.segments)
-        out, _ = METHODS[plan.method](
-            *(q, k, v, *(x[0] if x.shape[0] == 1 else x for x in tokens)),
-            axis_name=axis_name,
-            causal=plan.kernel.causal,
-            scale=plan.kernel.scale,
-            implementation=plan.kernel.implementation,
-            out_dtype=plan.out_dtype,
-        )
-        return out if q_axis is None else collect(out, axis_name, q_layout)
-
-    q_spec, kv_spec = (P(None, axis, plan.head_axis) for axis in (q_axis, axis_name))
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, axis_name)),
-        out_specs=q_spec,
-    )
-    out = mapped(
-        fill(flat_q, q_layout),
-        fill(flat_k, plan.layout),
-        fill(flat_v, plan.layout),
-        Tokens(fill(queries.positions, q_layout), fill(queries.segments, q_layout, -1)),
-        Tokens(fill(keys.positions, plan.layout), fill(keys.segments, plan.layout, -1)),
-    )
-    return out[:, : q.shape[-3]].reshape(q.shape)

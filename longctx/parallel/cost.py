@@ -1,4 +1,4 @@
-"""What one attention over a mesh axis should take: a roofline of compute, memory and link for each exchange."""
+"""Cost model of one attention layer over a mesh axis: a roofline of compute, memory and link for each exchange."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 
 def check_count(name: str, value: int, least: int) -> int:
-    """-> the value, as Python's int: products of numpy's overflow."""
+    """The value as a Python int, which can't overflow; ValueError if it is no integer of at least `least`."""
     if not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
@@ -14,9 +14,9 @@ def check_count(name: str, value: int, least: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The heads of one attention layer that a device computes, all or (`split`) its share under tensor parallelism.
+    """The heads of one attention layer on one device: all of them, or after `split` one tensor-parallel share.
 
-    (A rank of the paper is a host of 8 GPUs, with an eighth of the heads each: 8 equal rings side by side, of which
+    (A rank of the paper is a host of 8 GPUs, each with an eighth of the heads: 8 equal rings side by side, of which
     this and `Hardware` describe one.)
 
     Args:
@@ -25,7 +25,7 @@ class ModelShape:
       head_size: H.
 
     Raises:
-      ValueError: they are no positive integers, or K doesn't divide N.
+      ValueError: one of them is no positive integer, or K doesn't divide N.
     """
 
     num_heads: int
@@ -39,7 +39,7 @@ class ModelShape:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, {self.num_kv_heads}, got {self.num_heads}")
 
     def split(self, tensor: int) -> "ModelShape":
-        """The share of one of `tensor` devices; KV heads are repeated where there are fewer (paper, 4.2.2)."""
+        """The heads of one of `tensor` devices; fewer KV heads than devices are repeated (paper, 4.2.2)."""
         tensor = check_count("tensor", tensor, 1)
         if self.num_heads % tensor or (self.num_kv_heads % tensor and tensor % self.num_kv_heads):
             raise ValueError(
@@ -50,15 +50,14 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The device that has a `ModelShape`'s heads, and its link to the next rank.
+    """A device that computes the heads of a `ModelShape`, and its link to the next rank.
 
     Args:
-      peak_flops: C, FLOP/s of the device.
-      bandwidth: BW, bytes/s that it can send.
-      bytes_per_element: e, of queries, keys and values.
-      latency: seconds that an exchange takes whatever its size: a hop, or one collective.
-      memory_bandwidth: bytes/s at which keys and values are read, which is what limits decode.
-      partial_bytes: of an element of a partial result, float32 here; the paper's equation 5 has e, its table 5 fits 2.
+      peak_flops: C, FLOP/s of the device. bandwidth: BW, bytes/s that it can send. bytes_per_element: e, of queries,
+      keys and values. latency: seconds that an exchange, a hop or a collective, takes for any size. memory_bandwidth:
+      bytes/s at which the device reads keys and values, which limits decode. partial_bytes: bytes of an element of a
+      partial result, float32 here. (The paper's equation 5 has e for it, and its
+        table 5 fits 2.)
 
     Raises:
       ValueError: one of them is not positive and finite (latency may be 0, memory_bandwidth infinite).
@@ -86,9 +85,9 @@ LLAMA3_405B = ModelShape(128, 8, 128)
 H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12)
 H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
 
-# What it achieved, as the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, which is ours
-# from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), which must be a GPU: a host's 8 GPUs
-# sharing 3 GB/s could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
+# Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
+# from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of
+# a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
 H100_RDMA_ACHIEVED = dataclasses.replace(H100_RDMA, peak_flops=502e12, bandwidth=26.5e9)
 H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9)
 
@@ -97,9 +96,9 @@ H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3
 class Times:
     """Predicted seconds of one attention layer on one rank.
 
-    `steps` partial attentions of `attention` seconds each (table 5's ATTN); between them hops of `send` seconds
-    (SendRecv), which the attention of the step before hides; and what nothing hides, `collective` seconds (All2All) and
-    `tokens`, to gather positions and segments.
+    A rank computes `steps` partial attentions of `attention` seconds each (table 5's ATTN). Between them are hops of
+    `send` seconds (SendRecv), which the attention of the step before hides. Nothing hides `collective` (All2All) and
+    `tokens`, the seconds to gather positions and segments.
     """
 
     steps: int
@@ -114,7 +113,7 @@ class Times:
 
     @property
     def exposed(self) -> float:
-        """Communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` (appendix C), collective and tokens."""
+        """Seconds of communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` (appendix C) and more."""
         return (self.steps - 1) * max(0.0, self.send - self.attention) + self.collective + self.tokens
 
     @property
@@ -125,13 +124,13 @@ class Times:
 def predict_times(
     new_tokens: int, cached_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware
 ) -> dict[str, Times]:
-    """Times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
+    """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
-    Each sends the bytes that its docstring states. Tokens are dealt evenly, shards as long as the longest (3.5.2), and
-    the work is balanced, as in zigzag. `kvp` has its queries on all ranks already, and the cheaper of its two merges.
-    Where this is not the paper's model: attention is causal, `T * P + T * (T + 1) / 2` pairs for `T * (T + P)`; a rank
-    sends its shard, T / N or (T + P) / N tokens, where appendix C has all of them; an lse goes with each head, not each
-    token; latency, memory and the 8 bytes of a token's position and segment count.
+    Each exchange sends the bytes that its docstring states. Tokens are sharded evenly, shards are as long as the
+    longest (3.5.2), and the work is balanced, as in zigzag. `kvp` has its queries on all ranks already, and uses the
+    cheaper of its two merges. The model differs from the paper's: attention is causal, with `T * P + T * (T + 1) / 2`
+    pairs instead of `T * (T + P)`; a rank sends its shard, T / N or (T + P) / N tokens, where appendix C has all of
+    them; each head has an lse, not each token; latency, memory and the 8 bytes of a token's position and segment count.
 
     Raises:
       ValueError: new_tokens T or num_ranks N is no positive integer, or cached_tokens P no non-negative one.
@@ -146,41 +145,39 @@ def predict_times(
     shard_bytes = shard * 2 * model.num_kv_heads * head_size * e
     state_bytes = heads * (head_size + 1) * partial
 
-    def attend(queries: int) -> float:
-        """To one shard."""
+    def compute(queries: int) -> float:
+        """Of some queries to one shard."""
         flops = 4 * queries * (cached + (new + 1) / 2) / n * heads * head_size
         return max(flops / hardware.peak_flops, shard_bytes / hardware.memory_bandwidth)
 
-    def exchange(num_bytes: float, collectives: int = 1) -> float:
+    def transfer(num_bytes: float, collectives: int = 1) -> float:
         return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
 
-    def gather_tokens(num_tokens: int) -> float:
-        return exchange((n - 1) * 8 * num_tokens)
+    def gather(num_tokens: int) -> float:
+        return transfer((n - 1) * 8 * num_tokens)
 
     queries = rows * heads * head_size * e
     merges = (
-        exchange((n - 1) * new * state_bytes),
-        exchange((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
+        transfer((n - 1) * new * state_bytes),
+        transfer((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
     )
     return {
-        "pass_kv": Times(n, attend(rows), exchange(shard_bytes), 0.0, gather_tokens(shard)),
-        "pass_q": Times(
-            n, attend(rows), exchange(queries), exchange((n - 1) * rows * state_bytes), gather_tokens(rows)
-        ),
-        "all_gather": Times(n, attend(rows), 0.0, exchange((n - 1) * shard_bytes), gather_tokens(shard)),
-        "kvp": Times(1, attend(new), 0.0, min(merges), 0.0),
+        "pass_kv": Times(n, compute(rows), transfer(shard_bytes), 0.0, gather(shard)),
+        "pass_q": Times(n, compute(rows), transfer(queries), transfer((n - 1) * rows * state_bytes), gather(rows)),
+        "all_gather": Times(n, compute(rows), 0.0, transfer((n - 1) * shard_bytes), gather(shard)),
+        "kvp": Times(1, compute(new), 0.0, min(merges), 0.0),
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """What the paper's equations compare with.
+    """The thresholds of the paper's equations.
 
-    From a miss rate `T / (T + P)` of `equation_1`, keys and values are no more bytes than queries; from T =
-    `equation_2`, attention hides ring pass-KV; from T + P = `equation_3`, it hides pass-Q's ring. From a miss rate of
-    `equation_5`, which holds for one T, pass-Q's all-to-all costs more than the part of pass-KV that isn't hidden; its
-    partial results have `partial_bytes` here, where the paper has e. As printed, all count attention without a causal
-    mask, twice the work where P = 0.
+    From a miss rate `T / (T + P)` of `equation_1` on, keys and values are no more bytes than queries. From T =
+    `equation_2` on, attention hides ring pass-KV; from T + P = `equation_3` on, it hides pass-Q's ring. From a miss
+    rate of `equation_5` on, which depends on T, pass-Q's all-to-all costs more than the part of pass-KV that isn't
+    hidden; its partial results have `partial_bytes` here, where the paper has e. As in the paper, all four count
+    attention without a causal mask, which is twice the work where P = 0.
     """
 
     equation_1: float
@@ -190,7 +187,7 @@ class Thresholds:
 
     @classmethod
     def of(cls, new_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware) -> "Thresholds":
-        # C * e / BW: operations that the device does while it sends an element.
+        # C * e / BW: operations that the device computes while it sends one element.
         intensity = hardware.peak_flops * hardware.bytes_per_element / hardware.bandwidth
         miss_rate = 2 * model.num_kv_heads / model.num_heads
         hidden = 4 * new_tokens / (num_ranks * intensity)

@@ -1,6 +1,5 @@
-"""What all exchanges share: the door and the way out, and states as messages."""
+"""What all exchanges share: checked arguments, gathered positions and segments, and states as messages."""
 
-import dataclasses
 import math
 
 import jax
@@ -10,27 +9,11 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, vary_alike
+from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """What is static about one call: the mesh axis that is exchanged over, and what each rank computes."""
-
-    axis_name: str
-    kernel: Kernel = None  # type: ignore[assignment]  # where others attend, and what moves alone is its affair
-
-    @property
-    def num_ranks(self) -> int:
-        return lax.axis_size(self.axis_name)
-
-    def gather_tokens(self, tokens: Tokens) -> Tokens:
-        """Those of all ranks, `[N, 1 or B, L]`, in one message of 8 bytes a token."""
-        gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), self.axis_name)
-        return Tokens(gathered[:, 0], gathered[:, 1])
-
-
-def enter(
+def check_arguments(
+    *,
     q: Array,
     k: Array,
     v: Array,
@@ -44,7 +27,11 @@ def enter(
     implementation: str | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[Kernel, Operands, jnp.dtype]:
-    """The door of every exchange: arguments of one rank checked, flattened and cast to vary over the axis."""
+    """Check one rank's arguments of an exchange, flatten their batch dimensions and cast them to vary over the axis.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message names it.
+    """
     try:
         num_ranks = lax.axis_size(axis_name) if isinstance(axis_name, str) else 0
     except NameError:
@@ -67,30 +54,37 @@ def enter(
                 f"{name} must be a shard of its own on each rank, but its type says that it is replicated over "
                 f"{axis_name!r}: its keys would count {num_ranks} times"
             )
-    return kernel, vary_alike(operands, axis_name), check_out_dtype(out_dtype, q.dtype)
+    return kernel, match_varying(operands, axis_name), check_out_dtype(out_dtype, q.dtype)
 
 
-def is_replicated(x: Array, axis_name: str) -> bool:
-    """Whether types say so; under `check_vma=False` they say nothing."""
-    return not varies(x, axis_name) and varies(vary_alike(x, axis_name), axis_name)
-
-
-def varies(x: Array, axis_name: str) -> bool:
-    return axis_name in jax.typeof(x).manual_axis_type.varying
-
-
-def leave(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:
-    """A state `[B, T, N, ...]` in the batch dimensions of q."""
+def restore_shape(state: tuple[Array, Array], q: Array, out_dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Give a state of flat batch `[B, T, N, ...]` the batch dimensions of q, and `out` its dtype."""
     out, lse = state
     return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])
 
 
-def pack(out: Array, lse: Array, num_parts: int) -> Array:
-    """A state, cut into parts along its first axis, as one array `[num_parts, size]`: one message for both."""
+def is_replicated(x: Array, axis_name: str) -> bool:
+    """Whether the type of x says that x is replicated over the axis; under `check_vma=False` no type says so."""
+    return not is_varying(x, axis_name) and is_varying(match_varying(x, axis_name), axis_name)
+
+
+def is_varying(x: Array, axis_name: str) -> bool:
+    """Whether the type of x says that x varies over the axis."""
+    return axis_name in jax.typeof(x).manual_axis_type.varying
+
+
+def gather_tokens(tokens: Tokens, axis_name: str) -> Tokens:
+    """Gather the positions and segments of all ranks, `[N, 1 or B, L]`, in one message of 8 bytes a token."""
+    gathered = lax.all_gather(jnp.stack(jnp.broadcast_arrays(*tokens)), axis_name)
+    return Tokens(gathered[:, 0], gathered[:, 1])
+
+
+def pack_state(out: Array, lse: Array, num_parts: int) -> Array:
+    """Pack a state, split into parts along its first axis, into one array `[num_parts, size]`, sent as one message."""
     return jnp.concatenate([x.reshape(num_parts, x.size // num_parts) for x in (out, lse)], 1)
 
 
-def unpack(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Packed states `[M, size]` -> outs `[M, *shape]`, lses `[M, *shape[:-1]]`."""
+def unpack_states(packed: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Unpack states `[M, size]` into outs `[M, *shape]` and lses `[M, *shape[:-1]]`."""
     num_parts, size = packed.shape[0], math.prod(shape)
     return packed[:, :size].reshape(num_parts, *shape), packed[:, size:].reshape(num_parts, *shape[:-1])

@@ -1,113 +1,124 @@
-"""KV parallelism: all ranks of a group have the same queries, each attends to its own keys, and the states merge."""
+"""KV parallelism: all ranks of a group hold the same queries, attend to their own keys, and merge their states."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, final
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_int32, vary_alike
-from longctx.parallel.exchange import Exchange, enter, leave, pack, unpack, varies
-
-Combine = Callable[[Array, Array, Array | None], tuple[Array, Array]]
-
-# What another collective may cost in bytes: about 10 us of latency, at some 50 GB/s.
-_BYTES_OF_A_COLLECTIVE = 1 << 19
+from longctx.kernels.attention.operands import check_int32, match_varying
+from longctx.parallel.combine import (
+    Combiner,
+    combine_by_all_to_all,
+    combine_by_gather,
+    merge_members,
+    prefers_all_to_all,
+    sum_members,
+)
+from longctx.parallel.exchange import check_arguments, is_varying, restore_shape
 
 
 def kvp_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
-    group_ids: Array | None = None,
+    group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
     merge: str = "auto",
     axis_name: str = "context",
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
-    """Attention of queries that all ranks have to the keys of all ranks; only states move, whatever the KV length.
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+    """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
 
     Arguments, results and errors are those of `ring_pass_kv`, but for q, q_positions and q_segment_ids, which are the
     same on all ranks, and for these:
 
     Args:
-      group_ids: integers `[T]`, each rank its own: row t is merged over the ranks that give it the same group id, and
-        those have the same query there. So one batch can hold rows of a long request, spread over some ranks, and in
-        the same place on other ranks, rows of other requests. Or `[N, T]`, those of all ranks, known to all of them,
-        which need not be gathered in every layer. None: all ranks are one group.
-      merge: how the states meet. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
-        `A = 4 * B * T * N_heads * (H + 1)`: fewest collectives, for few rows. `"all_to_all"`: each rank merges a part
-        of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
-        element of out, in two steps: for the rows of a chunk. (lse goes back on its own, and not at all where it isn't
-        used; rows are filled up to a multiple of N.) `"auto"`: the first until its surplus is worth a second
-        collective, half a MiB.
+      group_ids: integers `[T]`, different on each rank: row t is merged over the ranks that give it the same group id,
+        and these hold the same query in row t. So one batch can hold rows of a long request on some ranks and rows of
+        other requests in the same places on other ranks. Or `[N, T]`, the ids of all ranks, which saves gathering them
+        in every layer. None: all ranks are one group.
+      merge: how states are merged. `"gather"`: one all-gather of all states, `(N - 1) * A` bytes sent per rank, where
+        `A = 4 * B * T * N_heads * (H + 1)`: the fewest collectives, for few rows. `"all_to_all"`: each rank merges a
+        part of the rows and sends them back, `(N - 1) / N * (A + B * T * N_heads * (H * e + 4))` bytes for e bytes an
+        element of out, in two steps: for the rows of a chunk. (lse is sent back separately, and not at all if it isn't
+        used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
+        worth of a second collective.
 
     Returns:
-      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, `shard_map` knows them to be
-      replicated over the axis. Backward, the cotangents of a group are summed the same way, dQ is each rank's share
-      (summed by `shard_map`, in q's dtype, where q came in replicated), and dK and dV never move.
+      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, their types say that they are
+      replicated over the axis. Backward sums the cotangents of a group the same way, each rank computes its share of dQ
+      (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
 
     Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
     """
-    kernel, operands, out_dtype = enter(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+    kernel, operands, out_dtype = check_arguments(
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
     num_ranks = lax.axis_size(axis_name)
     if merge not in ("auto", "gather", "all_to_all"):
         raise ValueError(f"merge must be 'auto', 'gather' or 'all_to_all', got {merge!r}")
-    by_rows = _is_by_rows(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
-    if group_ids is None and num_ranks > 1 and varies(q, axis_name):
+    all_to_all = prefers_all_to_all(q, num_ranks, out_dtype) if merge == "auto" else merge == "all_to_all"
+    if group_ids is None and num_ranks > 1 and is_varying(q, axis_name):
         raise ValueError(
             f"q must be replicated over {axis_name!r}, but its type says that it varies: give group_ids, or gather it "
             'with jax.lax.all_gather(..., to="invarying")'
         )
     groups = None if group_ids is None else _check_groups(group_ids, axis_name, num_ranks, q.shape[-3])
-    exchange = KVP(axis_name, kernel, by_rows, out_dtype)
-    return leave(attend(exchange, vary_alike(GroupedOperands(*operands, groups), axis_name)), q, out_dtype)
+    grouped = match_varying(GroupedOperands(*operands, groups), axis_name)
+    state = attention_with_vjp(KVP(axis_name, kernel, all_to_all, out_dtype), grouped)
+    return restore_shape(state, q, out_dtype)
 
 
 def merge_over_ranks(
-    out: Array, lse: Array, group_ids: Array, axis_name: str = "context", out_dtype: DTypeLike | None = None
-) -> tuple[Array, Array]:
-    """KVP's second half: states that ranks have of the same queries, merged as `kvp_attention` does with `"auto"`.
+    out: Float[Array, "T N H"],
+    lse: Float[Array, "T N"],
+    group_ids: Int[Array, "ranks T"],
+    axis_name: str = "context",
+    out_dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
+    """Merge the states that ranks hold for the same queries, as `kvp_attention` does with `merge="auto"`.
 
     Args:
       out: `[T, N, H]`, float32.
       lse: `[T, N]`, float32.
-      group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, where it is the same query.
+      group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, which hold the same query.
 
     Returns:
-      (out as out_dtype, by default float32; lse).
+      (out in out_dtype, by default float32; lse).
     """
-    out, lse, group_ids = vary_alike((out, lse, group_ids), axis_name)
+    out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    exchange = KVP(axis_name, by_rows=_is_by_rows(out, lax.axis_size(axis_name), dtype))
-    out, lse = exchange.meet((out[None], lse[None]), group_ids, _merge, dtype)
+    all_to_all = prefers_all_to_all(out, lax.axis_size(axis_name), dtype)
+    combine_states = combine_by_all_to_all if all_to_all else combine_by_gather
+    out, lse = combine_states((out[None], lse[None]), group_ids, merge_members, axis_name=axis_name, dtype=dtype)
     return out[0].astype(dtype), lse[0]
 
 
-def _is_by_rows(q: Array, num_ranks: int, out_dtype: jnp.dtype) -> bool:
-    state = 4 * (q.size + q.size // q.shape[-1])
-    gather, by_rows = (num_ranks - 1) * state, (num_ranks - 1) / num_ranks * (state + q.size * out_dtype.itemsize)
-    return gather - by_rows > _BYTES_OF_A_COLLECTIVE
-
-
 class GroupedOperands(NamedTuple):
-    """`Operands` whose row t on rank r is of group `groups[r, t]`; all of one where groups is None."""
+    """`Operands` in which row t on rank r belongs to group `groups[r, t]`; None: all rows belong to one group."""
 
     q: Array
     k: Array
@@ -118,7 +129,7 @@ class GroupedOperands(NamedTuple):
 
 
 def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int) -> Array:
-    """-> `[N, T]`."""
+    """Check the group ids and gather them from all ranks: `[N, T]`."""
     groups = check_int32("group_ids", group_ids)
     if groups.shape not in ((length,), (num_ranks, length)):
         raise ValueError(
@@ -127,74 +138,30 @@ def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int)
     return lax.all_gather(groups, axis_name) if groups.ndim == 1 else groups
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class KVP(Exchange):
-    by_rows: bool = False
-    out_dtype: Any = jnp.float32
+class KVP:
+    """The `Algorithm` of `kvp_attention`: `kernel` computes on each rank, and states are combined over the ranks."""
+
+    axis_name: str
+    kernel: Kernel
+    all_to_all: bool
+    out_dtype: jnp.dtype
 
     def forward(self, operands: GroupedOperands) -> tuple[Array, Array]:
         state = self.kernel.forward(Operands(*operands[:5]))
-        return self.meet(state, operands.groups, _merge, self.out_dtype)
+        return self._combine(state, operands.groups, merge_members, self.out_dtype)
 
     def backward(
         self, operands: GroupedOperands, lse: Array, row_terms: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        # What is typed as replicated has one cotangent. Else each rank has its own, of a result that all made.
-        if operands.groups is not None or not varies(operands.q, self.axis_name):
-            d_out, row_terms = self.meet((d_out, row_terms), operands.groups, _sum, lse.dtype)
-        return self.kernel.backward(*vary_alike((Operands(*operands[:5]), lse, row_terms, d_out)))
+        # A replicated result has one cotangent. Otherwise each rank has its own, and they add up.
+        if operands.groups is not None or not is_varying(operands.q, self.axis_name):
+            d_out, row_terms = self._combine((d_out, row_terms), operands.groups, sum_members, lse.dtype)
+        return self.kernel.backward(*match_varying((Operands(*operands[:5]), lse, row_terms, d_out)))
 
-    def meet(
-        self, state: tuple[Array, Array], groups: Array | None, combine: Combine, dtype: DTypeLike
+    def _combine(
+        self, state: tuple[Array, Array], groups: Array | None, combine: Combiner, dtype: DTypeLike
     ) -> tuple[Array, Array]:
-        """All ranks' pairs `[B, T, N, H]` and `[B, T, N]` combined over each row's group, the first as dtype."""
-        rows, terms = (jnp.moveaxis(x, 1, 0) for x in state)
-        if self.by_rows:
-            met = self._meet_by_rows(rows, terms, groups, combine, dtype)
-        else:
-            # One group's result is the same everywhere, which the types should know.
-            kind = "invarying" if groups is None else "varying"
-            gathered = lax.all_gather(pack(rows, terms, 1)[0], self.axis_name, to=kind)
-            mine = None if groups is None else groups == groups[lax.axis_index(self.axis_name)][None]
-            met = combine(*unpack(gathered, rows.shape), mine)
-        out, lse = (jnp.moveaxis(x, 0, 1) for x in met)
-        return out, lse
-
-    def _meet_by_rows(
-        self, rows: Array, terms: Array, groups: Array | None, combine: Combine, dtype: DTypeLike
-    ) -> tuple[Array, Array]:
-        """Rank r combines the r-th part of the rows, for everybody."""
-        n, length = self.num_ranks, rows.shape[0]
-        per_rank = -(-length // n)
-
-        def fill(x: Array, axis: int = 0) -> Array:
-            return jnp.pad(x, [(0, (n * per_rank - length) * (i == axis)) for i in range(x.ndim)])
-
-        def exchange(x: Array) -> Array:
-            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
-
-        parts = unpack(exchange(pack(fill(rows), fill(terms), n)), (per_rank, *rows.shape[1:]))
-        if groups is None:
-            out, lse = combine(*parts, None)
-            met = lax.all_gather((out.astype(dtype), lse), self.axis_name, to="invarying")
-        else:
-            first = lax.axis_index(self.axis_name) * per_rank
-            mine = lax.dynamic_slice_in_dim(fill(groups, 1), first, per_rank, 1)
-            out, lse = jax.vmap(lambda group: combine(*parts, mine == group[None]))(mine)
-            met = exchange(out.astype(dtype)), exchange(lse)
-        out, lse = (x.reshape(n * per_rank, *x.shape[2:])[:length] for x in met)
-        return out, lse
-
-
-def _merge(outs: Array, lses: Array, members: Array | None) -> tuple[Array, Array]:
-    """States of all ranks `[N, T, B, ...]`, of which each row takes its members `[N, T]`."""
-    if members is not None:
-        lses = jnp.where(members[..., None, None], lses, -jnp.inf)
-    return merge_states(outs, lses)
-
-
-def _sum(rows: Array, terms: Array, members: Array | None) -> tuple[Array, Array]:
-    if members is None:
-        return jnp.sum(rows, 0), jnp.sum(terms, 0)
-    weights = members.astype(rows.dtype)[..., None, None]
-    return jnp.sum(rows * weights[..., None], 0), jnp.sum(terms * weights, 0)
+        run = combine_by_all_to_all if self.all_to_all else combine_by_gather
+        return run(state, groups, combine, axis_name=self.axis_name, dtype=dtype)

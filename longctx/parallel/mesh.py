@@ -1,4 +1,4 @@
-"""The mesh of three axes that everything else names."""
+"""The mesh of the axes `stage`, `context` and `tensor`, and queries of its axes inside `shard_map`."""
 
 import functools
 import math
@@ -15,9 +15,10 @@ AXES = ("stage", "context", "tensor")
 
 
 def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-    """The first `stage * context * tensor` devices as a mesh of these axes, of type Auto.
+    """A mesh of the first `stage * context * tensor` devices, with axes of type Auto.
 
-    `tensor` runs fastest, as it talks most: it gets neighbouring devices, those of one host. Then `context`.
+    `tensor` runs fastest, because it communicates most: it gets neighbouring devices, those of one host. `context` is
+    next.
 
     Raises:
       ValueError: a size is not a positive integer, or there are too few devices.
@@ -33,10 +34,10 @@ def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
 
 
 def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` over the axes that have more than one device; over none of them, the function itself.
+    """`jax.shard_map` over the axes with more than one device; with a single device, the function itself.
 
-    XLA's CPU backend keeps collectives among one device, and types would ask for them. So inside, `size_of` and
-    `index_of` tell of axes, whether there or not, and nothing is exchanged over one that is not.
+    XLA's CPU backend keeps collectives over one device, and types would require them. So axes of one device are
+    dropped: inside, `size_of` and `index_of` answer for all axes, and code exchanges over `present` axes alone.
     """
     trimmed = trim_mesh(mesh)
     if trimmed.size == 1:
@@ -47,14 +48,14 @@ def shard_map(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
 
 
 def named_sharding(mesh: Mesh, spec: P) -> NamedSharding:
-    """Over the axes of more than one device, as `shard_map` has them: others would be another sharding to `jax.jit`."""
+    """A sharding over the mesh that `shard_map` uses: one over the whole mesh would be different to `jax.jit`."""
     trimmed = trim_mesh(mesh)
     return NamedSharding(trimmed, _trim(trimmed, spec))
 
 
 @functools.cache
 def trim_mesh(mesh: Mesh) -> Mesh:
-    """The mesh without axes of one device; if all are, with the first."""
+    """The mesh without its axes of one device; if all have one, with the first alone."""
     names = [name for name in mesh.axis_names if mesh.shape[name] > 1] or mesh.axis_names[:1]
     sizes = [mesh.shape[name] for name in names]
     return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
@@ -69,7 +70,7 @@ def _trim(trimmed: Mesh, spec: P) -> P:
 
 
 def size_of(axis: str) -> int:
-    """Inside `shard_map`: how many devices an axis has, 1 if it is not there."""
+    """Inside `shard_map`: the number of devices of an axis, 1 if it was dropped."""
     try:
         return lax.axis_size(axis)
     except NameError:
@@ -77,7 +78,7 @@ def size_of(axis: str) -> int:
 
 
 def index_of(*axes: str) -> Array | int:
-    """Inside `shard_map`: this device's number along some axes, the first the slowest."""
+    """Inside `shard_map`: this device's index along some axes, of which the first runs slowest."""
     index: Array | int = 0
     for axis in axes:
         if size_of(axis) > 1:
@@ -86,5 +87,5 @@ def index_of(*axes: str) -> Array | int:
 
 
 def present(*axes: str) -> tuple[str, ...]:
-    """Those of some axes that have more than one device."""
+    """Inside `shard_map`: those of the given axes that have more than one device."""
     return tuple(axis for axis in axes if size_of(axis) > 1)

@@ -1,57 +1,60 @@
-"""Ring pass-KV: every rank keeps its queries, keys and values go round."""
+"""Ring pass-KV: every rank keeps its queries, and keys and values travel round a ring."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import enter, leave
-from longctx.parallel.ring import Ring
+from longctx.parallel.exchange import check_arguments, restore_shape
+from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
 def ring_pass_kv(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks: keys and values travel round a ring.
 
-    Call it inside `jax.shard_map`. A shard's keys are cached and new ones together, best sorted by (segment,
-    position); any layout, and any sharding of the cache, as positions say what a query sees. Shards are equally long
-    on all ranks: fill up with segment id -1. What the mask empties costs no work.
+    Call it inside `jax.shard_map`. A shard's keys are its cached and new ones together, best sorted by (segment,
+    position). The layout and the sharding of the cache are free, as positions say what a query sees. Shards are equally
+    long on all ranks; pad with segment id -1. Masked blocks cost no work.
 
     Args:
       q: this rank's queries `[*B, T, N, H]`.
       k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
       q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
-      axis_name: the mesh axis of N ranks to go round.
+      axis_name: the mesh axis of N ranks that forms the ring.
       causal, scale, implementation, out_dtype: as in `longctx.kernels.attention`.
 
     Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; residuals
-      are these, out and lse.
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
+      residuals are q, k, v, out and lse.
 
-    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element: keys and values
-    in N - 1 permutes, one message each, which the attention to the keys before hides; and their positions and segments,
-    8 bytes a key (once where all sequences share them), in one all-gather at the start. Backward the same again, and
-    `(N - 1) * S * B * 2 * K * H * 4` for dK and dV, which follow in float32, hidden but for the last.
+    On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element. Keys and values
+    go in N - 1 permutes of one message each, which the attention to the previous block hides. Their positions and
+    segments, 8 bytes a key (sent once if all sequences share them), go in one all-gather at the start. Backward sends
+    the same again, and `(N - 1) * S * B * 2 * K * H * 4` bytes of dK and dV, which follow in float32; all but their
+    last hop is hidden.
 
-    Memory, whatever N: two shards of keys and values, and a state. (On CPUs, whose compiler drops the order of the
+    Memory, for any N: two shards of keys and values, and one state. (On CPUs, whose compiler drops the order of the
     hops, N shards.)
 
     Raises:
@@ -59,25 +62,34 @@ def ring_pass_kv(
 
     Source: context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
     """
-    kernel, operands, out_dtype = enter(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+    kernel, operands, out_dtype = check_arguments(
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
-    return leave(attend(PassKV(axis_name, kernel), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(PassKV(axis_name, kernel), operands), q, out_dtype)
 
 
-class PassKV(Ring):
+@final
+@dataclasses.dataclass(frozen=True)
+class PassKV:
+    """The `Algorithm` of `ring_pass_kv`: `kernel` computes on each rank of the mesh axis."""
+
+    axis_name: str
+    kernel: Kernel
+
     def forward(self, operands: Operands) -> tuple[Array, Array]:
-        return self.fetch_round(operands, self.tokens_by_hop(operands.keys))
-
-    def fetch_round(self, operands: Operands, keys_of: Callable[[int], Tokens]) -> tuple[Array, Array]:
-        """The state of one's queries over all ranks' keys, which are known beforehand."""
-        q, k, v, queries, _ = operands
-
-        def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            return self.kernel.forward(Operands(q, kv, kv, queries, keys), state)
-
-        return self.ring(jnp.stack([k, v]), keys_of, step)
+        keys_of = tokens_by_hop(operands.keys, self.axis_name)
+        return pass_kv_forward(operands, keys_of, kernel=self.kernel, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
@@ -87,5 +99,23 @@ class PassKV(Ring):
             part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
             return (part if d_q is None else d_q + part), jnp.stack(d_kv)
 
-        d_q, (d_k, d_v) = self.ring_and_back((jnp.stack([k, v]),), keys, step)
+        d_q, (d_k, d_v) = fold_ring_and_return((jnp.stack([k, v]),), keys, step, self.axis_name)
         return d_q, d_k, d_v
+
+
+def pass_kv_forward(
+    operands: Operands, keys_of: Callable[[int], Tokens], *, kernel: Kernel, axis_name: str
+) -> tuple[Array, Array]:
+    """The state of this rank's queries over the keys of all ranks.
+
+    Args:
+      operands: this rank's, varying over the axis; their `keys` are not read.
+      keys_of: a function from a hop to the positions and segments of the keys that are here after it
+        (`longctx.parallel.ring.tokens_by_hop` makes one). A caller with many layers gathers them once.
+    """
+    q, k, v, queries, _ = operands
+
+    def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
+        return kernel.forward(Operands(q, kv, kv, queries, keys), state)
+
+    return fold_ring(jnp.stack([k, v]), keys_of, step, axis_name)

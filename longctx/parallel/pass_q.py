@@ -1,28 +1,29 @@
-"""Ring pass-Q: keys and values stay where they are, queries go round, and partial results go home."""
+"""Ring pass-Q: keys and values stay, queries travel round a ring, and partial results return to their rank."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from longctx.kernels import merge_states
-from longctx.kernels.attention.kernel import Operands, attend
+from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.parallel.exchange import enter, leave, pack, unpack
-from longctx.parallel.ring import Ring
+from longctx.parallel.exchange import check_arguments, pack_state, restore_shape, unpack_states
+from longctx.parallel.ring import fold_ring, fold_ring_and_return, tokens_by_hop
 
 
 def ring_pass_q(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
@@ -30,71 +31,68 @@ def ring_pass_q(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
-) -> tuple[Array, Array]:
-    """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results come home.
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
+    """Attention of this rank's queries to the keys of all ranks: queries travel round a ring, results return.
 
-    Arguments, results and errors are those of `ring_pass_kv`, from which it differs in what is sent: the better where
-    new tokens are few beside the cached ones. Three more things to know:
+    Arguments, results and errors are those of `ring_pass_kv`. It sends queries in place of keys, which is better where
+    new tokens are few beside the cached ones. Three differences:
 
-    * **decode**: with `decode=True` every query is of a sequence of its own (batched decode): `q_segment_ids [T]` are
-      the sequences, -1 in rows that have none, and q has no batch dimensions. Forward, each row then reads the keys of
-      its own sequence only, and a row without one reads nothing: a batch that N does not divide costs no more work than
-      its B queries, on every rank. `plan_decode` says which rank has which sequence in which step.
+    * **decode**: with `decode=True` every query belongs to a sequence of its own (batched decode): `q_segment_ids [T]`
+      are the sequences, -1 in rows that have none, and q has no batch dimensions. Forward, each row then reads only the
+      keys of its own sequence, and a row without one reads nothing, so a batch that N does not divide costs no more
+      than its B queries on every rank. `plan_decode` says which rank has which sequence in which step.
     * **On the wire**, each rank sends `(N - 1) * T * B * (N_heads * H * e + 8)` bytes: queries in N - 1 permutes, which
-      the attention of the queries before hides, and positions and segments in one all-gather; then, which nothing
-      hides, `(N - 1) * T * B * N_heads * (H + 1) * 4` of partial (out, lse) in float32, in one all-to-all. Backward
-      queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in float32; dK and dV
-      never move.
-    * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, as sent and as received.
+      the attention of the previous queries hides, and positions and segments in one all-gather. Then it sends
+      `(N - 1) * T * B * N_heads * (H + 1) * 4` bytes of partial (out, lse) in float32, in one all-to-all that nothing
+      hides. Backward, queries, lse, row terms and the cotangent of out travel in N - 1 permutes, and dQ follows in
+      float32; dK and dV never move.
+    * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, once as sent and once as received.
 
     Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
     """
-    kernel, operands, out_dtype = enter(
-        *(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids),
-        *(axis_name, causal, scale, implementation, out_dtype),
+    kernel, operands, out_dtype = check_arguments(
+        q=q,
+        k=k,
+        v=v,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        axis_name=axis_name,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
     if decode and (q.ndim != 3 or q_segment_ids is None):
         raise ValueError(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
             f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
         )
-    return leave(attend(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
+    return restore_shape(attention_with_vjp(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
 
 
+@final
 @dataclasses.dataclass(frozen=True)
-class PassQ(Ring):
-    decode: bool = False
+class PassQ:
+    """The `Algorithm` of `ring_pass_q`: `kernel` computes on each rank of the mesh axis.
+
+    With `decode`, each query is a sequence of its own.
+    """
+
+    axis_name: str
+    kernel: Kernel
+    decode: bool
 
     def forward(self, operands: Operands) -> tuple[Array, Array]:
         q, k, v, queries, keys = operands
-        attend = lambda q, queries: self._attend(Operands(q, k, v, queries, keys))  # noqa: E731
-        return self.ask_round(q, self.tokens_by_hop(queries), attend)
+        block_forward = _decode_forward if self.decode else Kernel.forward
 
-    def ask_round(
-        self, q: Array, queries_of: Callable[[int], Any], attend: Callable[[Array, Any], tuple[Array, Array]]
-    ) -> tuple[Array, Array]:
-        """The state of one's queries over all ranks' keys: `attend(q, queries)` is that of some rank's over one's own.
+        def attend_local(q: Array, queries: Tokens) -> tuple[Array, Array]:
+            return block_forward(self.kernel, Operands(q, k, v, queries, keys))
 
-        `queries_of(hop)`: what is known of the queries that are here after so many hops.
-        """
-
-        def step(partials: Array | None, q: Array, queries: Any, source: Array) -> Array:
-            part = pack(*attend(q, queries), 1)
-            if partials is None:
-                partials = jnp.zeros_like(part, shape=(self.num_ranks, part.size))
-            return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
-
-        partials = self.ring(q, queries_of, step)
-        partials = lax.all_to_all(partials, self.axis_name, 0, 0, tiled=True)
-        return merge_states(*unpack(partials, q.shape))
-
-    def _attend(self, operands: Operands) -> tuple[Array, Array]:
-        if not self.decode:
-            return self.kernel.forward(operands)
-        # As a batch of sequences of one query each, over keys that they share.
-        rows = operands._replace(q=operands.q[0, :, None], queries=Tokens(*(x[0, :, None] for x in operands.queries)))
-        out, lse = self.kernel.forward(rows)
-        return out[None, :, 0], lse[None, :, 0]
+        queries_of = tokens_by_hop(queries, self.axis_name)
+        return pass_q_forward(q, queries_of, attend_local, axis_name=self.axis_name)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         q, k, v, queries, keys = operands
@@ -104,5 +102,40 @@ class PassQ(Ring):
             d_q, *parts = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
             return (parts if d_kv is None else [x + y for x, y in zip(d_kv, parts, strict=True)]), d_q
 
-        (d_k, d_v), d_q = self.ring_and_back((q, lse, row_terms, d_out), queries, step)
+        block = (q, lse, row_terms, d_out)
+        (d_k, d_v), d_q = fold_ring_and_return(block, queries, step, self.axis_name)
         return d_q, d_k, d_v
+
+
+def pass_q_forward(
+    q: Array,
+    queries_of: Callable[[int], Any],
+    attend_local: Callable[[Array, Any], tuple[Array, Array]],
+    *,
+    axis_name: str,
+) -> tuple[Array, Array]:
+    """The state of this rank's queries over the keys of all ranks.
+
+    Args:
+      q: this rank's queries `[B, T, N, H]`, varying over the axis.
+      queries_of: a function from a hop to the metadata of the queries that are here after it.
+      attend_local: `attend_local(q, metadata)` is the state of some rank's queries over this rank's keys.
+    """
+    num_ranks = lax.axis_size(axis_name)
+
+    def step(partials: Array | None, q: Array, queries: Any, source: Array) -> Array:
+        part = pack_state(*attend_local(q, queries), 1)
+        if partials is None:
+            partials = jnp.zeros_like(part, shape=(num_ranks, part.size))
+        return lax.dynamic_update_slice(partials, part, (source, jnp.zeros_like(source)))
+
+    partials = fold_ring(q, queries_of, step, axis_name)
+    partials = lax.all_to_all(partials, axis_name, 0, 0, tiled=True)
+    return merge_states(*unpack_states(partials, q.shape))
+
+
+def _decode_forward(kernel: Kernel, operands: Operands) -> tuple[Array, Array]:
+    """Attend as a batch of sequences of one query each, over keys that they share."""
+    rows = operands._replace(q=operands.q[0, :, None], queries=Tokens(*(x[0, :, None] for x in operands.queries)))
+    out, lse = kernel.forward(rows)
+    return out[None, :, 0], lse[None, :, 0]

@@ -1,8 +1,8 @@
 """Sequence pipeline parallelism: chunks of one sequence follow each other densely through the stages.
 
-Stage s works on chunk t - s at tick t. A chunk's attention in a stage needs the keys and values of the chunks before it
-in that stage alone, and these have just been there: so, other than in a pipeline of batches, no chunk waits for the one
-before it to come out (Mnemosyne, 4.3; Medha, 3.3).
+Stage s works on chunk t - s at tick t. The attention of a chunk in a stage needs the keys and values of earlier chunks
+in that stage alone, and the stage has just computed them. So no chunk waits for the previous one to leave the last
+stage, as it would in a pipeline of batches (Mnemosyne, 4.3; Medha, 3.3).
 """
 
 from collections.abc import Callable
@@ -10,18 +10,21 @@ from typing import TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Shaped
 
-from longctx.kernels.attention.operands import vary_alike
+from longctx.kernels.attention.operands import match_varying
 
 State = TypeVar("State")
 
 
-def enter_stage(x: Array, entering: Array, axis_name: str = "stage") -> Array:
-    """What this stage works on in this tick, inside `jax.shard_map`: one permute, asynchronous on GPUs.
+def enter_stage(
+    x: Shaped[Array, "*chunk"], entering: Shaped[Array, "*chunk"], axis_name: str = "stage"
+) -> Shaped[Array, "*chunk"]:
+    """The input of this stage in this tick, inside `jax.shard_map`, by one permute (asynchronous on GPUs).
 
     Args:
-      x: what this stage made in the tick before; it goes to the next one.
-      entering: what comes into the first stage, shaped like x. It counts there alone.
+      x: the output of this stage in the previous tick, which goes to the next stage.
+      entering: the input of the first stage, shaped like x. Other stages ignore it.
     """
     stages = lax.axis_size(axis_name)
     if stages == 1:
@@ -33,27 +36,27 @@ def enter_stage(x: Array, entering: Array, axis_name: str = "stage") -> Array:
 def sequence_pipeline(
     stage_fn: Callable[[State, Array, Array], tuple[State, Array]],
     state: State,
-    chunks: Array,
+    chunks: Shaped[Array, "M *chunk"],
     axis_name: str = "stage",
-) -> tuple[State, Array]:
-    """All chunks of a sequence through all stages, inside `jax.shard_map`: `M + S - 1` ticks for M chunks and S stages.
+) -> tuple[State, Shaped[Array, "M *chunk"]]:
+    """Run all chunks of a sequence through all stages, inside `jax.shard_map`, in `M + S - 1` ticks.
 
     Args:
-      stage_fn: `(state, x, chunk) -> (state, y)`: this stage's layers, on chunk number `chunk` (int32; x and y are
-        shaped and typed alike). In ticks in which a stage has no chunk, the first and last S - 1 of them, it is -1:
-        then state must stay as it is, where that matters (drop what would be written).
+      stage_fn: `(state, x, chunk) -> (state, y)`: this stage's layers, on chunk number `chunk` (int32; x and y have
+        one shape and dtype). `chunk` is -1 in ticks in which the stage has none, some of the first and last S - 1: then
+        stage_fn must not change the parts of the state that matter (it drops its writes).
       state: any pytree that a stage keeps: its part of the KV cache.
-      chunks: `[M, *chunk]`, what enters the first stage; the others ignore it.
+      chunks: `[M, *chunk]`, the inputs of the first stage; other stages ignore them.
       axis_name: the mesh axis of S stages.
 
     Returns:
-      (state, y of the last stage `[M, *chunk]`, the same on all stages). Each tick sends one chunk to the next stage;
-      in the end the results go to all, `M * chunk` in one all-reduce. Differentiable if stage_fn is.
+      (state, y of the last stage `[M, *chunk]`, the same on all stages). Each tick sends one chunk to the next stage,
+      and one all-reduce of `M * chunk` elements sends the results to all stages. Differentiable if stage_fn is.
 
     Raises:
       ValueError: chunks have no leading axis, or there are none.
 
-    Source: Mnemosyne, 4.3, figure 9; equation 8: time falls with S, but for S - 1 ticks.
+    Source: Mnemosyne, 4.3, figure 9; equation 8: the time is divided by S, plus S - 1 ticks.
     """
     if chunks.ndim < 1 or chunks.shape[0] == 0:
         raise ValueError(f"chunks must be [M, *chunk] with at least one chunk, got {chunks.shape}")
@@ -67,8 +70,8 @@ def sequence_pipeline(
         return (state, y), y
 
     ticks = jnp.arange(num_chunks + stages - 1, dtype=jnp.int32)
-    state, chunks = vary_alike((state, chunks), axis_name)
+    state, chunks = match_varying((state, chunks), axis_name)
     (state, _), ys = lax.scan(tick, (state, jnp.zeros_like(chunks[0])), ticks)
-    # What came out of the last stage, one chunk a tick from tick S - 1 on.
+    # The last stage finishes one chunk a tick from tick S - 1 on.
     last = jnp.where(index == stages - 1, ys[stages - 1 :], jnp.zeros_like(ys[stages - 1 :]))
     return state, lax.psum(last, axis_name)

@@ -94,7 +94,7 @@ def test_gradients_travel_hidden() -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_ranks() -> None:
-    """Beyond what one rank needs: two shards of keys and values, and the state that is merged into."""
+    """Beyond what one rank needs: two shards of keys and values, and one state."""
     one, eight = (program(ring_pass_kv, n).memory_analysis().temp_size_in_bytes for n in (1, 8))
     assert eight - one < 2 * KV_BYTES + 2 * STATE_BYTES
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels as compiled for an H100: every named shape, no spills, no copies of keys, inside a mesh too."""
+"""The Mosaic GPU kernels compiled for an H100: every named shape, no spills, no copies of keys, inside a mesh too."""
 
 import re
 from pathlib import Path
@@ -61,7 +61,7 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def attend(shape: AttentionShape) -> tuple[Any, Any]:
+def program_of(shape: AttentionShape) -> tuple[Any, Any]:
     def function(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-def]
         return attention(q, k, v, q_positions, kv_positions, implementation="mosaic_gpu")
 
@@ -73,7 +73,7 @@ def attend(shape: AttentionShape) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_named_shapes(name: str, dumped: Path) -> None:
     shape = SHAPES[name]
-    compiled = compile_for_h100(*attend(shape))
+    compiled = compile_for_h100(*program_of(shape))
     check_kernels(dumped)
     # Nothing of the size of the keys is made.
     size = shape.batch * shape.kv_length * shape.kv_heads * shape.head_size

@@ -1,4 +1,4 @@
-"""Drawn cases of `attention`, and what the float64 oracle says of them."""
+"""Drawn cases of `attention`, and their results by the float64 oracle."""
 
 import functools
 from typing import NamedTuple
@@ -45,7 +45,7 @@ ANY_SHAPE = st.tuples(
 
 @st.composite
 def cases(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[tuple[int, ...], int, int, int, int, int]]) -> Case:
-    """Every way in which tokens may be laid out, for drawn shapes."""
+    """Drawn shapes with any layout of tokens."""
     batch, q_length, kv_length, kv_heads, group, head_size = draw(shapes)
     layout = draw(st.sampled_from(["suffix", "zigzag", "striped", "packed", "shuffled", "before"]))
     padding = draw(st.sampled_from(["none", "some", "all"]))

@@ -1,4 +1,4 @@
-"""What every implementation of `attention` is held to. A class for each says what it supports, and where it runs."""
+"""The tests of every implementation of `attention`. A subclass says what it supports and where it runs."""
 
 import contextlib
 from typing import Any
@@ -31,7 +31,7 @@ class AttentionTestBase:
         return contextlib.nullcontext()
 
     def __init_subclass__(cls) -> None:
-        """Drawn tests are made for each class: they differ in shapes and in how many there are."""
+        """Make the drawn tests of each class, which differ in shapes and number."""
 
         def float32(self: AttentionTestBase, case: Case) -> None:
             self.check_float32(case)

@@ -1,4 +1,4 @@
-"""Deletes one barrier operation of the Hopper kernels and runs them in the interpreter: for test_hopper_barriers.
+"""Deletes one barrier operation of the Mosaic GPU kernels and interprets them: for test_mosaic_gpu_barriers.
 
 `python mutants.py FILE NUMBER`: exits 0 if results are right and nothing was noticed.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longctx.kernels import attention, paged_attention
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 MODULES = ("forward",)
 OPERATIONS = ("wait", "arrive")
@@ -36,7 +36,7 @@ class Delete(ast.NodeTransformer):
 
 
 def load(name: str) -> ModuleType:
-    return importlib.import_module(f"longctx.kernels.hopper.{name}")
+    return importlib.import_module(f"longctx.kernels.mosaic_gpu.{name}")
 
 
 def mutate(name: str, number: int) -> tuple[ast.Module, list[int]]:
@@ -47,7 +47,7 @@ def mutate(name: str, number: int) -> tuple[ast.Module, list[int]]:
 
 
 def install(name: str, number: int) -> None:
-    """Every module that took something of the changed one by name gets the new one."""
+    """Replace the names of the changed module in every module that imported them."""
     module = load(name)
     before = dict(vars(module))
     exec(compile(mutate(name, number)[0], module.__file__, "exec"), vars(module))
@@ -59,7 +59,7 @@ def install(name: str, number: int) -> None:
 
 
 def check() -> None:
-    """Contiguous keys, several blocks and tiles a worker, two consumers; then pages with NaN in slots never written."""
+    """Contiguous keys with several blocks and tiles per worker; then pages with NaN in slots never written."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((n, 1, 64)), jnp.bfloat16) for n in (140, 800, 800))
     positions = jnp.arange(140) + 660

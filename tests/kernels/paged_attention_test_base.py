@@ -1,4 +1,4 @@
-"""What every implementation of `paged_attention` is held to: a class for each says what it supports, and where."""
+"""The tests of every implementation of `paged_attention`. A subclass says what it supports and where it runs."""
 
 import contextlib
 from typing import Any
@@ -31,7 +31,7 @@ class PagedAttentionTestBase:
             return run(case, dtype, self.implementation, bits, self.jit)
 
     def __init_subclass__(cls) -> None:
-        """Drawn tests are made for each class: they differ in shapes and in how many there are."""
+        """Make the drawn tests of each class, which differ in shapes and number."""
 
         def float32(self: PagedAttentionTestBase, case: Case) -> None:
             assert error(self.run(case, jnp.float32), oracle(case)) < 1e-5
@@ -64,7 +64,7 @@ class PagedAttentionTestBase:
         assert error(got, want) <= 2.5 * error(run(case, dtype, "reference", bits), want) + 2e-3
 
     def check_ranks_merge(self, case: Case, ranks: int, seed: int) -> None:
-        """Pages dealt over ranks in any way; each has gaps in its page index, and lists its own pages only."""
+        """Pages on ranks in any order; each rank lists only its own pages, and its page index has gaps."""
         want = oracle(case)
         metadata, rng = case.metadata, np.random.default_rng(seed)
         owner = rng.integers(0, ranks, metadata["page_table"].shape)

@@ -1,4 +1,4 @@
-"""Drawn ragged batches for `paged_attention`, and what the float64 oracle says of them."""
+"""Drawn ragged batches for `paged_attention`, and their results by the float64 oracle."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from longctx.kernels.bits import to_bits
 
 
 class Shape(NamedTuple):
-    """Each compiles once; everything else about a case is data."""
+    """A shape, which compiles once; everything else about a case is data."""
 
     rows: int
     heads: int
@@ -111,7 +111,7 @@ def run(
 
 
 def dense(case: Case, dtype: object, implementation: str = "reference") -> tuple[np.ndarray, np.ndarray]:
-    """The same by `attention` to the contiguous keys of each sequence: one batch entry a sequence."""
+    """The same by `attention` to the contiguous keys of each sequence, with one batch entry per sequence."""
     table, lengths = case.metadata["page_table"], case.metadata["kv_lengths"]
     num_pages = case.k_pages.shape[0]
     pages = np.minimum(table + case.metadata["first_page"], num_pages - 1)

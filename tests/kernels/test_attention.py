@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longctx.kernels import attention
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 
 class TestXla(AttentionTestBase):
@@ -27,7 +27,7 @@ class TestReference(AttentionTestBase):
 
 
 class TestMosaicGpu(AttentionTestBase):
-    """In the interpreter, which takes seconds a thread block: few of them, and several tiles for each."""
+    """In the interpreter, which takes seconds for a thread block: few of them, with several tiles each."""
 
     implementation = "mosaic_gpu"
     shapes = half_shapes = (

@@ -1,4 +1,4 @@
-"""Bad input to `attention`: an error at the door that names the argument."""
+"""Bad input to `attention` raises an error that names the argument."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ SIX = jnp.arange(6)
         ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
     ],
 )
-def test_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attention(**({"q": Q, "k": K, "v": K} | arguments))
 

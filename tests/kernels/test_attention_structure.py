@@ -1,4 +1,4 @@
-"""What `attention` compiles to: memory linear in the lengths, nothing copied, and a place in `shard_map`."""
+"""Compiled programs of `attention`: memory linear in the lengths, no copies, and use inside `shard_map`."""
 
 import subprocess
 import sys

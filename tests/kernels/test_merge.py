@@ -1,4 +1,4 @@
-"""Merging the states of parts gives the state of the whole, empties and gradients included."""
+"""Merging the states of parts gives the state of the whole, including empty states and gradients."""
 
 import functools
 
@@ -44,7 +44,7 @@ def _whole_and_merged(q: jax.Array, k: jax.Array, v: jax.Array, part: jax.Array,
 @settings(max_examples=6)
 @given(st.integers(0, 1000), st.integers(0, 2), st.data())
 def test_parts_make_the_whole(seed: int, axis: int, data: st.DataObject) -> None:
-    """Keys dealt to parts in any way, none to some of them, stacked on any axis; values and gradients."""
+    """Keys in any parts, some of them empty, with states stacked along any axis; values and gradients."""
     parts = data.draw(st.lists(st.integers(0, data.draw(st.integers(0, PARTS - 1))), min_size=LENGTH, max_size=LENGTH))
     whole, merged = _whole_and_merged(*_inputs(seed), jnp.array(parts), axis)
     chex.assert_trees_all_close(merged, whole, atol=2e-5)

@@ -15,7 +15,7 @@ from paged_cases import SHAPES, Case, Shape, cases, dense, error, run
 
 from longctx.kernels import paged_attention, write_pages
 from longctx.kernels.bits import to_bits
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 
 @given(cases(SHAPES[:1]))
@@ -31,7 +31,7 @@ class TestXla(PagedAttentionTestBase):
 
 
 # Pages smaller and larger than a block of keys; sequences that end in mid page.
-HOPPER_SHAPES = (
+MOSAIC_GPU_SHAPES = (
     Shape(rows=60, heads=3, kv_heads=1, size=64, page_size=16, sequences=4, entries=12, index_given=True),
     Shape(rows=20, heads=1, kv_heads=1, size=64, page_size=256, sequences=3, entries=2, index_given=False),
     Shape(rows=5, heads=4, kv_heads=1, size=128, page_size=64, sequences=4, entries=5, index_given=False),
@@ -39,10 +39,10 @@ HOPPER_SHAPES = (
 
 
 class TestMosaicGpu(PagedAttentionTestBase):
-    """In the interpreter, which takes seconds a thread block."""
+    """In the interpreter, which takes seconds for a thread block."""
 
     implementation = "mosaic_gpu"
-    shapes = half_shapes = HOPPER_SHAPES
+    shapes = half_shapes = MOSAIC_GPU_SHAPES
     half_examples, merge_examples = 1, 1
     supports_float32 = supports_float64 = jit = False
 
@@ -54,7 +54,7 @@ class TestMosaicGpu(PagedAttentionTestBase):
 class TestMosaicGpuCompiled(PagedAttentionTestBase):
     implementation = "mosaic_gpu"
     shapes = half_shapes = (
-        *HOPPER_SHAPES,
+        *MOSAIC_GPU_SHAPES,
         Shape(rows=90, heads=8, kv_heads=2, size=256, page_size=64, sequences=5, entries=30, index_given=True),
         Shape(rows=300, heads=3, kv_heads=3, size=128, page_size=32, sequences=2, entries=90, index_given=False),
     )
@@ -131,7 +131,7 @@ CALL = {
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
     ],
 )
-def test_refuses(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
     with pytest.raises(refusal, match=message):
         paged_attention(**(CALL | arguments))
 
@@ -147,7 +147,9 @@ def test_refuses(arguments: dict[str, Any], refusal: type[Exception], message: s
         ({"offset": np.zeros(6)}, TypeError, "offset must be integers"),
     ],
 )
-def test_write_pages_refuses(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:
+def test_wrong_arguments_of_write_pages_are_named(
+    arguments: dict[str, Any], refusal: type[Exception], message: str
+) -> None:
     new, zeros = jnp.ones((6, 2, 8)), np.zeros(6, int)
     call = {"k_pages": PAGES, "v_pages": PAGES, "k": new, "v": new, "page": zeros, "offset": zeros}
     with pytest.raises(refusal, match=message):

@@ -1,4 +1,4 @@
-"""What `paged_attention` compiles to: pages read and written where they lie, work after the lengths, `shard_map`."""
+"""Compiled programs of `paged_attention`: pages in place, work by the lengths, and use inside `shard_map`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from paged_step import arguments, check_in_place, check_tiles_are_cut_once, step
 
 from longctx.kernels import attention, merge_states, paged_attention, write_pages
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
-from longctx.kernels.paged_attention.tiles import cut_tiles
+from longctx.kernels.paged_attention.tiles import partition_rows
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -22,7 +22,7 @@ def test_a_step_of_several_layers_is_in_place(dtype: Any) -> None:
     check_tiles_are_cut_once(compiled)
 
 
-def _cut(entries: int, padding: int, index_given: bool) -> list[tuple[int, list[list[int]]]]:
+def _partition(entries: int, padding: int, index_given: bool) -> list[tuple[int, list[list[int]]]]:
     """A chunk of 300 rows at position 1000, three decodes and a rest of 20 rows, in pages of 16 tokens.
 
     -> for each size, [first, stop, sequence, num_full, num_entries] of each tile.
@@ -44,30 +44,31 @@ def _cut(entries: int, padding: int, index_given: bool) -> list[tuple[int, list[
         0,
     )
     sizes = (1, 16, 256)
-    cut = jax.jit(lambda *x: cut_tiles(PagedOperands(*x), sizes))(*operands)
+    lists_by_size = jax.jit(lambda *x: partition_rows(PagedOperands(*x), sizes))(*operands)
     return [
-        (size, [[int(x[n]) for x in lists] for n in range(num)]) for size, (num, *lists) in zip(sizes, cut, strict=True)
+        (size, [[int(x[n]) for x in lists] for n in range(num)])
+        for size, (num, *lists) in zip(sizes, lists_by_size, strict=True)
     ]
 
 
 def test_work_follows_lengths() -> None:
-    """Neither padding rows, nor sequences nobody asks about, nor a longer page table make a tile or a page more."""
+    """Padding rows, sequences without rows and a longer page table add no tile and no page."""
     want = [
         (1, [[300, 301, 1, 125, 125], [301, 302, 2, 1, 2], [302, 303, 3, 0, 1]]),
         (16, []),
         (256, [[0, 256, 0, 62, 79], [256, 300, 0, 78, 82], [303, 323, 4, 0, 2]]),
     ]
     for entries, padding, index_given in ((600, 0, False), (9000, 700, True)):
-        assert _cut(entries, padding, index_given) == want
+        assert _partition(entries, padding, index_given) == want
 
 
-def test_inside_shard_map_pages_dealt_over_ranks() -> None:
-    """`check_vma=True`: queries replicated, pages and tables a rank's own; merged, the single-device answer."""
+def test_inside_shard_map_with_pages_on_several_ranks() -> None:
+    """`check_vma=True`, with replicated queries, and pages and tables that differ by rank: merged states are exact."""
     ranks, page_size, num_pages, length = 4, 4, 8, 57
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     rows = np.arange(30, length)
-    index = np.arange(16).reshape(-1, ranks).T.reshape(ranks, 1, 4)  # dealt round
+    index = np.arange(16).reshape(-1, ranks).T.reshape(ranks, 1, 4)  # round robin
     table = rng.permutation(num_pages)[:4] + np.zeros_like(index)
 
     def local(k_pages, v_pages, table, index, rank, q, k, v):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Which implementation is taken, and what is said of the others."""
+"""The choice of an implementation, and the reasons against the others."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import pytest
 from jax.experimental import checkify
 
 from longctx.kernels import attention, explain, paged_attention
-from longctx.kernels.hopper import adapter, device
-from longctx.kernels.hopper.device import Device
+from longctx.kernels.mosaic_gpu import adapter, device
+from longctx.kernels.mosaic_gpu.device import Device
 
 Q = jax.ShapeDtypeStruct((6, 4, 128), jnp.bfloat16)
 PAGES = jax.ShapeDtypeStruct((5, 64, 2, 128), jnp.bfloat16)

@@ -140,12 +140,12 @@ def test_defaults_of_absent_keys() -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "factor"),
     ],
 )
-def test_refuses(changes: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LlamaConfig.from_hf({**LLAMA_31_8B, **changes})
 
 
-def test_refuses_files_that_hold_no_object(tmp_path: Path) -> None:
+def test_files_without_an_object_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         LlamaConfig.from_hf(path)

@@ -1,4 +1,4 @@
-"""Parameters as they are spread over a mesh: the same model, and copies only where the arrangement says so."""
+"""Parameters sharded over a mesh: the same model, and no needless copies."""
 
 import jax
 import jax.numpy as jnp
@@ -43,17 +43,17 @@ def test_the_same_logits_on_one_device(dtype: type, tied: bool, rows: int) -> No
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 1, 4), (1, 2, 3)])
-def test_shares_of_devices(sizes: tuple[int, int, int], tied: bool) -> None:
-    """Layers over stages; KV heads repeated, each beside itself; the vocabulary filled up with zeros."""
+def test_parameters_of_each_device(sizes: tuple[int, int, int], tied: bool) -> None:
+    """Layers over stages; each KV head repeated in place; the vocabulary padded with zeros."""
     stages, _, tensor = sizes
     heads = {4: (8, 2), 3: (6, 3)}[tensor]
     config = LlamaConfig(50, 32, 48, **(SIZES | {"num_heads": heads[0], "num_kv_heads": heads[1]}), tie_embeddings=tied)
     mesh, params = make_mesh(*sizes), make_params(config, jnp.float32)
-    spread, wanted = shard_params(params, config, mesh), device_config(config, mesh)
+    sharded, wanted = shard_params(params, config, mesh), device_config(config, mesh)
     assert wanted.num_kv_heads == max(heads[1], tensor)
     assert wanted.vocab_size % (stages * tensor) == 0
-    layer = spread["layers"][0]
-    assert len(spread["layers"]) == 2 // stages
+    layer = sharded["layers"][0]
+    assert len(sharded["layers"]) == 2 // stages
     assert layer["wk"].matrix.sharding.shard_shape(layer["wk"].matrix.shape) == (
         1,
         wanted.num_kv_heads * 8 // tensor,
@@ -66,12 +66,12 @@ def test_shares_of_devices(sizes: tuple[int, int, int], tied: bool) -> None:
             original = np.asarray(params["layers"]["wk"])[stage * 2 // stages, :, head // repeats]
             np.testing.assert_array_equal(of_stage[stage, head], original.T)
     head = params["embed"] if tied else params["lm_head"].T
-    np.testing.assert_array_equal(np.asarray(spread["lm_head"].matrix)[:50], head)
-    assert not np.asarray(spread["lm_head"].matrix)[50:].any()
-    assert sharded_specs(spread, config, mesh)["layers"][0]["wo"].matrix == P("stage", None, "tensor")
+    np.testing.assert_array_equal(np.asarray(sharded["lm_head"].matrix)[:50], head)
+    assert not np.asarray(sharded["lm_head"].matrix)[50:].any()
+    assert sharded_specs(sharded, config, mesh)["layers"][0]["wo"].matrix == P("stage", None, "tensor")
 
 
-def test_what_an_accelerator_would_have() -> None:
+def test_abstract_params_are_those_of_an_accelerator() -> None:
     config = LlamaConfig(50, 32, 48, **SIZES)
     abstract = abstract_sharded_params(config, make_mesh(2, 1, 4), jnp.bfloat16)
     assert abstract["layers"]["wk"].shape == (2, 32, 4, 8)

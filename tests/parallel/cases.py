@@ -1,4 +1,4 @@
-"""Problems for exchanges, as data: one padded shape per number of ranks, whatever the layout, lengths and segments."""
+"""Problems for exchanges, as data: one padded shape per number of ranks, for any layout, lengths and segments."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 class Tokens(NamedTuple):
-    """Of all ranks, one after another: int32 `[ranks * NEW]` and `[ranks * KEYS]`, segment -1 where there is none."""
+    """The tokens of all ranks, concatenated: int32 `[ranks * NEW]` and `[ranks * KEYS]`, padded with segment -1."""
 
     q_positions: np.ndarray
     kv_positions: np.ndarray
@@ -52,7 +52,7 @@ def tokens(draw: st.DrawFn, ranks: int, kinds: tuple[str, ...] = KINDS, layouts:
 
 
 def _decode(draw: st.DrawFn, ranks: int, layout: str) -> Tokens:
-    """Sequences of P_b prefilled tokens, dealt by the layout, and `step` decoded ones, dealt round the ranks."""
+    """Sequences of P_b prefilled tokens, sharded by the layout, and `step` decoded ones, round robin over ranks."""
     batch, step = draw(st.integers(1, 2 * ranks + 1)), draw(st.integers(0, 5))
     prefilled = draw(st.lists(st.integers(0, 25), min_size=batch, max_size=batch))
     rows = plan_decode(batch, step, ranks)

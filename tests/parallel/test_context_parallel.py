@@ -1,4 +1,4 @@
-"""Whole arrays in and out on meshes of every kind, against the oracle."""
+"""Context-parallel attention of whole arrays on all kinds of meshes, against the oracle."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
 from longctx.parallel import context_parallel_attention, make_mesh, shard_sequence
-from longctx.parallel.deal import collect, deal, dealt_length
+from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
 
@@ -67,25 +67,25 @@ def test_composes_with_tensor(method: str, layout: str, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_dealing_makes_the_layout_and_back(layout: str, ranks: int) -> None:
-    """What ranks exchange inside `shard_map` is what `shard_sequence` reorders outside."""
-    length = dealt_length(50, ranks, layout)
+def test_reshard_to_layout_and_back(layout: str, ranks: int) -> None:
+    """Resharding inside `shard_map` gives the order of `shard_sequence`."""
+    length = padded_length(50, ranks, layout)
     x = jnp.arange(2 * length * 3).reshape(2, length, 3)
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dealt = deal(x, "context", layout)
-        return dealt, collect(dealt, "context", layout)
+        shard = reshard_to_layout(x, "context", layout)
+        return shard, reshard_to_contiguous(shard, "context", layout)
 
     spec = P(None, "context")
     mapped = jax.shard_map(local, mesh=make_mesh(context=ranks), in_specs=spec, out_specs=(spec, spec))
-    dealt, back = jax.jit(mapped)(x)
-    np.testing.assert_array_equal(dealt, shard_sequence(x, ranks, layout))
+    shards, back = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(shards, shard_sequence(x, ranks, layout))
     np.testing.assert_array_equal(back, x)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_rank_holds_a_whole_sequence(layout: str) -> None:
-    """All that is gathered is tokens, 8 bytes each; keys go round once, and all go to their places and back once."""
+    """Only positions and segments are gathered, 8 bytes a token; keys travel round once, and shards there and back."""
     ranks, length = 4, 4096
     mesh = make_mesh(context=ranks)
     shapes = [(length, heads, 16) for heads in (8, 2, 2)]
@@ -187,13 +187,13 @@ Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
         ({"out_dtype": jnp.int32}, TypeError, "out_dtype must be a floating-point type, got int32"),
     ],
 )
-def test_refuses(changes: dict[str, object], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(changes: dict[str, object], error: type[Exception], message: str) -> None:
     arguments = {"q": Q, "k": K, "v": K, "mesh": make_mesh(context=2, tensor=2)} | changes
     with pytest.raises(error, match=message):
         context_parallel_attention(**arguments)  # type: ignore[arg-type]
 
 
-def test_make_mesh_takes_the_first_devices_and_refuses_too_many() -> None:
+def test_make_mesh_takes_the_first_devices_and_rejects_too_many() -> None:
     mesh = make_mesh(context=2, tensor=3)
     assert mesh.shape == {"stage": 1, "context": 2, "tensor": 3}
     assert mesh.devices.ravel().tolist() == jax.devices()[:6]

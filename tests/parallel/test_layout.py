@@ -82,6 +82,6 @@ def test_positions_go_the_same_way(length: int, num_shards: int, layout: str) ->
         (lambda x: layout_shards(-1, 2, "zigzag"), "length must be a non-negative integer, got -1"),
     ],
 )
-def test_refuses(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call(jnp.arange(6))

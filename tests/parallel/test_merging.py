@@ -1,4 +1,4 @@
-"""Groups of KVP, decode rows without a sequence, errors over 1 to 8 ranks, and what `check_vma=False` leaves right."""
+"""Groups of KVP, decode rows without a sequence, errors over 1 to 8 ranks, and gradients under `check_vma=False`."""
 
 import functools
 

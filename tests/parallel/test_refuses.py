@@ -1,4 +1,4 @@
-"""Bad input to the exchanges: an error at the door, while tracing, that names the argument."""
+"""Bad input to the exchanges raises an error that names the argument, while tracing."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ def inputs(compute) -> dict[str, Any]:  # type: ignore[no-untyped-def]
         ((Q, K, K, TOKENS, TOKENS, TOKENS), {}, ValueError, "must be given both or neither"),
     ],
 )
-def test_every_exchange(compute, arrays, static, error, message) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_arguments_of_every_exchange(compute, arrays, static, error, message) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
         trace(compute, *arrays, **inputs(compute), **static)
 
@@ -54,7 +54,7 @@ def test_keys_that_are_the_same_on_all_ranks_would_count_twice(compute) -> None:
         trace(compute, Q, K, K, TOKENS, TOKENS, replicated=(0, 1, 2, 3, 4))
 
 
-def test_kvp_wants_the_same_queries_everywhere() -> None:
+def test_kvp_needs_the_same_queries_everywhere() -> None:
     with pytest.raises(ValueError, match="q must be replicated over 'context', but its type says that it varies"):
         trace(kvp_attention, Q, K, K, TOKENS, TOKENS)
 
@@ -68,12 +68,12 @@ def test_kvp_wants_the_same_queries_everywhere() -> None:
         ({"group_ids": np.full(8, 2**40)}, ValueError, "group_ids must fit into int32"),
     ],
 )
-def test_kvp(static: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_of_kvp(static: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         trace(kvp_attention, Q, K, K, TOKENS, TOKENS, replicated=(0, 3), **static)
 
 
-def test_decode_wants_a_sequence_for_each_row() -> None:
+def test_decode_needs_a_sequence_for_each_row() -> None:
     with pytest.raises(ValueError, match=r"decode takes q .* without batch dimensions and q_segment_ids"):
         trace(ring_pass_q, Q, K, K, TOKENS, TOKENS, decode=True)
 

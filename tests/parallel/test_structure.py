@@ -1,6 +1,6 @@
-"""What exchanges compile to on CPU devices: messages and their bytes, as the docstrings say.
+"""Compiled programs of the exchanges on CPU devices: messages and their bytes, as the docstrings say.
 
-What hides them, and memory, is asserted for H100 (`tests/aot`): CPU permutes are synchronous, and barriers dropped.
+Overlap and memory are asserted for H100 (`tests/aot`): CPU permutes are synchronous, and barriers dropped.
 """
 
 import functools
@@ -104,8 +104,8 @@ def test_kvp_sends_states_alone(ranks: int) -> None:
     for kv_length in (S, 4 * S):
         gather = compiled(functools.partial(kvp_attention, merge="gather"), ranks, kv_length=kv_length, replicated=True)
         assert sent(gather, ranks) == {"all-gather": (1, (ranks - 1) * STATE_BYTES)}
-        by_rows = functools.partial(kvp_attention, merge="all_to_all")
-        totals = sent(compiled(by_rows, ranks, kv_length=kv_length, replicated=True), ranks)
+        all_to_all = functools.partial(kvp_attention, merge="all_to_all")
+        totals = sent(compiled(all_to_all, ranks, kv_length=kv_length, replicated=True), ranks)
         filled = -(-T // ranks) * ranks / T
         share = (ranks - 1) / ranks * filled
         assert totals["all-to-all"] == (1, pytest.approx(share * STATE_BYTES))

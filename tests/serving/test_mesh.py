@@ -140,10 +140,10 @@ def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) 
 def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the embedding, of a layer's two products, of the last stage's rows. (A missing one, types see.)"""
     sums = itertools.count()
-    add_up = tensor.add_up
+    psum = tensor.psum
 
     def doubled(x: Any, *axes: str) -> Any:
-        return add_up(x, *axes) * (2 if next(sums) == number else 1)
+        return psum(x, *axes) * (2 if next(sums) == number else 1)
 
     prompt, params = [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=1, logprobs=0)
     oracle, plan = oracle_of(2, 2), ParallelPlan(2, 1, 2)
@@ -156,8 +156,8 @@ def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> 
         return abs(output.logprobs[0].logprob - expected)
 
     assert error() < 1e-4
-    monkeypatch.setattr(tensor, "add_up", doubled)
-    monkeypatch.setattr("longctx.serving.runner.step.add_up", doubled)
+    monkeypatch.setattr(tensor, "psum", doubled)
+    monkeypatch.setattr("longctx.serving.runner.step.psum", doubled)
     try:
         assert error() > 1e-3
     finally:

@@ -1,33 +1,34 @@
-"""The public `attention`: checks at the door, defaults, and the choice of an implementation."""
+"""The public `attention`: it checks arguments, fills in defaults and chooses an implementation."""
 
 import dataclasses
 import functools
 
 from jax import Array
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
-from longctx.kernels.attention.kernel import attend
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, vary_alike
+from longctx.kernels.attention.kernel import attention_with_vjp
+from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    q_segment_ids: Array | None = None,
-    kv_segment_ids: Array | None = None,
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B S K H"],
+    v: Float[Array, "*B S K H"],
+    q_positions: Int[Array, "... T"] | None = None,
+    kv_positions: Int[Array, "... S"] | None = None,
+    q_segment_ids: Int[Array, "... T"] | None = None,
+    kv_segment_ids: Int[Array, "... S"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Exact softmax attention that also returns its state, so that parts can be merged (`merge_states`).
 
     A query sees a key when their segments are equal and not negative and, if `causal`, the key's position is not
     after the query's. So one rule serves a cached prefix, packed sequences, padding and any sharding of a sequence.
-    Any lengths, any order of tokens; work is saved where keys are sorted by (segment, position).
+    Lengths and the order of tokens are free; keys that are sorted by (segment, position) save work.
 
     Args:
       q: queries `[*B, T, N, H]`, floating point.
@@ -35,12 +36,12 @@ def attention(
       q_positions, kv_positions: absolute positions, integers, `[T]` or `[*B, T]` and `[S]` or `[*B, S]`. Default:
         0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
-      causal: whether positions matter.
+      causal: whether a query sees only keys at its own position and before.
       scale: factor on the scores, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256), `"xla"` (blockwise,
         memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
         (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
-        does, copies keys whose length is no multiple of 8, and wants scores within 1e9.
+        does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
 
     Returns:
@@ -52,7 +53,8 @@ def attention(
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
-      NotImplementedError: the implementation named doesn't support the case; the message says why, and what would.
+      NotImplementedError: the named implementation doesn't support the case; the message says why, and names one that
+        does.
 
     Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
     the context parallelism paper, section 3.5.
@@ -60,6 +62,6 @@ def attention(
     operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     kernel = dataclasses.replace(check_kernel(q, causal, scale, implementation), out_dtype=out_dtype)
-    compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attend, kernel)
-    out, lse = compute(vary_alike(operands))
+    compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attention_with_vjp, kernel)
+    out, lse = compute(match_varying(operands))
     return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])

@@ -1,4 +1,4 @@
-"""The implementations of attention, each a forward and a backward that others can build a VJP around."""
+"""The implementations of attention by name, and the custom VJP that every exchange between ranks shares."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from longctx.kernels.attention.xla import xla_attention, xla_backward
 
 
 def mosaic_gpu_attention(*operands: Any) -> tuple[Array, Array]:
-    # Pallas takes half a second to import, which who doesn't use it shall not pay.
+    # Importing Pallas takes half a second, so only callers that use it import it.
     from longctx.kernels.attention.mosaic_gpu import mosaic_gpu_attention
 
     return mosaic_gpu_attention(*operands)
@@ -37,10 +37,10 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Operands(NamedTuple):
-    """Who attends to what: q `[B, T, N, H]`, k and v `[B, S, K, H]`; tokens `[1 or B, T]` and `[1 or B, S]`.
+    """Arguments of one call: q `[B, T, N, H]`, k and v `[B, S, K, H]`, tokens `[1 or B, T]` and `[1 or B, S]`.
 
-    k, v and keys may have B = 1 whatever q has: then all sequences of the batch share them. Both may be one
-    array `[2, B, S, K, H]`, in which they travel.
+    k, v and keys may have B = 1 for any batch of q: all its sequences then share them. k and v may be the same array
+    `[2, B, S, K, H]`, which holds both: a ring sends them as one message.
     """
 
     q: Array
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 class Kernel:
     """Attention on one device with its static arguments. Results are float32, or float64 for float64 operands.
 
-    With an `out_dtype`, out may come in that: where it is what is wanted in the end, and nothing is gained by wider.
+    `out_dtype` is the dtype that the caller casts `out` to: an implementation may return that dtype directly.
     """
 
     implementation: str
@@ -63,9 +63,9 @@ class Kernel:
     out_dtype: jnp.dtype | None = None
 
     def forward(self, operands: Operands, state: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
-        """-> (out `[B, T, N, H]`, lse `[B, T, N]`), over these keys and those of `state`, which it goes on from."""
+        """(out `[B, T, N, H]`, lse `[B, T, N]`) over these keys and, given `state`, over the keys of that state too."""
         q, k = operands.q, operands.k
-        if q.size == 0 or k.size == 0:  # nobody to ask, or nothing to see
+        if q.size == 0 or k.size == 0:  # no query or no key
             if state is not None:
                 return state
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
@@ -76,18 +76,18 @@ class Kernel:
         return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
-        """What these keys contribute to (d_q, d_k, d_v).
-
-        lse and `row_terms` are those over all keys, of which these may be a part.
-        """
+        """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
         if operands.q.size == 0 or operands.k.size == 0:
             d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-4:])
             return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv
         return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
 
 
-class Attends(Protocol):
-    """A `Kernel`, or several ranks' kernels and what they exchange. Hashable: static arguments only."""
+class Algorithm(Protocol):
+    """A `Kernel` on one device, or an exchange between the kernels of several ranks.
+
+    It holds static arguments only, and is hashable.
+    """
 
     def forward(self, operands: Any) -> tuple[Array, Array]: ...
 
@@ -95,29 +95,29 @@ class Attends(Protocol):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(how: Attends, operands: Any) -> tuple[Array, Array]:
-    """`how.forward` with a VJP that keeps the operands, out and lse, whatever the number of scores.
+def attention_with_vjp(algorithm: Algorithm, operands: Any) -> tuple[Array, Array]:
+    """`algorithm.forward` with a VJP whose residuals are the operands, out and lse, and no scores.
 
     `operands` is an `Operands`, or another named tuple that begins with q, k and v.
     """
-    return how.forward(operands)
+    return algorithm.forward(operands)
 
 
-def _save(how: Attends, operands: Any) -> Any:
-    state = how.forward(operands)
+def _save(algorithm: Algorithm, operands: Any) -> Any:
+    state = algorithm.forward(operands)
     return state, (operands, *state)
 
 
-def _backward(how: Attends, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
-    # What backward computes or fetches once more shall not be kept from the forward pass as a common subexpression.
+def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
+    # Without the barrier, common subexpression elimination would keep what backward recomputes or fetches again.
     (operands, out, lse), cotangents = lax.optimization_barrier((saved, cotangents))
     d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
-    # d score = weight * (d_out . v - d_out . out + d_lse): what doesn't depend on the key is one number a row.
+    # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
-    gradients = how.backward(operands, lse, row_terms, d_out)
+    gradients = algorithm.backward(operands, lse, row_terms, d_out)
     typed = (d.astype(x.dtype) for d, x in zip(gradients, operands[:3], strict=True))
-    # What follows v are integers, which have no gradient.
+    # Operands after v are integers and have no gradient.
     return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)
 
 
-attend.defvjp(_save, _backward)
+attention_with_vjp.defvjp(_save, _backward)

@@ -1,4 +1,4 @@
-"""Who sees whom follows from positions and segments, token by token and block by block."""
+"""The mask follows from positions and segment ids, token by token and block by block."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from jax import Array
 
 
 class Tokens(NamedTuple):
-    """What a mask needs to know of some tokens: two int32 arrays `[Bm, T]`, Bm being 1 or the batch.
+    """Positions and segment ids of some tokens: two int32 arrays `[Bm, T]`, where Bm is 1 or the batch.
 
-    A negative segment is padding: it sees nothing and nobody sees it.
+    A negative segment marks padding, which sees nothing and which nothing sees.
     """
 
     positions: Array
@@ -17,23 +17,23 @@ class Tokens(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What there is in each block of tokens: five arrays `[Bm, blocks]`.
+    """A summary of each block of tokens: five arrays `[Bm, blocks]`.
 
-    Extremes are over tokens that are not padding, and an empty range where all are.
+    Minima and maxima exclude padding; in a block of padding alone they are an empty range.
     """
 
     first_position: Array
     last_position: Array
     first_segment: Array
     last_segment: Array
-    uniform: Array  # one segment and no padding
+    uniform: Array  # whether all tokens are of one segment and none is padding
 
 
 class BlockRange(NamedTuple):
     """The key blocks that a block of queries needs: four int32 scalars.
 
-    Blocks `[start, stop)` hold every key that the queries see. Blocks `[full_start, full_stop)`, within it, are
-    seen whole by every query, so that they need no mask.
+    Blocks `[start, stop)` hold every key that some query sees. Of the blocks `[full_start, full_stop)` among them every
+    query sees every key, so they need no mask.
     """
 
     start: Array
@@ -43,7 +43,10 @@ class BlockRange(NamedTuple):
 
 
 def visible(queries: Tokens, keys: Tokens, causal: bool) -> Array:
-    """The rule: equal segments, and no key after its query. Tokens `[Bm, T]`, `[Bm, S]` -> bool `[Bm, T, S]`."""
+    """Whether a query sees a key: equal segments and, if causal, no later position.
+
+    Tokens `[Bm, T]` and `[Bm, S]` -> bool `[Bm, T, S]`.
+    """
     q_segments, kv_segments = queries.segments[:, :, None], keys.segments[:, None, :]
     seen = (q_segments == kv_segments) & (kv_segments >= 0)
     if causal:
@@ -52,7 +55,7 @@ def visible(queries: Tokens, keys: Tokens, causal: bool) -> Array:
 
 
 def summarise(tokens: Tokens, block: int) -> Blocks:
-    """The blocks of tokens `[Bm, T]`, the last of which is moved back to end at T."""
+    """Summarise blocks of the tokens `[Bm, T]`. The last block is moved back, so that it ends at T."""
     positions, segments = _blocks(tokens.positions, block), _blocks(tokens.segments, block)
     real = segments >= 0
     big = jnp.iinfo(jnp.int32).max
@@ -79,12 +82,12 @@ def _blocks(x: Array, block: int) -> Array:
 def block_range(queries: Blocks, keys: Blocks, causal: bool, num_whole: int) -> BlockRange:
     """The range for one block of queries (scalars) among blocks of keys `[blocks]`, the first `num_whole` whole.
 
-    Right for tokens in any order, and tight where they are sorted by (segment, position), as a shard's are.
+    Correct for tokens in any order, and tight for tokens sorted by (segment, position), as those of a shard are.
     """
     num_blocks = keys.first_segment.shape[0]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     seen = (queries.first_segment <= keys.last_segment) & (queries.last_segment >= keys.first_segment)
-    # A last block that was moved back overlaps its neighbour: those keys are masked, so it is never full.
+    # A last block that was moved back overlaps its neighbour. Those keys are masked, so it is never full.
     full = (queries.first_segment == keys.first_segment) & queries.uniform & keys.uniform & (block < num_whole)
     if causal:
         seen &= keys.first_position <= queries.last_position

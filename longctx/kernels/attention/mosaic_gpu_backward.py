@@ -1,4 +1,4 @@
-"""The gradients of attention on Hopper: operands cut into tiles for the kernel, and its results put together again."""
+"""Gradients of attention on Hopper GPUs: prepares tiles for the kernel, once for queries and once for keys."""
 
 import math
 
@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import cut_tiles
-from longctx.kernels.hopper.backward import Pass, gradients
-from longctx.kernels.hopper.cut import Cut
-from longctx.kernels.hopper.keys import Contiguous
+from longctx.kernels.attention.mosaic_gpu import make_tiles
+from longctx.kernels.mosaic_gpu.backward import BackwardConfig, attention_backward
+from longctx.kernels.mosaic_gpu.keys import Contiguous
+from longctx.kernels.mosaic_gpu.tile_config import TileConfig
 
-# A multiple of all blocks and tiles.
+# A multiple of every block_q and block_kv.
 _WHOLE = 128
 
 
@@ -27,37 +27,38 @@ def mosaic_gpu_backward(
     row_terms: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """As `xla_backward`; q, k and v in 16 bits, of a head size 64, 128 or 256.
+    """As `xla_backward`, for 16-bit q, k and v with a head size of 64, 128 or 256.
 
-    Results are float32 and summed in it. Factors of products are in 16 bits: d_out, the weights and the gradients of
-    scores are rounded to the dtype of q, and in float16 must be within 65504.
+    Results are float32 and are summed in float32. Factors of products have 16 bits: d_out, the weights and the
+    gradients of scores are rounded to the dtype of q, and in float16 must be within 65504.
     """
     batch, head_size = q.shape[0], q.shape[-1]
     d_out = d_out.astype(q.dtype)
-    # In units of scores not yet scaled, lse must not change its sign, nor be divided by zero.
+    # lse is divided by the scale, which must therefore be positive: q takes its sign.
     scale = 0.0 if abs(scale) < 1e-30 else scale
     sign, scale = (scale > 0) - (scale < 0), abs(scale) or 1.0
     q = q if sign == 1 else q * jnp.asarray(sign, q.dtype)
     stats = _stats(lse / scale, row_terms)
 
     def run(from_keys: bool, scores: bool, weights: bool) -> list[Array]:
-        how = Pass(from_keys, scores, weights, scale, _cut(head_size, from_keys))
+        config = BackwardConfig(from_keys, scores, weights, scale, _tile_config(head_size, from_keys))
         rows, others, sides = (q, d_out), (k, v), (queries, keys)
         if from_keys:
-            # A key is seen by a query that is not before it. With positions negated, it is the key that sees.
+            # A query sees keys that are not after it. With negated positions, a key sees queries that are not before
+            # it.
             rows, others = others, rows
             sides = Tokens(-keys.positions, keys.segments), Tokens(-queries.positions, queries.segments)
         length = rows[0].shape[-3]
         shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
-        tiles, seen, tokens = cut_tiles(batch, *sides, causal, how.cut, shared_rows, shared_keys)
-        results = gradients(how, rows, Contiguous(*others, tokens), seen, stats, tiles)
+        tiles, seen, tokens = make_tiles(batch, *sides, causal, config.tile_config, shared_rows, shared_keys)
+        results = attention_backward(config, rows, Contiguous(*others, tokens), seen, stats, tiles)
         return [x.reshape(batch, -1, *x.shape[2:])[:, :length] for x in results]
 
     (d_q,) = run(from_keys=False, scores=True, weights=False)
     d_q = d_q if sign == 1 else d_q * sign
     if head_size <= 128:
         d_k, d_v = run(from_keys=True, scores=True, weights=True)
-    else:  # both sums at once would need more registers than there are
+    else:  # a multiprocessor has too few registers for both sums at once
         (d_k,) = run(from_keys=True, scores=True, weights=False)
         (d_v,) = run(from_keys=True, scores=False, weights=True)
     if k.shape[-4] < batch:
@@ -65,18 +66,18 @@ def mosaic_gpu_backward(
     return d_q, d_k, d_v
 
 
-def _cut(head_size: int, from_keys: bool) -> Cut:
-    """What registers and shared memory hold."""
+def _tile_config(head_size: int, from_keys: bool) -> TileConfig:
+    """The largest sizes that registers and shared memory hold."""
     if head_size == 256:
-        return Cut(consumers=1, block=64, stages=2)
-    block, stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
-    return Cut(2, block, stages)
+        return TileConfig(block_q=64, block_kv=64, num_stages=2)
+    block_kv, num_stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
+    return TileConfig(128, block_kv, num_stages)
 
 
 def _stats(lse: Array, row_terms: Array) -> Array:
-    """-> `[2, B, N, T in whole blocks]`: -lse and row terms.
+    """-lse and row terms, `[2, B, N, T in whole blocks]`.
 
-    Weights of empty rows, and of rows beyond the end, are to be exp(-inf) = 0.
+    Empty rows and rows beyond the end get -inf, so that their weights are exp(-inf) = 0.
     """
     padding = ((0, 0), (0, 0), (0, -lse.shape[1] % _WHOLE))
     starts = jnp.where(lse == -jnp.inf, -jnp.inf, -lse)

@@ -1,4 +1,4 @@
-"""The online softmax that blockwise attention is made of, rows by blocks of keys."""
+"""The online softmax of blockwise attention."""
 
 import functools
 from typing import NamedTuple, Self
@@ -13,7 +13,7 @@ dot = functools.partial(jnp.matmul, precision="highest")
 
 
 class OnlineSoftmax(NamedTuple):
-    """What some rows of queries have gathered from the keys so far: a loop's carry."""
+    """The running softmax of R rows over the keys so far: the carry of a loop over blocks."""
 
     peak: Array  # [R], the greatest score, or LOWEST
     total: Array  # [R], the sum of exp(score - peak)
@@ -21,14 +21,15 @@ class OnlineSoftmax(NamedTuple):
 
     @classmethod
     def of_state(cls, out: Array, lse: Array) -> Self:
-        """To go on from (out, lse) of other keys: from weights that sum to 1 at a peak of lse, or from nothing."""
+        """Continue from the state (out, lse) of other keys: weights that sum to 1 at a peak of lse, or an empty row."""
         seen = lse != -jnp.inf
         return cls(jnp.where(seen, lse, LOWEST), seen.astype(out.dtype), out)
 
     def absorb(self, q_rows: Array, k_block: Array, v_block: Array, seen: Array | None = None) -> Self:
-        """Attend from scaled q_rows `[R, H]` to a block `[keys, H]`, where `seen` `[R, keys]` (None: everywhere).
+        """Attend from scaled q_rows `[R, H]` to a block `[keys, H]` where `seen` `[R, keys]` says so (None:
+        everywhere).
 
-        All of v_block is multiplied: what is masked must be finite.
+        Masked values are multiplied by 0, so they must be finite.
         """
         scores = dot(q_rows, k_block.T)
         if seen is not None:
@@ -40,8 +41,8 @@ class OnlineSoftmax(NamedTuple):
         return type(self)(peak, total, self.acc * decay[:, None] + dot(weights, v_block))
 
     def state(self) -> tuple[Array, Array]:
-        """-> (out `[R, H]`, lse `[R]`)."""
-        # A row that saw only masked keys has summed exp(LOWEST - LOWEST): it is empty all the same.
+        """(out `[R, H]`, lse `[R]`)."""
+        # A row that saw only masked keys has summed exp(LOWEST - LOWEST) = 1 for each, and is empty nevertheless.
         empty = self.peak == LOWEST
         total = jnp.where(empty, 1, self.total)
         out = jnp.where(empty[:, None], 0, self.acc / total[:, None])
@@ -49,7 +50,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def _row_max(x: Array) -> Array:
-    """Maximum of each row, in two steps, of which XLA's CPU backend runs the first eight lanes wide."""
+    """Maximum of each row, in two steps: XLA's CPU backend vectorises the first one, eight lanes wide."""
     rows, columns = x.shape
     if columns % 8:
         return jnp.max(x, 1)

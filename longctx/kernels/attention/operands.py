@@ -1,4 +1,4 @@
-"""The door of everything that attends: arguments checked, and brought to one form."""
+"""Checks the arguments of every attention function and brings them to one form."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,11 @@ def check_operands(
     kv_segment_ids: Array | None,
     causal: bool,
 ) -> Operands:
-    """Any `[*B, ...]` flattened to one batch dimension; ValueError and TypeError name the argument that is wrong."""
+    """Check arrays `[*B, ...]` and flatten them to one batch dimension.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message names it.
+    """
     _check_arrays(q, k, v)
     *batch, q_length, _, _ = q.shape
     kv_length = k.shape[-3]
@@ -48,6 +52,7 @@ def check_operands(
 
 
 def check_kernel(q: Array, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
+    """Check the static arguments, fill in defaults and choose the implementation."""
     check_implementation(implementation, IMPLEMENTATIONS)
     implementation = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1]))
     return Kernel(implementation, bool(causal), check_scale(scale, q.shape[-1]))
@@ -73,11 +78,11 @@ def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtyp
     return dtype
 
 
-def vary_alike(operands: Tree, axis_name: str | None = None) -> Tree:
-    """Inside `shard_map`, cast all arrays of a tree to vary over the union of their mesh axes, as loop carries must.
+def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
+    """Inside `shard_map`, cast all arrays of a tree to vary over the union of their mesh axes (and `axis_name`).
 
-    Outside the custom VJP, so that the gradient of an operand that was replicated is summed over the mesh. With
-    `axis_name`, over that axis too.
+    Loop carries need it. Callers cast outside the custom VJP, so that the gradient of a replicated operand is summed
+    over the mesh.
     """
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
     if axis_name is not None:
@@ -131,7 +136,7 @@ def _tokens(side: str, positions: Array | None, segments: Array | None, batch: t
 
 
 def check_int32(name: str, x: Array) -> Array:
-    """Integers as int32; values beyond it are refused where they are known."""
+    """Convert integers to int32. Values outside its range raise ValueError unless x is traced."""
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}")

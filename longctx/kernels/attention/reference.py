@@ -1,4 +1,4 @@
-"""The oracle: dense attention, every score in memory. Short rather than fast; float64 when x64 is on."""
+"""Dense attention, the oracle of all tests: short rather than fast, with every score in memory; float64 under x64."""
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -20,7 +20,7 @@ def reference_attention(
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]` -> (out `[B, T, N, H]`, lse `[B, T, N]`), both float32 or wider.
 
-    With `state` of other keys, (out, lse), the result is over those and these.
+    Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
     scores, _, _, v = _scores(q, k, v, queries, keys, causal, scale)
     peak = lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
@@ -45,7 +45,7 @@ def reference_backward(
     row_terms: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """d_q, d_k and d_v, given lse and row terms over all keys, of which k and v may be a part."""
+    """d_q, d_k and d_v, from lse and row terms over all keys, of which k and v hold some."""
     scores, q, k, v = _scores(q, k, v, queries, keys, causal, scale)
     by_row = (rearrange(x, "b t (k g) -> b k g t 1", k=k.shape[2]) for x in (lse, row_terms))
     lse, row_terms = by_row
@@ -61,7 +61,7 @@ def reference_backward(
 def _scores(
     q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
 ) -> tuple[Array, Array, Array, Array]:
-    """Scores `[B, K, G, T, S]`, -inf where unseen, and q `[B, T, K, G, H]`, k and v as they are computed with."""
+    """Scores `[B, K, G, T, S]`, -inf where masked; and q `[B, T, K, G, H]`, k and v in the dtype of the scores."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     k, v = k if k.ndim == 5 else (k, v)  # both in one array
     q = rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])

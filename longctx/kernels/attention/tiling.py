@@ -1,4 +1,4 @@
-"""How blockwise attention cuts its work: tiles of query rows, swept over blocks of keys."""
+"""Tiles of blockwise attention: blocks of query rows, each of which loops over blocks of keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from longctx.kernels.attention.mask import Blocks, Tokens, block_range, summarise, visible
 
-# Rows of a tile and keys of a block, as measured on CPU (docs/attention.md): fewer rows take longer blocks.
+# Rows of a tile and keys of a block, chosen by measurement on CPU (docs/attention.md): fewer rows take longer blocks.
 _ROWS = 1024
 _SCORES = _ROWS * 256
 _MAX_KV_BLOCK = 512
@@ -19,7 +19,7 @@ _ZERO = np.int32(0)
 
 
 class Tiling(NamedTuple):
-    """The cut of one call. Blocks are slices in place: the last one of T or S is moved back to end there."""
+    """The tiles of one call. Blocks are slices in place: the last block is moved back, so that it ends at T or S."""
 
     queries: Tokens
     keys: Tokens
@@ -44,9 +44,9 @@ class Tiling(NamedTuple):
         causal: bool,
         join_heads: bool = False,
     ) -> "Tiling":
-        """For q `[B, T, N, H]` and k `[B, S, K, H]`, or keys and values as one `[2, B, S, K, H]`.
+        """Choose tiles for q `[B, T, N, H]` and k `[B, S, K, H]` (or `[2, B, S, K, H]`, keys and values in one array).
 
-        With `join_heads`, the KV heads of a key are taken as one head of size K * H, which all query heads share.
+        With `join_heads`, the KV heads of a key form one head of size K * H, which all query heads share.
         """
         batch, q_length, heads, _ = q.shape
         kv_batch, kv_length, kv_heads, _ = k.shape[-4:]
@@ -56,15 +56,27 @@ class Tiling(NamedTuple):
         kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
         q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
-        cut = (queries, keys, causal, kv_heads, group, q_block, kv_block, q_blocks, kv_blocks)
-        return cls(*cut, num_tiles, kv_batch == 1, block_heads)
+        return cls(
+            queries=queries,
+            keys=keys,
+            causal=causal,
+            kv_heads=kv_heads,
+            group=group,
+            q_block=q_block,
+            kv_block=kv_block,
+            q_blocks=q_blocks,
+            kv_blocks=kv_blocks,
+            num_tiles=num_tiles,
+            shared_keys=kv_batch == 1,
+            block_heads=block_heads,
+        )
 
     def group_heads(self, x: Array) -> Array:
-        """`[B, T, N, ...]` -> `[B, T, K, G, ...]`: the query heads of one KV head together."""
+        """Group the query heads of each KV head: `[B, T, N, ...]` -> `[B, T, K, G, ...]`."""
         return x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
 
     def tile(self, index: Array) -> "Tile":
-        """One (sequence, KV head, block of queries), the last running fastest."""
+        """Tile number `index` in the order (sequence, KV head, block of queries), the last running fastest."""
         index, q_index = jnp.divmod(jnp.int32(index), self.q_blocks.uniform.shape[1])
         batch, head = jnp.divmod(index, self.kv_heads)
         first = jnp.minimum(q_index * self.q_block, self.queries.positions.shape[1] - self.q_block)
@@ -91,17 +103,18 @@ class Tile(NamedTuple):
         return lax.dynamic_update_slice(x, block, self._at(x, self.first))
 
     def add_rows(self, x: Array, rows: Array) -> Array:
+        """Add rows `[R, ...]` to x `[B, T, K, G, ...]`."""
         return self.put_rows(x, self.rows(x) + rows)
 
     def own_rows(self) -> Array:
-        """Bool `[R]`, false for the rows that a last tile, moved back, shares with its neighbour."""
+        """Bool `[R]`: false for rows that the last tile, moved back, shares with the tile before."""
         own = self.first + jnp.arange(self.tiling.q_block) >= self.q_index * self.tiling.q_block
         return jnp.repeat(own, self.tiling.group)
 
     def block(self, x: Array, index: Array, half: int = 0) -> Array:
-        """x `[B, S, K, H]` -> the block of keys `[kv_block, H]`, or `[kv_block, K * H]` with joined heads.
+        """A block of keys `[kv_block, H]` (`[kv_block, K * H]` with joined heads) of x `[B, S, K, H]`.
 
-        Or of one half of x `[2, B, S, K, H]`, read where it lies.
+        x may be `[2, B, S, K, H]`: the block is then of `x[half]`, sliced without a copy of that half.
         """
         size = (self.tiling.kv_block, self.tiling.block_heads, x.shape[-1])
         which = (np.int32(half),) if x.ndim == 5 else ()
@@ -114,17 +127,17 @@ class Tile(NamedTuple):
         return lax.dynamic_update_slice(x, update, self._block_at(index))
 
     def visible(self, index: Array) -> Array:
-        """Bool `[R, kv_block]`: which rows see which keys of a block."""
+        """Bool `[R, kv_block]`: whether a row sees a key of the block."""
         tiling, first_key = self.tiling, self._first_key(index)
         queries = Tokens(*(self._tokens(x, self.first, tiling.q_block) for x in tiling.queries))
         keys = Tokens(*(self._tokens(x, first_key, tiling.kv_block) for x in tiling.keys))
         seen = visible(queries, keys, tiling.causal)[0]
-        # Keys that a last block, moved back, shares with its neighbour have been counted there.
+        # The last block, moved back, repeats keys of the block before, which has counted them.
         seen &= (first_key + jnp.arange(tiling.kv_block) >= index * tiling.kv_block)[None, :]
         return jnp.repeat(seen, tiling.group, axis=0)
 
     def sweep(self, step: Callable[[Array, Any, bool], Any], carry: Any) -> Any:
-        """Run `step(block, carry, masked)` over the blocks that the tile sees: full ones first, then the edges."""
+        """Run `step(block, carry, masked)` over the blocks that the tile sees, first those without a mask."""
         tiling = self.tiling
         queries = Blocks(*(self._tokens(x, self.q_index, 1)[0, 0] for x in tiling.q_blocks))
         keys = Blocks(*(self._tokens(x, _ZERO, x.shape[1])[0] for x in tiling.kv_blocks))
@@ -147,7 +160,7 @@ class Tile(NamedTuple):
         return entry, self._first_key(index), self.head, _ZERO
 
     def _tokens(self, x: Array, first: Array | np.int32, size: int) -> Array:
-        """Part of an array `[Bm, L]`, Bm being 1 or the batch -> `[1, size]`."""
+        """Slice an array `[Bm, L]`, where Bm is 1 or the batch -> `[1, size]`."""
         return lax.dynamic_slice(x, (self.batch if x.shape[0] > 1 else _ZERO, first), (1, size))
 
     def _first_key(self, index: Array) -> Array:

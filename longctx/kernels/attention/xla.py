@@ -1,10 +1,10 @@
-"""Blockwise attention with an online softmax, in plain XLA: any backend, memory linear in T + S both ways.
+"""Blockwise attention with an online softmax in plain XLA, for any backend. Memory is linear in T + S, both ways.
 
-A tile is a block of queries with all the query heads that share one KV head folded into its rows, so neither K nor
-V is repeated. For each tile two loops run over blocks of keys: first over those that every row sees whole, without
-a mask, then over those on the edges, with one. Both ranges follow from the extremes of each block's positions and
-segments (`mask.block_range`), so what the mask empties costs nothing. Blocks are sliced where they lie: nothing is
-padded, transposed or copied whole.
+A tile is a block of queries. All query heads that share a KV head are folded into its rows, so neither K nor V is
+repeated. For each tile two loops run over blocks of keys: the first without a mask, over blocks of which every row sees
+every key; the second with a mask, over the blocks at the edges. Both ranges follow from the minima and maxima of each
+block's positions and segments (`mask.block_range`), so blocks that the mask empties cost nothing. Blocks are sliced in
+place: no array is padded, transposed or copied whole.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.merge import merge_state
 
-# Up to so many rows, over all heads, the KV heads of a block are taken together.
+# With at most this many rows over all heads, one product serves all KV heads of a block.
 _FEW_ROWS = 256
 
 
@@ -33,15 +33,15 @@ def xla_attention(
 ) -> tuple[Array, Array]:
     """q `[B, T, N, H]`, k and v `[B, S, K, H]`, T, S > 0 -> (out `[B, T, N, H]`, lse `[B, T, N]`), float32 or wider.
 
-    k, v and keys may have B = 1 for all of q's. Both may be one array `[2, B, S, K, H]`, in which they travel.
-    With `state` of other keys, (out, lse), the result is over those and these.
+    k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
+    Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    # With few queries the products of single KV heads are too small to be fast: one product serves them all.
+    # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
     tiling = Tiling.of(q, k, queries, keys, causal, join_heads)
-    grouped = tiling.group_heads(_spread_heads(q, kv_heads) if join_heads else q)
+    grouped = tiling.group_heads(_to_block_diagonal(q, kv_heads) if join_heads else q)
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tiling.tile(index)
@@ -53,7 +53,7 @@ def xla_attention(
 
         old_out, old_lse = (tile.rows(x) for x in state)
         out_rows, lse_rows = tile.sweep(step, OnlineSoftmax.of_state(old_out, old_lse)).state()
-        # Rows that the last tile shares with its neighbour have these keys already.
+        # The tile before has computed the rows that it shares with the last tile.
         own = tile.own_rows()
         out_rows = jnp.where(own[:, None], out_rows, old_out)
         lse_rows = jnp.where(own, lse_rows, old_lse)
@@ -61,12 +61,12 @@ def xla_attention(
         return tile.put_rows(out, out_rows), tile.put_rows(lse, lse_rows)
 
     if state is None or join_heads:
-        zeros, k, v = _zeros_once_keys_are_here(jnp.zeros_like(grouped, dtype), k, v)
+        zeros, k, v = _zeros_after_keys(jnp.zeros_like(grouped, dtype), k, v)
         start = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
     else:
         start = tiling.group_heads(state[0]), tiling.group_heads(state[1])
     out, lse = lax.fori_loop(0, tiling.num_tiles, compute_tile, start)
-    out = _pick_heads(out, kv_heads) if join_heads else out
+    out = _from_block_diagonal(out, kv_heads) if join_heads else out
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
     return merge_state(*state, out, lse) if state is not None and join_heads else (out, lse)
 
@@ -83,10 +83,10 @@ def xla_backward(
     row_terms: Array,
     d_out: Array,
 ) -> tuple[Array, Array, Array]:
-    """d_q, d_k and d_v in one pass over the forward's tiles and ranges (five matrix products a block)."""
+    """d_q, d_k and d_v in one pass over the tiles and ranges of the forward pass, with five matrix products a block."""
     dtype = lse.dtype
     tiling = Tiling.of(q, k, queries, keys, causal)
-    # Of an empty row, every weight is exp(score - inf) = 0.
+    # Every weight of an empty row is exp(score - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     grouped, d_out, row_terms, lse = map(tiling.group_heads, (q, d_out, row_terms, lse))
 
@@ -94,7 +94,7 @@ def xla_backward(
         tile = tiling.tile(index)
         q_rows = tile.rows(grouped).astype(dtype) * scale
         d_out_rows, terms = tile.rows(d_out), tile.rows(row_terms)
-        # Rows that the last tile shares with its neighbour have been done there: weight zero, add nothing.
+        # Rows that the last tile shares with the tile before get weight 0 here, and add nothing.
         lse_rows = jnp.where(tile.own_rows(), tile.rows(lse), jnp.inf)
 
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
@@ -114,23 +114,26 @@ def xla_backward(
         return tile.add_rows(d_q, d_q_rows * scale), d_k, d_v
 
     zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=k.shape[-4:]) for x in (k, v))
-    zeros, k, v = _zeros_once_keys_are_here(zeros, k, v)
+    zeros, k, v = _zeros_after_keys(zeros, k, v)
     d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
     return d_q.reshape(q.shape), d_k, d_v
 
 
-def _zeros_once_keys_are_here(zeros: Any, k: Array, v: Array) -> tuple[Any, Array, Array]:
-    """In a ring, a GPU's compiler would otherwise make the zeros of all hops at once, and hold them."""
+def _zeros_after_keys(zeros: Any, k: Array, v: Array) -> tuple[Any, Array, Array]:
+    """Make the zeros depend on k and v.
+
+    In a ring, XLA's GPU backend would otherwise allocate the zeros of all hops at once.
+    """
     return lax.optimization_barrier((zeros, k, v))
 
 
-def _spread_heads(q: Array, kv_heads: int) -> Array:
-    """Queries `[B, T, N, H]` -> `[B, T, N, K * H]`, each in the place of its KV head and zero elsewhere."""
+def _to_block_diagonal(q: Array, kv_heads: int) -> Array:
+    """Queries `[B, T, N, H]` -> `[B, T, N, K * H]`, each at the place of its KV head, with zeros elsewhere."""
     by_head = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
     spread = jnp.einsum("btkgh,kj->btkgjh", by_head, jnp.eye(kv_heads, dtype=q.dtype))
     return spread.reshape(*q.shape[:3], -1)
 
 
-def _pick_heads(out: Array, kv_heads: int) -> Array:
-    """Results of spread queries `[B, T, 1, N, K * H]` -> `[B, T, K, G, H]`, each from the place of its KV head."""
+def _from_block_diagonal(out: Array, kv_heads: int) -> Array:
+    """Results of block-diagonal queries `[B, T, 1, N, K * H]` -> `[B, T, K, G, H]`, each from its KV head's place."""
     return jnp.einsum("btkgkh->btkgh", out.reshape(*out.shape[:2], kv_heads, out.shape[3] // kv_heads, kv_heads, -1))

@@ -1,57 +1,58 @@
-"""The public `paged_attention`: checks at the door, defaults, and the choice of an implementation."""
+"""The public `paged_attention`: it checks arguments, fills in defaults and chooses an implementation."""
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int, Shaped
 
-from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, vary_alike
+from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
 from longctx.kernels.paged_attention.operands import check_paged_operands, debug_check_table
-from longctx.kernels.paged_attention.plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
+from longctx.kernels.paged_attention.paged_plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
 
 
 def paged_attention(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    q: Float[Array, "T N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K H"],
+    page_table: Int[Array, "B M"],
+    page_index: Int[Array, "B M"] | None,
+    kv_lengths: Int[Array, "B"],
+    q_positions: Int[Array, "T"],
+    q_sequence: Int[Array, "T"],
     first_page: ArrayLike = 0,
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: PagedPlan | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's
-    `kv_lengths`, as far as their pages are in its row of the page table. Any order of rows and positions is right;
-    work is saved where the rows of a sequence stand together. It follows the lengths, not M, B or padding. Forward
-    only: it can't be differentiated.
+    `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order; consecutive rows of one
+    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient.
 
     Args:
       q: queries `[T, N, H]`, floating point.
       k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
-        16-bit q.dtype. Slots that are not in use may hold anything, NaN too.
-      page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. One in use that is
-        no page of the pool is an error under `jax.experimental.checkify`; else another page is read in its place.
+        16-bit q.dtype. Unused slots may hold anything, including NaN.
+      page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
+        use that is outside the pool is an error under `jax.experimental.checkify`; otherwise some other page is read.
       page_index: `[B, M]` integers: the same entry is page number `page_index[b, m]` of the sequence, its keys at
-        positions `page_index[b, m] * page_size` and on. Where a rank holds some of a sequence's pages, it has gaps.
-        Entries in use come first, ascending. The others have `page_index * page_size >= kv_lengths[b]`, and what
-        their table holds is never read. None: entry m is page number m.
-      kv_lengths: `[B]` integers, how many tokens of a sequence are written, wherever their pages are.
+        positions from `page_index[b, m] * page_size` on. On a rank that holds some of a sequence's pages it has gaps.
+        Entries in use come first, ascending. All others have `page_index * page_size >= kv_lengths[b]`, and their
+        table entries are never read. None: entry m is page number m.
+      kv_lengths: `[B]` integers, how many tokens of a sequence are written, on all ranks together.
       q_positions: `[T]` integers, the rows' positions in their sequences.
       q_sequence: `[T]` integers, below B; negative is padding.
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
-        `layer * num_pages`: sliced out of the pool, it would be copied.
+        `layer * num_pages`: a slice of the pool would be a copy.
       scale: factor on the scores, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 16 to
         128 that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
         supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
-      plan: what `plan_paged_attention` made of the same metadata, for all layers of a step. Default: made here.
+      plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
+        this call.
 
     Returns:
       out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
@@ -60,7 +61,8 @@ def paged_attention(
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
-      NotImplementedError: the implementation named doesn't support the case; the message says why, and what would.
+      NotImplementedError: the named implementation doesn't support the case; the message says why, and names one that
+        does.
 
     Source: pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
     """
@@ -70,7 +72,7 @@ def paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     scale = check_scale(scale, q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, q.dtype)
-    operands = vary_alike(operands)
+    operands = match_varying(operands)
     if plan is None:
         plan = make_plan(operands, implementation)
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
@@ -83,5 +85,5 @@ def paged_attention(
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         debug_check_table(operands)
-        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.made)
+        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.data)
     return out.astype(out_dtype), lse

@@ -1,4 +1,4 @@
-"""Paged attention on Hopper: rows sorted by sequence and cut into tiles; pages are found and read by the kernel."""
+"""Paged attention on Hopper GPUs: tiles of rows sorted by sequence; the kernel looks up and reads the pages."""
 
 from typing import NamedTuple
 
@@ -6,40 +6,42 @@ import jax.numpy as jnp
 from jax import Array
 
 from longctx.kernels.bits import from_bits
-from longctx.kernels.hopper.cut import Cut
-from longctx.kernels.hopper.device import Device
-from longctx.kernels.hopper.forward import Softmax, attend, with_positive_scale
-from longctx.kernels.hopper.keys import Paged
-from longctx.kernels.hopper.merge import merge_pieces
-from longctx.kernels.hopper.work import Tiles, Work, equal_shares
+from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward, with_positive_scale
+from longctx.kernels.mosaic_gpu.keys import Paged
+from longctx.kernels.mosaic_gpu.merge import merge_pieces
+from longctx.kernels.mosaic_gpu.tile_config import TileConfig
+from longctx.kernels.mosaic_gpu.work import Tiles, Work, equal_shares
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import count_leading
 
 
-class Plan(NamedTuple):
-    """What follows from metadata alone, and is the same in all layers."""
+class MosaicGpuPlan(NamedTuple):
+    """Tables that follow from metadata alone, and are the same in all layers."""
 
     order: Array  # [T], rows by their sequence
-    seen: Array  # [T], how many slots of its sequence a row sees
+    seen: Array  # [T], number of slots of its sequence that a row sees
     last: Array  # [tiles, rows], the last slot seen by the rows of each tile
     work: Work
-    tile: Array  # [T, G], where the result of each row and head of a group lies
+    tile: Array  # [T, G], tile and slot that hold the result of a row and head of a group
     slot: Array  # [T, G]
 
 
-def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Plan) -> tuple[Array, Array]:
-    """As `xla_paged_attention`; q in 16 bits, of a head size and page size that `selection.refusal` lets pass."""
+def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: MosaicGpuPlan) -> tuple[Array, Array]:
+    """As `xla_paged_attention`, for 16-bit q and the head and page sizes that `selection.unsupported_reason` allows."""
     q, k_pages, v_pages = operands[:3]
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
     group = heads // kv_heads
-    cut = cut_of(operands)
+    tile_config = tile_config_of(operands)
     q, scale = with_positive_scale(q, scale)
     rows = jnp.swapaxes(q[plan.order].reshape(length, kv_heads, group, head_size), 1, 2)
     rows = rows.reshape(1, length * group, kv_heads, head_size)
     pages = Paged(
         from_bits(k_pages, q.dtype), from_bits(v_pages, q.dtype), operands.page_table, operands.first_page[None]
     )
-    pieces = attend(rows, pages, (plan.last,), plan.work, Softmax(cut, scale, True), jnp.float32)
+    pieces = attention_forward(
+        rows, pages, (plan.last,), plan.work, ForwardConfig(tile_config, scale, True), jnp.float32
+    )
     out, lse = merge_pieces(*pieces, plan.work)
     out = out[plan.tile, plan.slot]  # [T, G, K, H]
     lse = jnp.moveaxis(lse[:, plan.tile, plan.slot], 0, 2)
@@ -49,14 +51,14 @@ def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Plan
     return jnp.swapaxes(out, 1, 2).reshape(q.shape), jnp.swapaxes(lse, 1, 2).reshape(q.shape[:2])
 
 
-def cut_of(operands: PagedOperands) -> Cut:
+def tile_config_of(operands: PagedOperands) -> TileConfig:
     length, heads, head_size = operands.q.shape
-    return Cut.of(head_size, length * heads // operands.k_pages.shape[2])
+    return TileConfig.choose(head_size, length * heads // operands.k_pages.shape[2])
 
 
-def plan_mosaic_gpu(operands: PagedOperands) -> Plan:
-    """Tiles of rows of one sequence, at most one of them not full; and the workers' shares."""
-    cut = cut_of(operands)
+def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
+    """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers."""
+    tile_config = tile_config_of(operands)
     (length, heads, _), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
     real = (operands.q_sequence >= 0) & (operands.q_sequence < num_sequences)
@@ -64,21 +66,21 @@ def plan_mosaic_gpu(operands: PagedOperands) -> Plan:
     order = jnp.argsort(sequence, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(length, dtype=jnp.int32))
 
-    # Of each sequence: its rows, heads of a group folded in, and its tiles.
-    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last one is of rows that are padding
+    # The rows of each sequence, with the heads of a group folded in, and its tiles.
+    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last number stands for padding
     num_rows = group * jnp.sum(sequence[None] == number[:, None], 1, dtype=jnp.int32)
     first_row = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
-    num_tiles = jnp.where(number < num_sequences, -(-num_rows // cut.rows), 0)
+    num_tiles = jnp.where(number < num_sequences, -(-num_rows // tile_config.block_q), 0)
     stop_tile = jnp.cumsum(num_tiles, dtype=jnp.int32)
     first_tile = stop_tile - num_tiles
 
-    tile = jnp.arange(length * group // cut.rows + min(length, num_sequences), dtype=jnp.int32)
+    tile = jnp.arange(length * group // tile_config.block_q + min(length, num_sequences), dtype=jnp.int32)
     of = jnp.searchsorted(stop_tile, tile, side="right", method="compare_all").astype(jnp.int32)
     of = jnp.minimum(of, num_sequences)
     used = tile < stop_tile[-1]
-    first = first_row[of] + (tile - first_tile[of]) * cut.rows
-    # Rows beyond a tile's own are like its last one, so that its blocks need a mask no sooner.
-    row = first[:, None] + jnp.arange(cut.rows, dtype=jnp.int32)[None]
+    first = first_row[of] + (tile - first_tile[of]) * tile_config.block_q
+    # Rows of a tile beyond its own repeat its last row, so that they add no masked blocks.
+    row = first[:, None] + jnp.arange(tile_config.block_q, dtype=jnp.int32)[None]
     row = jnp.minimum(row, (first_row + num_rows)[of][:, None] - 1)
     seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
     tile_seen = jnp.where(used[:, None], seen[order[jnp.clip(row // group, 0, length - 1)]], 0)
@@ -93,17 +95,19 @@ def plan_mosaic_gpu(operands: PagedOperands) -> Plan:
         kv_tokens=written[jnp.minimum(of, num_sequences - 1)],
         start=none,
         full_start=none,
-        full_stop=jnp.min(tile_seen, 1) // cut.block,
-        stop=-(-jnp.max(tile_seen, 1) // cut.block),
+        full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
+        stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
     work = equal_shares(tiles, max(1, Device.target().num_multiprocessors // kv_heads))
     within = (place * group - first_row[sequence])[:, None] + jnp.arange(group, dtype=jnp.int32)[None]
-    at = first_tile[sequence][:, None] + within // cut.rows
-    return Plan(order, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % cut.rows)
+    at = first_tile[sequence][:, None] + within // tile_config.block_q
+    return MosaicGpuPlan(
+        order, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % tile_config.block_q
+    )
 
 
 def _count_slots(operands: PagedOperands, positions: Array, sequence: Array) -> Array:
-    """How many slots of its sequence's pages, one behind the other, hold keys up to a position; `[n]` each."""
+    """How many slots of a sequence's listed pages, in order, hold keys up to a position: `[n]`, `[n]` -> `[n]`."""
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     sequence = jnp.clip(sequence, 0, operands.kv_lengths.shape[0] - 1)
     num_keys = jnp.maximum(jnp.minimum(positions, operands.kv_lengths[sequence] - 1) + 1, 0)

@@ -1,4 +1,4 @@
-"""The door of paged attention: arguments checked, and brought to one form."""
+"""Checks the arguments of paged attention and brings them to one form."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,11 @@ def check_paged_operands(
     q_sequence: Array,
     first_page: ArrayLike,
 ) -> PagedOperands:
-    """ValueError and TypeError name the argument that is wrong."""
+    """Check all arguments of `paged_attention`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message names it.
+    """
     _check_array("q", q, "[T, N, H]")
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise TypeError(f"q must be floating point of 16 bits or more, got {q.dtype}")
@@ -58,7 +62,7 @@ def check_metadata(
     q_sequence: Array,
     num_rows: int,
 ) -> tuple[Array, Array | None, Array, Array, Array]:
-    """As int32, in this order."""
+    """Check the metadata and convert it to int32, in this order."""
     table = check_int32("page_table", page_table)
     if table.ndim != 2:
         raise ValueError(f"page_table must have a shape [B, M], got {table.shape}")
@@ -72,7 +76,7 @@ def check_metadata(
 
 
 def check_pages(k_pages: Array, v_pages: Array, dtype: jnp.dtype, of: str) -> None:
-    """Two arrays `[pages, page_size, K, H]` of `dtype`, which argument `of` has, or of its bits."""
+    """Check two arrays `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits."""
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         _check_array(name, x, "[pages, page_size, K, H]")
         if x.dtype != dtype and not (x.dtype == jnp.uint16 and dtype.itemsize == 2):
@@ -95,6 +99,7 @@ def _check_array(name: str, x: Array, shape: str) -> None:
 
 
 def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
+    """`check_int32`, and the shape."""
     x = check_int32(name, x)  # type: ignore[arg-type]
     if x.shape != shape:
         raise ValueError(f"{name} must have the shape {shape}, got {x.shape}")
@@ -102,7 +107,7 @@ def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
 
 
 def debug_check_table(operands: PagedOperands) -> None:
-    """Under `checkify` an error names entries in use that are no pages of the pool; without it this costs nothing."""
+    """Under `checkify`, raise an error for entries in use that are outside the pool; otherwise this costs nothing."""
     k_pages, table = operands.k_pages, operands.page_table
     number = jnp.arange(table.shape[1], dtype=jnp.int32)[None] if operands.page_index is None else operands.page_index
     in_use = number < (operands.kv_lengths[:, None] + k_pages.shape[1] - 1) // k_pages.shape[1]

@@ -1,4 +1,4 @@
-"""The oracle: all pages of all sequences gathered, every score in memory; float64 when x64 is on."""
+"""Dense paged attention, the oracle of all tests: it gathers all pages and holds every score; float64 under x64."""
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -9,12 +9,12 @@ from longctx.kernels.paged_attention.operands import PagedOperands
 
 
 def reference_paged_attention(operands: PagedOperands, scale: float, plan: None = None) -> tuple[Array, Array]:
-    """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. Scores are of every row with every sequence."""
+    """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, from scores of every row with every sequence."""
     q, k_pages, v_pages, table, index, kv_lengths, q_positions, q_sequence, first_page = operands
     page_size, kv_heads, dtype = k_pages.shape[1], k_pages.shape[2], jnp.promote_types(q.dtype, jnp.float32)
     if index is None:
         index = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
-    index = jnp.minimum(index, (2**31 - 1) // page_size - 1)  # what marks an entry unused must not overflow
+    index = jnp.minimum(index, (2**31 - 1) // page_size - 1)  # the index of an unused entry must not overflow
 
     positions = rearrange(index, "b m -> b m 1") * page_size + rearrange(jnp.arange(page_size), "p -> 1 1 p")
     written = positions < kv_lengths[:, None, None]
@@ -23,7 +23,7 @@ def reference_paged_attention(operands: PagedOperands, scale: float, plan: None 
     seen = own & written[None] & (positions[None] <= rearrange(q_positions, "t -> t 1 1 1"))
 
     def keys(pages: Array) -> Array:
-        """`[B, M, page_size, K, H]`. What was never written may be NaN, which a weight of 0 doesn't undo."""
+        """`[B, M, page_size, K, H]`. Slots never written may hold NaN, which a weight of 0 would not remove."""
         gathered = from_bits(pages[first_page + table], q.dtype).astype(dtype)
         return jnp.where(written[..., None, None], gathered, 0)
 

@@ -1,7 +1,7 @@
-"""How paged attention cuts its work: tiles of query rows of one sequence, and the pages that each needs.
+"""Tiles of paged attention in XLA: query rows of one sequence, and the pages that each tile needs.
 
-Everything here follows from metadata: no layer changes it. It is written without loops and scatters, so that XLA can
-move it out of a scan over layers (on CPU all of it, on GPU about half), and computes it once for unrolled layers.
+Tiles follow from metadata alone, so they are the same in all layers. This code has no loops or scatters, so that XLA
+can move it out of a scan over layers (on CPU all of it, on GPU about half) and compute it once for unrolled layers.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from longctx.kernels.paged_attention.operands import PagedOperands
 
 
 class Tiles(NamedTuple):
-    """The tiles of one size, in rows, of which a tile may own less: int32 arrays, whose first `num` elements count."""
+    """Tiles of one size in rows; a tile may own fewer. Int32 arrays, of which the first `num` elements are valid."""
 
     num: Array  # []
     first: Array  # the tile owns rows first to stop - 1
     stop: Array
     sequence: Array
-    num_full: Array  # so many entries of the page table, the first ones, are seen whole by all of its rows
-    num_entries: Array  # and so many are seen at all
+    num_full: Array  # number of leading page table entries of which all rows see every key
+    num_entries: Array  # number of leading entries of which some row sees some key
 
 
-def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
-    """Cut every run of rows of one sequence into tiles of the last size, and one of the least size that holds the rest.
+def partition_rows(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
+    """Partition every run of rows of one sequence into tiles of the last size and one tile for the rest.
 
-    sizes ascend, the first being 1.
+    The tile for the rest has the least size that holds it. Sizes ascend, and the first is 1.
     """
     q_sequence = operands.q_sequence
     num_rows = q_sequence.shape[0]
@@ -42,14 +42,14 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
     tile_stop = jnp.minimum(tile_first + sizes[-1], run_stop)
     owned = jnp.where(real & (row == tile_first), tile_stop - tile_first, 0)
 
-    # The lists of all sizes lie one behind the other, so that one search makes them, and one serves them.
+    # The lists of all sizes are concatenated, so that one search makes all of them.
     above = np.array((0, *sizes[:-1]), np.int32)
     fits = (owned[None] > above[:, None]) & (owned[None] <= np.array(sizes, np.int32)[:, None])
     number = jnp.cumsum(fits, 1, dtype=jnp.int32)  # counted from 1
-    capacities = num_rows // (above + 1)  # no tile of a size owns fewer rows
+    capacities = num_rows // (above + 1)  # every tile of this size owns more than `above` rows
     level = np.repeat(np.arange(len(sizes), dtype=np.int32), capacities)
     wanted = np.concatenate([np.arange(capacity, dtype=np.int32) for capacity in capacities])
-    # Where the n-th of its size begins; beyond the last one, anywhere.
+    # The first row of the n-th tile of its size; any row beyond the last tile.
     first = jnp.minimum(count_leading(lambda i: number[level, i] <= wanted, num_rows, wanted.shape), num_rows - 1)
     sequence = jnp.where(real[first], q_sequence[first], 0)
     stop = tile_stop[first]
@@ -65,7 +65,7 @@ def cut_tiles(operands: PagedOperands, sizes: tuple[int, ...]) -> list[Tiles]:
 
 
 def _extremes(positions: Array, size: int, first: Array, stop: Array) -> tuple[Array, Array]:
-    """The lowest and highest position in each of some tiles `[n]` of one size."""
+    """The lowest and the highest position of each tile `[n]` of one size."""
     rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     own = rows < stop[:, None]
     positions = positions[jnp.minimum(rows, positions.shape[0] - 1)]
@@ -82,14 +82,14 @@ def _count_entries(operands: PagedOperands, lowest: Array, highest: Array, seque
     if operands.page_index is None:
         num_full, num_seen = jnp.clip(page, 0, num_entries)
         return num_full, num_seen
-    # Entries in use ascend and come first; all others are at the sequence's length or after.
+    # Entries in use come first and ascend; all others are at or after the sequence's length.
     index = operands.page_index
     num_full, num_seen = count_leading(lambda entry: index[sequence[None], entry] < page, num_entries, page.shape)
     return num_full, num_seen
 
 
 def count_leading(holds: Callable[[Array], Array], size: int, shape: tuple[int, ...]) -> Array:
-    """How many of the indices 0..size-1 `holds` is true for, for each of `shape`: true for the first ones only."""
+    """For each element of `shape`, how many leading indices of 0..size-1 `holds` is true for, by binary search."""
     count = jnp.zeros(shape, jnp.int32)
     step = 1 << max(0, size.bit_length() - 1)
     while step:

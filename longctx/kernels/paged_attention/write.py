@@ -1,21 +1,30 @@
-"""New keys and values into their pages."""
+"""Writes new keys and values into their pages."""
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Shaped
 
-from longctx.kernels.attention.operands import vary_alike
+from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
 
 
-def write_pages(k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array, offset: Array) -> tuple[Array, Array]:
-    """Write the K and V of some tokens, each to its slot. In place where the pages are donated or carried by a loop.
+def write_pages(
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> tuple[Shaped[Array, "pages page_size K H"], Shaped[Array, "pages page_size K H"]]:
+    """Write the keys and values of some tokens to their slots, in place if the pages are donated or a loop carries
+    them.
 
     Args:
       k_pages, v_pages: `[pages, page_size, K, H]` in the dtype of k, or uint16: the bits of a 16-bit k.dtype.
       k, v: `[T, K, H]`, floating point.
       page: `[T]` integers. A row whose page is outside 0..pages-1 (padding, or another rank's) is dropped.
-      offset: `[T]` integers, the slot within the page, 0..page_size-1. Slots must differ, or any of them wins.
+      offset: `[T]` integers, the slot within the page, 0..page_size-1. If two rows name one slot, either may win.
 
     Returns:
       k_pages and v_pages.
@@ -30,8 +39,8 @@ def write_pages(k_pages: Array, v_pages: Array, k: Array, v: Array, page: Array,
         if x.dtype != k.dtype:
             raise TypeError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     page, offset = check_int32_of("page", page, k.shape[:1]), check_int32_of("offset", offset, k.shape[:1])
-    k_pages, v_pages, k, v, page, offset = vary_alike((k_pages, v_pages, k, v, page, offset))
-    page = jnp.where(page < 0, k_pages.shape[0], page)  # beyond the end: negative indices would count from there
+    k_pages, v_pages, k, v, page, offset = match_varying((k_pages, v_pages, k, v, page, offset))
+    page = jnp.where(page < 0, k_pages.shape[0], page)  # beyond the end, where mode="drop" drops it
 
     def write(pages: Array, rows: Array) -> Array:
         return pages.at[page, offset].set(to_bits(rows) if pages.dtype == jnp.uint16 else rows, mode="drop")

@@ -1,7 +1,8 @@
-"""Paged attention with an online softmax, in plain XLA: pages are read where they lie, no sequence is gathered whole.
+"""Paged attention with an online softmax in plain XLA. It reads pages in place and gathers no whole sequence.
 
-Tiles (`tiles.py`) come in a few sizes: for each, one loop runs over its tiles, and in it two over the tile's pages, a
-block of them at a time: first those that every row sees whole, without a mask, then those on the edges, with one.
+Tiles (`tiles.py`) come in a few sizes. For each size one loop runs over its tiles. For each tile two loops run over
+blocks of its pages: the first without a mask, over pages of which every row sees every key; the second with a mask,
+over the rest.
 """
 
 import jax.numpy as jnp
@@ -11,15 +12,15 @@ from jax import Array, lax
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
 from longctx.kernels.bits import from_bits
 from longctx.kernels.paged_attention.operands import PagedOperands
-from longctx.kernels.paged_attention.tiles import Tiles, cut_tiles
+from longctx.kernels.paged_attention.tiles import Tiles, partition_rows
 
-# Rows of a tile, with the query heads of one KV head folded into them, and keys of a block, as measured on CPU
+# Rows of a tile, with the query heads of one KV head folded in, and keys of a block, chosen by measurement on CPU
 # (docs/paged_attention.md).
 _ROWS = 1024
 _SIZES = (1, 16, 64, 256)
 _SCORES = _ROWS * 256
 _MAX_BLOCK = 512
-# Up to so many rows, over all heads, the KV heads of a block are taken together.
+# With at most this many rows over all heads, one product serves all KV heads of a block.
 _FEW_ROWS = 256
 
 # Slice indices must share a type; a plain 0 is an int64 when x64 is on.
@@ -27,39 +28,42 @@ _ZERO = np.int32(0)
 
 
 def plan_xla(operands: PagedOperands) -> list[Tiles]:
+    """The tiles of each size."""
     num_rows, heads, _ = operands.q.shape
-    return cut_tiles(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
+    return partition_rows(operands, tile_sizes(num_rows, heads // operands.k_pages.shape[2]))
 
 
 def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]) -> tuple[Array, Array]:
-    """-> (out `[T, N, H]`, lse `[T, N]`), float32 or wider. T, and entries of the page table, over 0."""
+    """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, for at least one row and one page table entry."""
     q, kv_heads = operands.q, operands.k_pages.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
     out = jnp.zeros_like(grouped, dtype)
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
     for size, tiles in zip(tile_sizes(q.shape[0], grouped.shape[2]), plan, strict=True):
-        state = _attend_tiles(operands, grouped, size, tiles, scale, state)
+        state = _compute_tiles(operands, grouped, size, tiles, scale, state)
     return state[0].reshape(q.shape), state[1].reshape(q.shape[:2])
 
 
 def tile_sizes(num_rows: int, group: int) -> tuple[int, ...]:
+    """Tile sizes in rows, ascending, for `group` query heads per KV head."""
     largest = min(num_rows, _SIZES[-1], max(1, _ROWS // group))
     return (*(size for size in _SIZES if size < largest), largest)
 
 
 def pages_per_block(page_size: int, rows: int) -> int:
+    """Pages of a block for tiles of `rows` rows, heads folded in."""
     return max(1, min(_MAX_BLOCK, _SCORES // rows) // page_size)
 
 
-def _attend_tiles(
+def _compute_tiles(
     operands: PagedOperands, q: Array, size: int, tiles: Tiles, scale: float, state: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """The rows of all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
+    """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
     dtype = state[0].dtype
-    # With few rows the products of single KV heads are too small to be fast: one product serves them all.
+    # With few rows the products of single KV heads are too small to be fast, so one product serves all of them.
     heads = kv_heads if size * kv_heads * group <= _FEW_ROWS else 1
     per_block = min(pages_per_block(page_size, size * heads * group), num_entries)
 
@@ -74,7 +78,7 @@ def _attend_tiles(
         )
         at = (start, head, _ZERO, _ZERO)
         shape = (size, heads, group, head_size)
-        q_rows = _spread_heads(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
+        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
 
         def block(number: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             entry = number * per_block + jnp.arange(per_block, dtype=jnp.int32)
@@ -89,7 +93,7 @@ def _attend_tiles(
             key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
             written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
             seen = (key[None] <= last_seen[:, None]) & written[None]
-            # A slot not written may hold NaN, which a weight of 0 doesn't undo.
+            # A slot never written may hold NaN, which a weight of 0 would not remove.
             v_block = jnp.where(written[:, None], v_block, 0)
             return softmax.absorb(q_rows, k_block, v_block, jnp.repeat(seen, heads * group, axis=0))
 
@@ -99,7 +103,7 @@ def _attend_tiles(
         num_blocks = (num_seen + per_block - 1) // per_block
         softmax = lax.fori_loop(num_full, num_blocks, lambda n, x: block(n, x, True), softmax)
         out, lse = softmax.state()
-        new = _pick_heads(out, shape), lse.reshape(shape[:3])
+        new = _from_block_diagonal(out, shape), lse.reshape(shape[:3])
         old = lax.dynamic_slice(state[0], at, shape), lax.dynamic_slice(state[1], at[:3], shape[:3])
         own = own[:, None, None]
         return (
@@ -111,21 +115,21 @@ def _attend_tiles(
 
 
 def _block(x: Array, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, dtype: jnp.dtype) -> Array:
-    """Some pages of x `[pages, page_size, K, H]` -> `[len(pages) * page_size, heads * H]`, converted after the cut."""
+    """Some pages of x `[pages, page_size, K, H]` -> `[len(pages) * page_size, heads * H]`, sliced, then converted."""
     at = jnp.stack([pages, jnp.full_like(pages, head)], 1)
     numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 2))
     block = lax.gather(x, at, numbers, (1, x.shape[1], heads, x.shape[3]), mode="promise_in_bounds")
     return from_bits(block.reshape(-1, heads * x.shape[3]), kept_as).astype(dtype)
 
 
-def _spread_heads(q: Array) -> Array:
-    """Queries `[rows, heads, G, H]` -> `[rows * heads * G, heads * H]`, each in the place of its head, else zero."""
+def _to_block_diagonal(q: Array) -> Array:
+    """Queries `[rows, heads, G, H]` -> `[rows * heads * G, heads * H]`, each at its head's place, zero elsewhere."""
     rows, heads, group, size = q.shape
     spread = jnp.einsum("tkgh,kj->tkgjh", q, jnp.eye(heads, dtype=q.dtype)) if heads > 1 else q
     return spread.reshape(rows * heads * group, heads * size)
 
 
-def _pick_heads(out: Array, shape: tuple[int, int, int, int]) -> Array:
-    """Results of spread queries -> `[rows, heads, G, H]`, each from the place of its head."""
+def _from_block_diagonal(out: Array, shape: tuple[int, int, int, int]) -> Array:
+    """Results of block-diagonal queries -> `[rows, heads, G, H]`, each from its head's place."""
     rows, heads, group, size = shape
     return jnp.einsum("tkgkh->tkgh", out.reshape(rows, heads, group, heads, size))

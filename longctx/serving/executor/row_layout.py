@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.parallel.plan import deal_tokens
+from longctx.parallel.varseq import shard_tokens
 from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import completion_of
@@ -125,7 +125,7 @@ class RowLayout:
             slots = np.repeat([c.slot for c in long], [c.num_tokens for c in long])
             owners = np.concatenate([self._pages(c) for c in long])
             ends = np.cumsum([c.num_tokens for c in long]) - 1
-            for rank, mine in enumerate(deal_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
+            for rank, mine in enumerate(shard_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
                 own = rows[rank]
                 own.tokens, own.positions = known[mine].tolist(), positions[mine].tolist()
                 own.slots, pages[rank] = slots[mine].tolist(), owners[mine].tolist()

@@ -8,12 +8,14 @@ from jax import Array, lax
 from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, vary_alike
+from longctx.kernels.attention.operands import check_kernel, match_varying
 from longctx.kernels.bits import from_bits
 from longctx.models.llama import Attend
+from longctx.parallel.exchange import gather_tokens
 from longctx.parallel.kvp import merge_over_ranks
-from longctx.parallel.pass_kv import PassKV
-from longctx.parallel.pass_q import PassQ
+from longctx.parallel.pass_kv import pass_kv_forward
+from longctx.parallel.pass_q import pass_q_forward
+from longctx.parallel.ring import ring_source
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.step_inputs import RowPlan, Shape
 
@@ -112,10 +114,8 @@ class _Sharded:
         return merge_state(*new, *old)[0].astype(q.dtype)
 
     def _plan_pass_q(self, positions: Array, slots: Array, num_heads: int, pool: Array) -> None:
-        ring = PassQ("context")
-
         def queries_of(hop: int) -> Any:
-            at, of = (x.reshape(self.shape.ranks, -1)[ring.source(hop)] for x in (positions, slots))
+            at, of = (x.reshape(self.shape.ranks, -1)[ring_source("context", hop)] for x in (positions, slots))
             metadata = (self.table, self.numbers, self.starts, at, of)
             return metadata, plan_paged_attention(num_heads, pool, *metadata)
 
@@ -131,7 +131,7 @@ class _Sharded:
             )
             return out[None], lse[None]
 
-        out, lse = PassQ("context").ask_round(q[None], self.queries_of, attend)
+        out, lse = pass_q_forward(q[None], self.queries_of, attend, axis_name="context")
         return out[0], lse[0]
 
     def _plan_pass_kv(self, plan: RowPlan) -> None:
@@ -153,9 +153,8 @@ class _Sharded:
         at = first[:, None] + jnp.arange(page_size, dtype=jnp.int32)[None]
         cached = (slot >= 0)[:, None] & (at < self.starts[jnp.maximum(slot, 0)][:, None])
         keys = Tokens(jnp.where(cached, at, 0).reshape(1, -1), jnp.where(cached, slot[:, None], -1).reshape(1, -1))
-        ring = PassKV("context")
-        gathered = ring.gather_tokens(keys)
-        hops = [Tokens(*(x[ring.source(hop)] for x in gathered)) for hop in range(self.shape.ranks)]
+        gathered = gather_tokens(keys, "context")
+        hops = [Tokens(*(x[ring_source("context", hop)] for x in gathered)) for hop in range(self.shape.ranks)]
         self.keys_of = hops.__getitem__
         self.written = cached.reshape(-1)
 
@@ -168,7 +167,7 @@ class _Sharded:
         kernel = check_kernel(q, True, None, None)
         queries = Tokens(*(x[None] for x in self.queries))
         operands = Operands(q[None], message(cache.k), message(cache.v), queries, self.keys_of(0))
-        out, lse = PassKV("context", kernel).fetch_round(vary_alike(operands), self.keys_of)
+        out, lse = pass_kv_forward(match_varying(operands), self.keys_of, kernel=kernel, axis_name="context")
         return out[0], lse[0]
 
     def _numbers(self) -> Array:

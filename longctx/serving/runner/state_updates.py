@@ -14,7 +14,7 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import shard_map
-from longctx.parallel.tensor import gather_vocabulary
+from longctx.parallel.tensor import all_gather_vocabulary
 from longctx.serving.runner.sampler import token_logprobs
 from longctx.serving.runner.step import (
     VOCABULARY_AXES,
@@ -84,7 +84,7 @@ def prompt_logprobs(
         targets = jnp.pad(targets, (0, padding)).reshape(count, _BLOCK)
 
         def block(x: tuple[Array, Array]) -> Any:
-            logits = gather_vocabulary(head_logits(model, mesh, params, x[0]), *VOCABULARY_AXES)
+            logits = all_gather_vocabulary(head_logits(model, mesh, params, x[0]), *VOCABULARY_AXES)
             return token_logprobs(logits[:, : model.config.vocab_size], x[1], num_top)
 
         results = lax.map(block, (rows, targets))

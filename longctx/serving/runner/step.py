@@ -17,13 +17,13 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from longctx.kernels.attention.operands import vary_alike
+from longctx.kernels.attention.operands import match_varying
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import local_params, sharded_specs
 from longctx.parallel.mesh import index_of, present, shard_map, size_of
 from longctx.parallel.pipeline import enter_stage
-from longctx.parallel.tensor import add_up, embed_tokens, gather_vocabulary, likeliest
+from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, psum
 from longctx.serving.runner.attention import attend_to_pages
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import IN_OUTPUT, Controls, Drawn, draw
@@ -107,7 +107,7 @@ def _tick(
     if state.rows is not None:
         x = enter_stage(_read_rows(state.rows[0], shape, sections), x)
     attend = attend_to_pages(plan, table, numbers, shape, model.config.num_heads // mesh.shape["tensor"], state.cache.k)
-    x, cache = model.run_layers(params["layers"], x, plan.positions, attend, state.cache, lambda x: add_up(x, "tensor"))
+    x, cache = model.run_layers(params["layers"], x, plan.positions, attend, state.cache, lambda x: psum(x, "tensor"))
     kept = None if state.rows is None else _write_rows(state.rows, x, shape, sections)
 
     hidden = model.norm(params, x)
@@ -148,14 +148,14 @@ def _sample(
     logits = head_logits(model, mesh, params, rows)
 
     def plainly(_: None) -> Drawn:
-        tokens = likeliest(logits, *VOCABULARY_AXES)
+        tokens = argmax(logits, *VOCABULARY_AXES)
         none = jnp.zeros((shape.samples, shape.num_top))
-        return vary_alike(Drawn(tokens, jnp.zeros(shape.samples), none.astype(jnp.int32), none))
+        return match_varying(Drawn(tokens, jnp.zeros(shape.samples), none.astype(jnp.int32), none))
 
     def fully(_: None) -> Drawn:
-        whole = gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
+        whole = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
         seen = state.seen[jnp.maximum(mine.slots, 0)]
-        return vary_alike(draw(whole, seen, Controls.unpack(mine.controls), mine.positions, shape.num_top))
+        return match_varying(draw(whole, seen, Controls.unpack(mine.controls), mine.positions, shape.num_top))
 
     drawn = lax.cond(plan.plain[0] > 0, plainly, fully, None)
     drawn = Drawn(*(all_gather(x, "context") for x in drawn))
@@ -175,7 +175,7 @@ def all_gather(x: Array, axis: str) -> Array:
 def of_last_stage(x: Array) -> Array:
     """What the last stage has, for all of them."""
     is_last = index_of("stage") == size_of("stage") - 1
-    return add_up(jnp.where(is_last, x, jnp.zeros_like(x)), "stage")
+    return psum(jnp.where(is_last, x, jnp.zeros_like(x)), "stage")
 
 
 def head_logits(model: Llama, mesh: Mesh, params: Params, rows: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Tiles, their blocks and the workers' shares, in numpy: everything once, nothing that is not seen, no piece twice."""
+"""Tiles, their blocks and the workers' shares, in numpy: every visible block once, and every piece once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +11,16 @@ from paged_cases import Shape
 from paged_cases import cases as paged_cases
 
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import cut_tiles
-from longctx.kernels.hopper.adapter import interpreted
-from longctx.kernels.hopper.cut import Cut
-from longctx.kernels.hopper.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, one_worker_a_tile
-from longctx.kernels.paged_attention.mosaic_gpu import cut_of, plan_mosaic_gpu
+from longctx.kernels.attention.mosaic_gpu import make_tiles
+from longctx.kernels.mosaic_gpu.adapter import interpreted
+from longctx.kernels.mosaic_gpu.tile_config import TileConfig
+from longctx.kernels.mosaic_gpu.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, one_worker_per_tile
+from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu, tile_config_of
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
 
 def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], list[int]]]]:
-    """What the kernel's loops do: by tile, (piece, full blocks, masked blocks), in order. Pieces differ."""
+    """Run the kernel's loops: for each tile its (piece, full blocks, masked blocks), in order. Pieces are unique."""
     tiles, found, pieces = np.asarray(work.tiles), {}, set()
     for worker, (first, stop, first_unit, stop_unit) in enumerate(np.asarray(work.workers)):
         for number in range(first, stop):
@@ -65,8 +65,8 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> 
 
 @given(drawn_tiles())
 @settings(max_examples=8)
-def test_one_worker_a_tile(tiles: Tiles) -> None:
-    found = blocks_of(one_worker_a_tile(tiles), False)
+def test_one_worker_per_tile(tiles: Tiles) -> None:
+    found = blocks_of(one_worker_per_tile(tiles), False)
     assert list(found) == list(range(len(tiles.start)))[::-1]  # the last first
     for tile, parts in found.items():
         assert [piece for piece, *_ in parts] == [tile]
@@ -87,18 +87,18 @@ def seen_by(case: Case) -> np.ndarray:
 def test_tiles_of_contiguous_keys_see_what_the_mask_says(case: Case) -> None:
     names = ("q_positions", "q_segment_ids", "kv_positions", "kv_segment_ids")
     masks = [jnp.asarray(np.atleast_2d(case.masks[name]), jnp.int32) for name in names]
-    cut = Cut.of(64, 300)
-    tiles, rows, tokens = cut_tiles(1, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, cut)
+    config = TileConfig.choose(64, 300)
+    tiles, rows, tokens = make_tiles(1, Tokens(*masks[:2]), Tokens(*masks[2:]), case.causal, config)
     seen = seen_by(case)[0]
     assert len(tiles.start) == 3
     for tile in range(3):
-        own = slice(tile * cut.rows, min(300, (tile + 1) * cut.rows))
+        own = slice(tile * config.block_q, min(300, (tile + 1) * config.block_q))
         start, full_start, full_stop, stop = (int(x[tile]) for x in tiles[4:])
-        for block in range(-(-700 // cut.block)):
-            keys = slice(block * cut.block, (block + 1) * cut.block)
+        for block in range(-(-700 // config.block_kv)):
+            keys = slice(block * config.block_kv, (block + 1) * config.block_kv)
             part = seen[own, keys]
             assert start <= block < stop or not part.any()
-            whole = part.shape[1] == cut.block and part.all()
+            whole = part.shape[1] == config.block_kv and part.all()
             assert whole or not full_start <= block < full_stop
             # What the kernel's mask compares.
             positions, segments = (np.asarray(x[0, keys]) for x in tokens)
@@ -117,11 +117,11 @@ PAGED = [
 @given(paged_cases(PAGED))
 @settings(max_examples=3)
 def test_tiles_of_paged_rows(case: PagedCase) -> None:
-    """Each row in one place of one tile of its sequence, and a tile's blocks are those of the keys it sees."""
+    """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees."""
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     operands = check_paged_operands(*arrays, **metadata)
-    group, cut = case.q.shape[1] // case.k_pages.shape[2], cut_of(operands)
+    group, config = case.q.shape[1] // case.k_pages.shape[2], tile_config_of(operands)
     with interpreted():
         plan = plan_mosaic_gpu(operands)
     table = np.asarray(plan.work.tiles)
@@ -144,13 +144,13 @@ def test_tiles_of_paged_rows(case: PagedCase) -> None:
             assert last[tile, slot] == seen - 1
             # The row of q, sorted and with heads folded in, that the kernel reads there.
             assert divmod(table[tile, 1] + slot, group) == (list(order).index(row), g)
-            assert table[tile, 6] * cut.block <= seen <= table[tile, 7] * cut.block
+            assert table[tile, 6] * config.block_kv <= seen <= table[tile, 7] * config.block_kv
     assert len(places) == group * (sequences >= 0).sum()
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("num_rows", [1, 64, 65, 1000])
-def test_a_cut_fits_into_shared_memory(head_size: int, num_rows: int) -> None:
-    cut = Cut.of(head_size, num_rows)
-    assert (cut.rows + 2 * cut.stages * cut.block) * head_size * 2 + 1024 <= 227 * 1024
-    assert cut.consumers == (1 if num_rows <= 64 else 2)
+def test_tile_config_fits_into_shared_memory(head_size: int, num_rows: int) -> None:
+    config = TileConfig.choose(head_size, num_rows)
+    assert (config.block_q + 2 * config.num_stages * config.block_kv) * head_size * 2 + 1024 <= 227 * 1024
+    assert config.num_consumers == (1 if num_rows <= 64 else 2)

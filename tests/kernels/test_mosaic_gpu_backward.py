@@ -1,4 +1,4 @@
-"""Gradients of the Hopper kernel in Pallas' interpreter, against the dense reference on the same rounded operands."""
+"""Gradients of the Mosaic GPU kernel in the interpreter, against the dense reference on the same rounded operands."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax import Array
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 from longctx.kernels.attention.reference import reference_attention, reference_backward
-from longctx.kernels.hopper import adapter
+from longctx.kernels.mosaic_gpu import adapter
 
 DOCUMENTS = np.r_[[0] * 30, [1] * 50, [-1] * 30]
 RESTARTING = np.r_[0:30, 0:50, 0:30]
@@ -84,7 +84,7 @@ def check(
     together: bool = False,
     others: int = 0,
 ) -> None:
-    """`others`: so many keys, the last ones, count in lse and row terms only: they are another call's."""
+    """`others`: the number of last keys that count only in lse and row terms, as keys of another call."""
     numbers = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
@@ -133,7 +133,7 @@ def test_gradients_agree_with_reference_in_every_case(case: str) -> None:
     check(**SLOW[case])
 
 
-def test_results_are_float32_whatever_is_traced() -> None:
+def test_results_are_float32_under_tracing() -> None:
     """Shapes and dtypes alone, under `jax.jit`'s tracing, as the custom VJP calls it."""
     q, kv = jnp.zeros((2, 33, 4, 64), jnp.bfloat16), jnp.zeros((2, 1, 50, 2, 64), jnp.bfloat16)
     rows = jnp.zeros((2, 33, 4))

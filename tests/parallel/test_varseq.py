@@ -14,9 +14,9 @@ BATCHES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 500)), min_size
 
 
 @given(BATCHES, st.integers(1, 9), st.sampled_from(["contiguous", *BALANCED]), st.booleans())
-def test_every_token_has_one_place(batch: list[tuple[int, int]], ranks: int, layout: str, dealt: bool) -> None:
+def test_every_token_has_one_place(batch: list[tuple[int, int]], ranks: int, layout: str, by_layout: bool) -> None:
     new, cached = zip(*batch, strict=True)
-    held = None if dealt else np.arange(sum(cached)) // 5 % ranks
+    held = None if by_layout else np.arange(sum(cached)) // 5 % ranks
     plan = plan_varseq(new, cached, ranks, layout, held)
     counted = {(b, length_cached + t): 1 for b, (length, length_cached) in enumerate(batch) for t in range(length)}
     queries = _tokens(plan.q_positions, plan.q_segment_ids)
@@ -71,7 +71,7 @@ def test_long_sequences_balance_within_one_percent(data: st.DataObject, ranks: i
     new, cached = zip(*data.draw(lengths), strict=True)
     plan = plan_varseq(new, cached, ranks, layout)
     assert np.abs(plan.scores / plan.scores.mean() - 1).max() < 0.01
-    # Keys are dealt within a chunk: each sequence's within a token, all in all within a token of new and one of cached.
+    # Keys are balanced within a token for each sequence, and in all within one new token and one cached token.
     assert np.ptp(plan.kv_tokens) <= 2
     # Contiguous beside it: of one sequence, the last rank has far more to do.
     contiguous, balanced = (plan_varseq(new[:1], cached[:1], ranks, x).scores for x in ("contiguous", layout))
@@ -97,7 +97,7 @@ def test_report_shows_the_balance() -> None:
 
 
 @given(st.integers(0, 40), st.integers(0, 100), st.integers(1, 9))
-def test_decode_rows_are_dealt_round(batch: int, step: int, ranks: int) -> None:
+def test_decode_rows_rotate_over_ranks(batch: int, step: int, ranks: int) -> None:
     rows = plan_decode(batch, step, ranks)
     assert rows.shape == (ranks, -(-batch // ranks))
     assert sorted(rows[rows >= 0].tolist()) == list(range(batch))
@@ -124,11 +124,11 @@ def test_decode_rows_are_dealt_round(batch: int, step: int, ranks: int) -> None:
         (([4], [1], 2, "zigzag", np.array([2])), "cached_ranks must be 1 ranks below 2, one a cached token"),
     ],
 )
-def test_refuses(arguments: tuple[object, ...], message: str) -> None:
+def test_wrong_arguments_are_named(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_varseq(*arguments)  # type: ignore[arg-type]
 
 
-def test_decode_refuses() -> None:
+def test_wrong_arguments_of_plan_decode_are_named() -> None:
     with pytest.raises(ValueError, match="step must be an integer of at least 0, got -1"):
         plan_decode(3, -1, 2)

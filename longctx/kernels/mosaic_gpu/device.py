@@ -1,4 +1,4 @@
-"""The device that is compiled for: the default one, or, ahead of time, that of the mesh which is set."""
+"""The device to compile for: the default device, or ahead of time that of the mesh of `jax.set_mesh`."""
 
 import contextvars
 import re
@@ -10,7 +10,7 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 class Interpreter(NamedTuple):
-    """What stands for a device while `adapter.interpreted` is in force."""
+    """Settings of the interpreter that replaces the device while `adapter.interpreted` is in force."""
 
     params: Any
     num_multiprocessors: int
@@ -20,14 +20,17 @@ INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar
 
 
 class Device(NamedTuple):
+    """What the choice and the grid of a kernel depend on."""
+
     kind: str
     platform: str
     is_hopper: bool
     num_multiprocessors: int
-    cuda_version: int = 0  # as 12090 for 12.9.0; 0 where nobody says
+    cuda_version: int = 0  # 12090 for 12.9.0; 0 if unknown
 
     @classmethod
     def target(cls) -> Self:
+        """The device that a program traced now is compiled for."""
         if (interpreter := INTERPRETER.get()) is not None:
             return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
         abstract = jax.sharding.get_abstract_mesh().abstract_device

@@ -1,4 +1,4 @@
-"""Merges the pieces of tiles: `merge_states` for states whose number and order only the device knows."""
+"""Merges the pieces of tiles: `merge_states` where only the device knows which pieces each tile has."""
 
 import functools
 from typing import Any
@@ -8,17 +8,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from longctx.kernels.attention.online_softmax import LOWEST
-from longctx.kernels.hopper import adapter
-from longctx.kernels.hopper.adapter import ROW, TILE, cast, read, spread
-from longctx.kernels.hopper.cut import WARPGROUP_ROWS
-from longctx.kernels.hopper.work import Work
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
+from longctx.kernels.mosaic_gpu.work import Work
 
 
 @adapter.traced_once()
 def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
-    """out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` -> the same with tiles in place of pieces.
+    """Merge out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` into the same arrays with tiles for pieces.
 
-    Pieces merge in their order, whoever computed them first. Of a tile without pieces nothing is written.
+    Pieces merge in a fixed order. A tile without pieces is not written.
     """
     _, rows, heads, head_size = out.shape
     num_tiles = work.first_piece.shape[0]
@@ -44,11 +44,11 @@ def _kernel(
     def absorb(piece: Array, carry: Any) -> Any:
         acc, peak, total = carry
         lse = read(lses.at[head, piece, own], ROW)
-        # From a finite peak on: an empty state, of lse -inf, then has the weight 0.
+        # The peak begins finite, so that an empty state, whose lse is -inf, has weight 0.
         new_peak = jnp.maximum(peak, lse)
         weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
         out = read(outs.at[piece, own, head], TILE)
-        acc = acc * spread(decay, shape, 0) + out * spread(weight, shape, 0)
+        acc = acc * broadcast(decay, shape, 0) + out * broadcast(weight, shape, 0)
         return acc, new_peak, total * decay + weight
 
     @pl.when(num_pieces[tile] > 0)
@@ -62,5 +62,5 @@ def _kernel(
         acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
         empty = total == 0
         total = jnp.where(empty, jnp.float32(1), total)
-        out_ref.at[tile, own, head][...] = acc * spread(1 / total, shape, 0)
+        out_ref.at[tile, own, head][...] = acc * broadcast(1 / total, shape, 0)
         lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))

@@ -1,4 +1,4 @@
-"""Host-side plans: which rank computes which new token of a batch of packed sequences, and what balance that gives."""
+"""Host-side plans of packed sequences of varying length: which rank computes which new token."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from longctx.parallel.layout import check_layout, layout_shards
 
 @dataclasses.dataclass(frozen=True)
 class VarseqPlan:
-    """A batch of B packed sequences over N ranks. Rows of the arrays are ranks; -1 is padding, in indices and segments.
+    """B packed sequences over N ranks. Rows of the arrays are ranks; -1 in indices and segments is padding.
 
-    New tokens are counted through all sequences, 0 to T - 1, and so are cached ones, 0 to P - 1. A rank's keys are its
-    cached and its new ones together, sorted by (segment, position), as attention wants them.
+    New tokens are numbered through all sequences, 0 to T - 1, and so are cached ones, 0 to P - 1. A rank's keys are its
+    cached and new ones together, sorted by (segment, position), as attention prefers them.
     """
 
-    # Which new tokens the rank computes, [N, ceil(T / N)].
+    # The new tokens that the rank computes, [N, ceil(T / N)].
     q_indices: np.ndarray
     q_positions: np.ndarray
     q_segment_ids: np.ndarray
-    # Which keys it holds, cached ones as they are counted and new ones after all P: [N, max P_i + ceil(T / N)].
+    # The keys that it holds, new ones numbered after all P cached ones, [N, max P_i + ceil(T / N)].
     kv_indices: np.ndarray
     kv_positions: np.ndarray
     kv_segment_ids: np.ndarray
-    # Pairs (query, key) that its queries see, and keys that it holds without padding, [N].
+    # Pairs (query, visible key) of its queries, and keys that it holds without padding, [N].
     scores: np.ndarray
     kv_tokens: np.ndarray
 
@@ -38,7 +38,7 @@ class VarseqPlan:
         return 4 * num_heads * head_size * self.scores
 
     def report(self, num_heads: int, head_size: int) -> str:
-        """FLOP and keys of each rank, and how far the busiest is above the mean."""
+        """A table of FLOP and keys of each rank, and how far the busiest rank is above the mean."""
         flops = self.flops(num_heads, head_size)
         lines = ["rank  new tokens  KV tokens       GFLOP"]
         for rank, (flop, kv) in enumerate(zip(flops, self.kv_tokens, strict=True)):
@@ -55,19 +55,19 @@ def plan_varseq(
     layout: str = "zigzag",
     cached_ranks: np.ndarray | None = None,
 ) -> VarseqPlan:
-    """Deal the new tokens of packed sequences to ranks, each sequence by the layout, whatever its cached tokens do.
+    """Shard the new tokens of packed sequences over ranks, each sequence by the layout; cached tokens may lie anywhere.
 
     Args:
       new_lengths: T_b, new tokens of each sequence, at positions P_b to P_b + T_b - 1.
       cached_lengths: P_b, cached tokens of each, at positions 0 to P_b - 1. None: full prefill.
       num_shards: ranks N.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
-      cached_ranks: which rank holds each cached token, integers `[sum of P_b]`, sequence after sequence. Default: dealt
-        by the same layout.
+      cached_ranks: which rank holds each cached token, integers `[sum of P_b]`, sequence after sequence. Default: they
+        are sharded by the same layout.
 
     Returns:
-      A `VarseqPlan`. Chunk lengths of a sequence differ by a token at most, ranks have `ceil(T / N)` new tokens at
-      most, and of sequences alike in size, no rank always gets the heavier share.
+      A `VarseqPlan`. The chunks of a sequence differ by a token at most, ranks have `ceil(T / N)` new tokens at most,
+      and with sequences of one size no rank always gets the heavier share.
 
     Raises:
       ValueError: an argument is wrong; the message names it.
@@ -81,9 +81,9 @@ def plan_varseq(
         raise ValueError(f"cached_lengths must have one entry a sequence, {new.size}, got {cached.size}")
     num_new, num_cached = int(new.sum()), int(cached.sum())
 
-    computed, scores = _deal(new, cached, num_shards, layout)
+    computed, scores = _assign_tokens(new, cached, num_shards, layout)
     if cached_ranks is None:
-        held, _ = _deal(cached, np.zeros_like(cached), num_shards, layout)
+        held, _ = _assign_tokens(cached, np.zeros_like(cached), num_shards, layout)
     else:
         ranks = np.asarray(cached_ranks)
         if ranks.shape != (num_cached,) or not np.isin(ranks, np.arange(num_shards)).all():
@@ -91,12 +91,12 @@ def plan_varseq(
         held = [np.flatnonzero(ranks == rank) for rank in range(num_shards)]
 
     segments = np.concatenate([np.repeat(np.arange(x.size), x) for x in (cached, new)])
-    positions = np.concatenate([_count(cached), _count(new) + np.repeat(cached, new)])
+    positions = np.concatenate([_positions_within(cached), _positions_within(new) + np.repeat(cached, new)])
     keys = [np.concatenate([old, num_cached + tokens]) for old, tokens in zip(held, computed, strict=True)]
     keys = [tokens[np.lexsort((positions[tokens], segments[tokens]))] for tokens in keys]
     share = -(-num_new // num_shards)
-    kv_indices = _fill(keys, max(map(len, held)) + share)
-    q_indices = _fill(computed, share)
+    kv_indices = _pad_rows(keys, max(map(len, held)) + share)
+    q_indices = _pad_rows(computed, share)
     q_tokens = np.where(q_indices < 0, -1, q_indices + num_cached)
     return VarseqPlan(
         q_indices,
@@ -108,19 +108,19 @@ def plan_varseq(
     )
 
 
-def deal_tokens(
+def shard_tokens(
     new_lengths: Sequence[int], cached_lengths: Sequence[int], num_shards: int, layout: str = "zigzag"
 ) -> list[np.ndarray]:
-    """Each rank's new tokens, ascending, as `plan_varseq` deals them; its work doesn't grow with what is cached."""
+    """The new tokens of each rank, ascending, as in `plan_varseq`. The work doesn't grow with cached tokens."""
     new, cached = _check_lengths("new_lengths", new_lengths), _check_lengths("cached_lengths", cached_lengths)
-    return _deal(new, cached, num_shards, layout)[0]
+    return _assign_tokens(new, cached, num_shards, layout)[0]
 
 
 def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
-    """Which rank computes, and keeps, the token that each sequence decodes in this step.
+    """The rank that computes and keeps the token that each sequence decodes in this step.
 
-    Sequence b is rank (b + step) mod N's: a step's rows are dealt evenly, and so, over the steps, is every sequence's
-    cache, where one rank a sequence would fill that rank first (context parallelism paper, 3.6).
+    Sequence b belongs to rank (b + step) mod N. So the rows of a step are sharded evenly, and over the steps so is the
+    cache of every sequence; one rank per sequence would fill that rank first (context parallelism paper, 3.6).
 
     Returns:
       Sequences `[N, ceil(B / N)]`, -1 in rows without one: the `q_segment_ids` of `ring_pass_q(..., decode=True)`.
@@ -129,15 +129,17 @@ def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
         if not isinstance(value, (int, np.integer)) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     ranks = (np.arange(num_sequences) + step) % num_shards
-    return _fill([np.flatnonzero(ranks == rank) for rank in range(num_shards)], -(-num_sequences // num_shards))
+    return _pad_rows([np.flatnonzero(ranks == rank) for rank in range(num_shards)], -(-num_sequences // num_shards))
 
 
-def _deal(new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str) -> tuple[list[np.ndarray], np.ndarray]:
+def _assign_tokens(
+    new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Each rank's new tokens, ascending, and its scores.
 
-    Long sequences first. The first one's shard i is rank i's; of every other, the heaviest shard goes to the rank with
-    the lightest load so far, first in tokens (so that no rank gets two more than another), then in scores. After
-    that the busiest and the idlest rank swap shards of one sequence as long as that helps.
+    Long sequences come first. Shard i of the first one goes to rank i. Of every other sequence, the heaviest shard goes
+    to the rank with the lightest load so far, by tokens (so that no rank gets two more than another), then by scores.
+    Then the busiest and the idlest rank swap shards of one sequence as long as that helps.
     """
     shards = [layout_shards(int(length), num_shards, layout) for length in new]
     sizes = np.array([[len(x) for x in row] for row in shards]).reshape(-1, num_shards)
@@ -163,10 +165,10 @@ def _deal(new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str) -> 
         scores[[busy, idle]] += (-moved[b], moved[b])
 
     starts = np.cumsum(new) - new
-    dealt = [
+    by_rank = [
         [start + row[shard] for start, row, shard in zip(starts, shards, of_rank, strict=True)] for of_rank in owners.T
     ]
-    return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in dealt], scores
+    return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in by_rank], scores
 
 
 def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
@@ -176,17 +178,18 @@ def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
     return checked.astype(int)
 
 
-def _count(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, 2, ... in each sequence."""
+def _positions_within(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, 2, ... within each sequence."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _fill(rows: list[np.ndarray], length: int) -> np.ndarray:
+def _pad_rows(rows: list[np.ndarray], length: int) -> np.ndarray:
+    """Stack rows, padded to a length with -1."""
     return np.stack([np.pad(row, (0, length - len(row)), constant_values=-1) for row in rows])
 
 
 def _look_up(tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions, 0 in padding, and segments, -1 there."""
+    """Positions (0 in padding) and segments (-1 in padding) of tokens."""
     return (
         np.where(tokens < 0, 0, np.append(positions, 0)[tokens]).astype(np.int32),
         np.where(tokens < 0, -1, np.append(segments, 0)[tokens]).astype(np.int32),

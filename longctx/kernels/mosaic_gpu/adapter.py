@@ -1,7 +1,7 @@
-"""Everything of Pallas that differs between versions, is private, or has another form in the interpreter.
+"""The parts of Pallas that differ between versions, are private, or differ in the interpreter.
 
-Private names, and why: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and barriers on a
-CPU, and `get_races` says whether any of them raced. Nothing else reaches behind the public API.
+Two private names are used: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and barriers
+on a CPU, and `get_races` says whether any of them raced.
 """
 
 import contextlib
@@ -15,18 +15,22 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.hopper.device import INTERPRETER, Interpreter
+from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
 
-# Accumulators of wgmma: rows over warps, and what is reduced to one value a row, or a column.
+# Layouts of wgmma accumulators: the tile, and its reductions to one value per row or per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 
 @contextlib.contextmanager
 def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iterator[None]:
-    """Within, the device is a Hopper GPU of a few multiprocessors, interpreted on the CPU. RuntimeError on a race.
+    """Within this context the device is a Hopper GPU with few multiprocessors, interpreted on the CPU.
 
-    Slow: about a second a thread block and warpgroup. Under `jax.jit` the interpreter's threads wait for each other.
+    It takes about a second for each thread block and warpgroup. Don't use it under `jax.jit`, where the interpreter's
+    threads deadlock.
+
+    Raises:
+      RuntimeError: the interpreter found a race.
     """
     if hasattr(plgpu, "InterpretGPUParams"):
         params = plgpu.InterpretGPUParams
@@ -43,13 +47,15 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
 
 
 def interpreting() -> bool:
+    """Whether `interpreted` is in force."""
     return INTERPRETER.get() is not None
 
 
 def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates what calls a kernel: one trace for calls of the same shapes, one lowering for those of a program.
+    """Decorate a function that calls a kernel: it is traced once for each shape and lowered once for each program.
 
-    Layers and the hops of a ring are such calls, and a kernel takes half a second of each. Not in the interpreter.
+    The layers of a model and the hops of a ring repeat a call, and tracing and lowering a kernel take half a second
+    each. In the interpreter the function is called as it is.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,9 +71,9 @@ def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def kernel(
-    body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **how: Any
+    body: Callable[..., None], out_types: list[tuple[tuple[int, ...], Any]], like: Array, **options: Any
 ) -> Callable[..., Any]:
-    """`plgpu.kernel`; results vary over the mesh axes that `like` varies over."""
+    """`plgpu.kernel`, whose results vary over the mesh axes that `like` varies over."""
     varying, interpreter = jax.typeof(like).manual_axis_type, INTERPRETER.get()
     run = plgpu.kernel(
         body,
@@ -76,14 +82,14 @@ def kernel(
         # jax 0.11 changes the default.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpreter and interpreter.params,
-        **how,
+        **options,
     )
 
     def checked(*operands: Array) -> list[Array]:
         results = run(*operands)
         if interpreter and interpreter.params.detect_races:
             _check_races(results)
-        # Some versions lose the axes of the types asked for.
+        # Some versions drop the mesh axes that `out_type` asks for.
         return [_vary_over(varying.varying, x) for x in results]
 
     return checked
@@ -103,15 +109,16 @@ def _check_races(results: Any) -> None:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the form that wgmma reads: 8 rows by 128 bytes, swizzled."""
+    """Shared memory in the layout that wgmma reads: tiles of 8 rows by 128 bytes, swizzled."""
     tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def room(x: Array, axis: int, missing: int) -> Array:
-    """TMA reads zeros beyond an array's end; the interpreter refuses to, so for it there is room for `missing` more.
+def pad_for_tma(x: Array, axis: int, missing: int) -> Array:
+    """Pad an axis for block copies that reach beyond its end by up to `missing` elements.
 
-    Pallas' TMA wants a length in whole tiles of 8, so that any other is copied.
+    TMA reads zeros there, so on a GPU an array is padded (and copied) only to the whole tiles of 8 that Pallas asks
+    for. The interpreter refuses to read there, so for it all missing elements are padded.
     """
     if not interpreting():
         missing = min(missing, -x.shape[axis] % 8)
@@ -121,32 +128,34 @@ def room(x: Array, axis: int, missing: int) -> Array:
 
 
 def set_registers(number: int, action: str) -> None:
+    """Set the register limit of this warpgroup."""
     if not interpreting():
         plgpu.set_max_registers(number, action=action)  # type: ignore[arg-type]
 
 
 def cast(x: Array, layout: Any) -> Array:
+    """Cast registers to a layout."""
     return x if interpreting() else plgpu.layout_cast(x, layout)
 
 
 def read(ref: Any, layout: Any) -> Array:
-    """Registers of a layout straight from global memory."""
+    """Load registers of a layout directly from global or shared memory."""
     if interpreting():
         return ref[...]
     index = ((),) if jax.__version_info__ < (0, 12) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def spread(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """One value a row (axis 0) or a column (axis 1) to all of a tile."""
+def broadcast(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Broadcast one value per row (axis 0) or per column (axis 1) to a whole tile."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
 def product(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """a @ b.T in float32, of shared memory; `meanwhile` runs once the product has been issued."""
+    """a @ b.T in float32, a and b in shared memory; `meanwhile` runs once the product has been issued."""
     if interpreting():
         out = jnp.matmul(a[...], b[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # the race detector wants it between a plain read and the copy that overwrites
+        plgpu.commit_smem()  # the race detector needs it between a plain read and the copy that overwrites
         meanwhile()
         return out
 
@@ -159,7 +168,7 @@ def product(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Arr
 
 
 def accumulate(acc: Array, a: Array, b: Any) -> Array:
-    """acc + a @ b: a in registers, b in shared memory."""
+    """acc + a @ b, with a in registers and b in shared memory."""
     if interpreting():
         acc = acc + jnp.matmul(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()
@@ -168,7 +177,7 @@ def accumulate(acc: Array, a: Array, b: Any) -> Array:
 
 
 def product_onto(start: Array, a: Any, b: Any) -> Array:
-    """start + a @ b.T in float32, of shared memory."""
+    """start + a @ b.T in float32, with a and b in shared memory."""
     if interpreting():
         return start + product(a, b)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.transpose((1, 0))))(plgpu.ACC.init(start))
@@ -177,7 +186,7 @@ def product_onto(start: Array, a: Any, b: Any) -> Array:
 def products_onto(
     starts: tuple[Array, Array], first: tuple[Any, Any], second: tuple[Any, Any], beside: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    """`beside` of one `product_onto`, computed while the other is under way, and that."""
+    """(`beside` of the first `product_onto`, the second one); `beside` runs while the second product is in flight."""
     if interpreting():
         return beside(product_onto(starts[0], *first)), product_onto(starts[1], *second)
 
@@ -191,7 +200,7 @@ def products_onto(
 
 
 def accumulate_all(accs: list[Array], factors: list[tuple[Any, Any]]) -> list[Array]:
-    """acc + a @ b for each acc with its (a, b), all under way at once; a in registers, b in shared memory."""
+    """acc + a @ b for each acc and its (a, b), all in flight at once; a in registers, b in shared memory."""
     if interpreting():
         return [accumulate(acc, a, b) for acc, (a, b) in zip(accs, factors, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What of paged attention follows from metadata alone: made once a step, and used in all layers."""
+"""`PagedPlan`: what paged attention derives from metadata alone, once a step, for all layers."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int, Shaped
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
@@ -17,7 +18,7 @@ from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
 
 
 def plan_mosaic_gpu(operands: PagedOperands) -> Any:
-    # Pallas takes half a second to import, which who doesn't use it shall not pay.
+    # Importing Pallas takes half a second, so only callers that use it import it.
     from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu
 
     return plan_mosaic_gpu(operands)
@@ -29,7 +30,7 @@ def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Any)
     return mosaic_gpu_paged_attention(operands, scale, plan)
 
 
-# plan(operands) -> plan, of shapes and metadata; attend(operands, scale, plan) -> (out, lse)
+# plan(operands) -> data, from shapes and metadata; forward(operands, scale, data) -> (out, lse)
 IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
     "xla": (plan_xla, xla_paged_attention),
@@ -38,37 +39,37 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., t
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("made",), meta_fields=("implementation", "shapes", "empty")
+    jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("implementation", "shapes", "empty")
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """How some rows attend to some pages: opaque, for `paged_attention(..., plan=)` with the same metadata."""
+    """An opaque argument for `paged_attention(..., plan=)` with the same metadata."""
 
     implementation: str
     shapes: tuple[tuple[int, ...], ...]
-    empty: bool  # nobody asks, or there is nothing to see
-    made: Any
+    empty: bool  # no row, or no page
+    data: Any
 
 
 def plan_paged_attention(
     num_heads: int,
-    k_pages: Array,
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    k_pages: Shaped[Array, "pages page_size K H"],
+    page_table: Int[Array, "B M"],
+    page_index: Int[Array, "B M"] | None,
+    kv_lengths: Int[Array, "B"],
+    q_positions: Int[Array, "T"],
+    q_sequence: Int[Array, "T"],
     implementation: str | None = None,
 ) -> PagedPlan:
-    """What `paged_attention` needs to know of its metadata, which is the same in all layers of a model.
+    """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
-    XLA's GPU backend does not move it out of a loop over layers by itself: some twenty small kernels in each.
+    XLA's GPU backend does not move this work, some twenty small kernels, out of a loop over layers by itself.
 
     Args:
-      num_heads: of the queries, N.
-      k_pages: the pool, of which only shape and dtype are looked at (uint16 is taken for bfloat16's bits).
+      num_heads: query heads N.
+      k_pages: the pool; only its shape and dtype are read (uint16 means the bits of bfloat16).
       page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
-      implementation: as for `paged_attention`; the plan is for this one.
+      implementation: as for `paged_attention`; the plan serves this one alone.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
@@ -85,6 +86,7 @@ def plan_paged_attention(
 
 
 def make_plan(operands: PagedOperands, implementation: str | None) -> PagedPlan:
+    """`plan_paged_attention` of checked operands."""
     q, k_pages = operands.q, operands.k_pages
     chosen = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
@@ -92,4 +94,5 @@ def make_plan(operands: PagedOperands, implementation: str | None) -> PagedPlan:
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:
+    """The shapes that a plan depends on."""
     return operands.q.shape, operands.k_pages.shape, operands.page_table.shape

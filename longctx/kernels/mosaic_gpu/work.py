@@ -1,9 +1,9 @@
-"""Who computes what: tiles of query rows, each over a range of key blocks, shared out among the multiprocessors.
+"""The assignment of work to multiprocessors: tiles of query rows, each over a range of key blocks.
 
-Blocks of all tiles, one tile behind the other, are cut into equal shares, one a worker (a thread block that stays).
-So a chunk of a few tokens against a million cached ones fills the chip as well as a batch of decodes of unequal lengths
-does. A worker's part of one tile is a piece, and the pieces of a tile merge. Where there are many more tiles than
-multiprocessors, each is a worker of its own, and there is nothing to merge.
+The blocks of all tiles are concatenated and divided into equal shares, one for each worker (a persistent thread block).
+So a chunk of a few tokens against a million cached ones fills the chip, and so does a batch of decodes of unequal
+lengths. A worker's part of one tile is a piece, and the pieces of a tile merge. Where there are many more tiles than
+multiprocessors, each tile is a worker of its own, and there is nothing to merge.
 
 Source: the split over keys as in Flash-Decoding (Dao et al. 2023); equal shares as in Stream-K (Osama et al. 2023).
 """
@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+# A worker takes at least this many blocks: writing and merging a piece costs about as much as one block.
 LEAST_SHARE = 4
 
 
 class Tiles(NamedTuple):
-    """Int32 `[tiles]` each: rows of queries, and the blocks of keys that they see."""
+    """Tiles of query rows and the key blocks that they see: int32 `[tiles]` each."""
 
     q_batch: Array
-    q_row: Array  # the first of its rows
+    q_row: Array  # first row of the tile
     kv: Array  # entry of the keys' batch, or sequence of the page table
     kv_tokens: Array  # entry of the keys' tokens (contiguous), or slots written (paged)
     start: Array  # blocks [start, stop), of which [full_start, full_stop) need no mask
@@ -30,16 +31,16 @@ class Tiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tables that a kernel reads."""
+    """The tables that a kernel reads."""
 
-    tiles: Array  # [tiles, 10]: the fields of Tiles, the first unit, and what to add to a worker's number for its piece
+    tiles: Array  # [tiles, 10]: the fields of Tiles, the first unit, and the piece minus the worker's number
     workers: Array  # [workers, 4]: tiles [first, stop) and units [start, stop); a unit is one block of one tile
     first_piece: Array  # [tiles]
     num_pieces: Array  # [tiles]
 
 
-def one_worker_a_tile(tiles: Tiles) -> Work:
-    """The last tiles first: in most layouts they see most, and what is long shall not begin last."""
+def one_worker_per_tile(tiles: Tiles) -> Work:
+    """Assign each tile to a worker, the last tile first: in most layouts it sees most, and should not begin last."""
     num_units, first_unit = _units(tiles)
     number = jnp.arange(len(num_units), dtype=jnp.int32)
     table = jnp.stack([*tiles, first_unit, 2 * number - (len(num_units) - 1)], 1)
@@ -48,10 +49,7 @@ def one_worker_a_tile(tiles: Tiles) -> Work:
 
 
 def equal_shares(tiles: Tiles, num_workers: int) -> Work:
-    """At most `tiles + num_workers` pieces. A tile that sees nothing has none.
-
-    Nobody comes for less than a few blocks: a piece is written and merged, which costs about as much as one.
-    """
+    """Divide the blocks of all tiles equally. At most `tiles + num_workers` pieces; no piece for an empty tile."""
     num_units, first_unit = _units(tiles)
     stop_unit = first_unit + num_units
     total = stop_unit[-1]
@@ -75,7 +73,7 @@ def _units(tiles: Tiles) -> tuple[Array, Array]:
 
 
 class Tile(NamedTuple):
-    """A worker's part of a tile, scalars: its row of `Work.tiles` with blocks cut to the worker's units."""
+    """A worker's part of a tile, as scalars: its row of `Work.tiles`, with blocks limited to the worker's units."""
 
     q_batch: Array
     q_row: Array
@@ -89,7 +87,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, tiles: Any, number: Array, worker: Array, first_unit: Array, stop_unit: Array) -> "Tile":
-        # + 0 drops the mesh axes from the types: loop bounds must not vary over them.
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
         *fields, unit, piece = (tiles[number, i] + 0 for i in range(10))
         q_batch, q_row, kv, kv_tokens, start, full_start, full_stop, stop = fields
         first = start + jnp.maximum(first_unit - unit, 0)
@@ -107,10 +105,10 @@ class Tile(NamedTuple):
         return self.stop - self.start
 
     def edge(self, n: Array) -> Array:
-        """The n-th block that takes a mask."""
+        """The n-th block that needs a mask."""
         block = self.start + n
         return jnp.where(block < self.full_start, block, block + self.num_full)
 
     def block(self, n: Array) -> Array:
-        """The n-th block: full ones come first."""
+        """The n-th block in the order of the loop: full ones come first."""
         return jnp.where(n < self.num_full, self.full_start + n, self.edge(n - self.num_full))

@@ -1,4 +1,4 @@
-"""Without any one of their barrier operations the Hopper kernels fail, race or hang, and the interpreter notices."""
+"""If any one barrier operation is deleted, the Mosaic GPU kernels fail, race or hang in the interpreter."""
 
 import subprocess
 import sys

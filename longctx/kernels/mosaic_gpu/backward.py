@@ -1,0 +1,246 @@
+"""The backward attention kernel for Hopper GPUs, run once from the queries' side and once from the keys'.
+
+From a tile of queries it computes d_q, over the keys that they see; from a tile of keys d_k and d_v, over the queries
+that see them. So each result is summed in the registers of one warpgroup, without atomics and in a fixed order. Both
+runs are the same code: the rows of the tile stay in shared memory, and the "others" pass by in blocks, which a producer
+warpgroup copies to a ring of stages (TMA).
+
+    from queries: scores = q @ k.T, d_weights = d_out @ v.T, d_q += d_scores @ k
+    from keys:    scores = k @ q.T, d_weights = v @ d_out.T, d_k += d_scores @ q, d_v += weights @ d_out
+    both:         weights = exp(scale * (scores - lse / scale)), d_scores = weights * (d_weights + row_term)
+
+The accumulators of the first two products start from -lse / scale and the row term of each query.
+
+Source: FlashAttention-2 (Dao 2023), algorithm 2; two passes in place of its atomics.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
+from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
+
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.keys import Contiguous
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.work import Tile, Tiles
+
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Static arguments of a call."""
+
+    from_keys: bool  # whether the rows of a tile are keys, and the others queries
+    scores: bool  # whether to compute scale * sum of d_scores @ others: d_q or d_k
+    weights: bool  # whether to compute the sum of weights @ others: d_v
+    scale: float
+    tile_config: TileConfig
+
+    @property
+    def num_resident(self) -> int:
+        """How many of the tile's two operands are needed: the second serves d_scores alone."""
+        return 1 + self.scores
+
+
+@adapter.traced_once("config")
+def attention_backward(
+    config: BackwardConfig,
+    rows: tuple[Array, Array],
+    others: Contiguous,
+    seen: tuple[Array, ...],
+    stats: Array,
+    tiles: Tiles,
+) -> list[Array]:
+    """One result for each of `config.scores` and `config.weights`.
+
+    Args:
+      rows: q and d_out `[B, T, N, H]`, or k and v `[B, S, K, H]`, or both as one array `[2, B, S, K, H]`, twice.
+      others: the other two, and their tokens.
+      seen: the row arguments of `others.seen`, int32 `[tiles, rows]` each.
+      stats: `[2, B, N, whole blocks]`: -lse / scale, -inf where lse is, and row terms.
+
+    Returns:
+      Arrays `[tiles, rows, heads of rows, H]`, float32. Rows that a tile does not own hold any values.
+    """
+    heads, head_size = rows[0].shape[-2:]
+    other_heads = others.k.shape[-2]
+    dtype, num_tiles = rows[0].dtype, tiles.start.shape[0]
+    resident = [
+        adapter.pad_for_tma(x, -3, -x.shape[-3] % config.tile_config.block_q) for x in rows[: config.num_resident]
+    ]
+    others = others.pad_to_block(config.tile_config.block_kv)
+    ring = functools.partial(
+        adapter.tiled, (config.tile_config.num_stages, config.tile_config.block_kv, head_size), dtype
+    )
+    scratch = {
+        "row_smem": adapter.tiled(
+            (config.num_resident * config.tile_config.num_consumers, WARPGROUP_ROWS, head_size), dtype
+        ),
+        "x_smem": ring(),
+        "y_smem": ring(),
+        "rows_ready": plgpu.Barrier(num_arrivals=config.num_resident, num_barriers=config.tile_config.num_consumers),
+        "ready": plgpu.Barrier(num_arrivals=2 + config.from_keys, num_barriers=config.tile_config.num_stages),
+        "free": plgpu.Barrier(
+            num_arrivals=config.tile_config.num_consumers, num_barriers=config.tile_config.num_stages
+        ),
+    }
+    if config.from_keys:
+        scratch["stats_smem"] = plgpu.SMEM((config.tile_config.num_stages, 2, config.tile_config.block_kv), jnp.float32)
+    kernel = adapter.kernel(
+        functools.partial(_kernel, config, heads, other_heads),
+        [((num_tiles, config.tile_config.block_q, heads, head_size), jnp.float32)] * (config.scores + config.weights),
+        like=rows[0],
+        kernel_name="attention_of_keys" if config.from_keys else "attention_of_queries",
+        grid=(heads, num_tiles),
+        grid_names=("head", "tile"),
+        num_threads=config.tile_config.num_consumers + 1,
+        scratch_types=scratch,
+    )
+    return kernel(*resident, *others, *seen, stats, jnp.stack(tiles, 1))
+
+
+class Steps(NamedTuple):
+    """The loop of a tile: each block, once for each head of the others that belongs to the tile's head."""
+
+    tile: Tile
+    first_head: Array
+    group: int
+    stages: int
+
+    @property
+    def num(self) -> Array:
+        return self.tile.num_blocks * self.group
+
+    @property
+    def num_full(self) -> Array:
+        """Number of steps without a mask, which come first."""
+        return self.tile.num_full * self.group
+
+    def block(self, n: Array) -> Array:
+        return self.tile.block(lax.div(n, jnp.int32(self.group)))
+
+    def head(self, n: Array) -> Array:
+        return self.first_head + lax.rem(n, jnp.int32(self.group))
+
+    def stage(self, n: Array) -> Array:
+        return lax.rem(n, jnp.int32(self.stages))
+
+
+def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
+    split = config.num_resident
+    rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
+    stats, tiles, *results = refs[split + 5 :]
+    head, number, wg = (lax.axis_index(name) for name in ("head", "tile", "wg"))
+    # Long tiles begin first: in most layouts the last queries and the first keys see, or are seen by, most.
+    number = number if config.from_keys else tiles.shape[0] - 1 - number
+    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
+    first_head = lax.div(head * other_heads, jnp.int32(heads))
+    steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
+    # A single consumer keeps all the registers that it has.
+    share_registers = adapter.set_registers if config.tile_config.num_consumers == 2 else lambda *_: None
+
+    @pl.when(wg < config.tile_config.num_consumers)
+    def _() -> None:
+        share_registers(240, "increase")
+        _consume(config, rows, others, seen, stats, results, scratch, wg, head, steps)
+
+    @pl.when(wg == config.tile_config.num_consumers)
+    def _() -> None:
+        share_registers(24, "decrease")
+        _fetch(config, others, stats, scratch, steps)
+
+
+def _fetch(config: BackwardConfig, others: Contiguous, stats: Any, scratch: Any, steps: Steps) -> None:
+    def fetch(n: Array, _: None) -> None:
+        at, block, head = steps.stage(n), steps.block(n), steps.head(n)
+        pl.when(n >= steps.stages)(functools.partial(wait, scratch["free"].at[at]))
+        ready = scratch["ready"].at[at]
+        for half, name in enumerate("xy"):
+            others.fetch(half, steps.tile, block, head, scratch[f"{name}_smem"].at[at], ready)
+        if config.from_keys:
+            x = stats.at[
+                :, steps.tile.kv, head, pl.ds(block * config.tile_config.block_kv, config.tile_config.block_kv)
+            ]
+            plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], ready)
+
+    def drain(n: Array, _: None) -> None:
+        # Wait for every phase of the barriers, so that the block does not end while a copy is in flight.
+        wait(scratch["free"].at[steps.stage(n)])
+
+    lax.fori_loop(0, steps.num, fetch, None)
+    lax.fori_loop(jnp.maximum(steps.num - steps.stages, 0), steps.num, drain, None)
+
+
+def _consume(
+    config: BackwardConfig,
+    row_refs: Any,
+    others: Contiguous,
+    seen_refs: Any,
+    stats: Any,
+    results: Any,
+    scratch: Any,
+    wg: Array,
+    head: Array,
+    steps: Steps,
+) -> None:
+    """Compute 64 rows of a tile over all of its steps."""
+    tile, shape = steps.tile, (WARPGROUP_ROWS, config.tile_config.block_kv)
+    own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    own_rows = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    slots = [i * config.tile_config.num_consumers + wg for i in range(config.num_resident)]
+    for half, (x, slot) in enumerate(zip(row_refs, slots, strict=True)):
+        at = ((half,) if len(x.shape) == 5 else ()) + (tile.q_batch, own_rows, head)
+        plgpu.copy_gmem_to_smem(x.at[at], scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
+    row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
+    last, segments = (read(ref.at[tile.piece, own], ROW) for ref in seen_refs)
+    wait(scratch["rows_ready"].at[wg])
+
+    def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
+        at, block = steps.stage(n), steps.block(n)
+        x, y = scratch["x_smem"].at[at], scratch["y_smem"].at[at]
+        # Always 0, but unknown to the compiler, which would otherwise keep all addresses in registers, and spill.
+        zero = jnp.minimum(tile.start + n, 0)
+        a, b = (scratch["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
+
+        def start(i: int) -> Array:
+            if config.from_keys:
+                return broadcast(read(scratch["stats_smem"].at[at, i], COLUMN), shape, 1)
+            return broadcast(row_stats[i], shape, 0)
+
+        def to_weights(scores: Array) -> Array:
+            weights = jnp.exp2(scores * (config.scale * _LOG2E))
+            if masked:
+                weights = jnp.where(others.seen(tile, (last, segments), block, shape), weights, jnp.float32(0))
+            return weights
+
+        wait(scratch["ready"].at[at])
+        if config.scores and not masked:
+            weights, d_weights = adapter.products_onto((start(0), start(1)), (a, x), (b, y), to_weights)
+        else:  # a mask takes registers, so the products run one after the other
+            weights = to_weights(adapter.product_onto(start(0), a, x))
+            d_weights = adapter.product_onto(start(1), b, y) if config.scores else weights
+        factors = [((weights * d_weights).astype(x.dtype), x)] if config.scores else []
+        if config.weights:
+            factors.append((weights.astype(y.dtype), y))
+        accs = adapter.accumulate_all(accs, factors)
+        arrive(scratch["free"].at[at])
+        return accs
+
+    zeros = cast(jnp.zeros((WARPGROUP_ROWS, row_refs[0].shape[-1]), jnp.float32), TILE)
+    accs = [zeros] * len(results)
+    accs = lax.fori_loop(0, steps.num_full, functools.partial(step, masked=False), accs)
+    accs = lax.fori_loop(steps.num_full, steps.num, functools.partial(step, masked=True), accs)
+    if config.scores:
+        accs[0] = accs[0] * config.scale
+    for result, acc in zip(results, accs, strict=True):
+        result.at[tile.piece, own, head][...] = acc

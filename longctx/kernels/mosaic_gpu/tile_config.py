@@ -1,0 +1,39 @@
+"""Tile sizes of the kernels, as the registers and shared memory (227 KiB) of a Hopper multiprocessor allow."""
+
+import dataclasses
+
+# Rows that one warpgroup multiplies at a time.
+WARPGROUP_ROWS = 64
+# (block_kv, num_stages) of each head size.
+_BLOCKS = {64: (128, 4), 128: (128, 2), 256: (64, 2)}
+HEAD_SIZES = tuple(_BLOCKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """Static sizes of one kernel.
+
+    In a backward pass from keys the sides change places: `block_q` counts keys and `block_kv` queries.
+
+    Args:
+      block_q: rows of a tile, 64 or 128; one warpgroup computes 64 of them.
+      block_kv: keys of a block.
+      num_stages: blocks that are in flight to shared memory.
+    """
+
+    block_q: int
+    block_kv: int
+    num_stages: int
+
+    @property
+    def num_consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_q // WARPGROUP_ROWS
+
+    @classmethod
+    def choose(cls, head_size: int, num_rows: int) -> "TileConfig":
+        """The configuration of the forward kernel for `num_rows` rows of one head."""
+        block_q = WARPGROUP_ROWS if num_rows <= WARPGROUP_ROWS else 2 * WARPGROUP_ROWS
+        block_kv, num_stages = _BLOCKS[head_size]
+        one_more = block_q == WARPGROUP_ROWS and head_size == 128
+        return cls(block_q, block_kv, num_stages + one_more)

@@ -1,0 +1,115 @@
+"""Attention of whole arrays inside a mesh program: shards are made, exchanged over and put back in order."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from longctx.kernels.attention.kernel import Kernel
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import check_operands
+from longctx.parallel.all_gather import all_gather_kv
+from longctx.parallel.kvp import kvp_attention
+from longctx.parallel.pass_kv import ring_pass_kv
+from longctx.parallel.pass_q import ring_pass_q
+from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
+
+Masks = tuple[Array | None, Array | None, Array | None, Array | None]
+
+METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "pass_kv": ring_pass_kv,
+    "pass_q": ring_pass_q,
+    "all_gather": all_gather_kv,
+    "kvp": kvp_attention,
+}
+
+
+class StaticArguments(NamedTuple):
+    """The static arguments of one call."""
+
+    mesh: Mesh
+    method: str
+    layout: str
+    axis_name: str
+    head_axis: str | None
+    kernel: Kernel
+    out_dtype: jnp.dtype
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mesh_attention(static: StaticArguments, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+    """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
+    explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
+    if explicit is None:
+        mesh = Mesh(static.mesh.devices, static.mesh.axis_names, axis_types=(AxisType.Auto,) * static.mesh.devices.ndim)
+        return _sharded_attention(static, mesh, q, k, v, masks)
+    if explicit.mesh.shape != static.mesh.shape:
+        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {static.mesh.shape}")
+    of_q = shardings[0].spec if shardings[0].mesh.shape == static.mesh.shape else P()
+    sharding = NamedSharding(explicit.mesh, of_q)
+    return jax.sharding.auto_axes(functools.partial(_sharded_attention, static, None), out_sharding=sharding)(
+        q, k, v, masks
+    )
+
+
+def _sharded_attention(static: StaticArguments, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+    """Shard over `mesh`, or over the mesh of the context if it is None."""
+    axis_name, num_ranks = static.axis_name, static.mesh.shape[static.axis_name]
+    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=static.kernel.causal)
+    if static.head_axis is not None:
+        repeats = max(1, static.mesh.shape[static.head_axis] // k.shape[-2])
+        flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
+
+    # KVP needs its queries on all ranks.
+    q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
+
+    def pad(x: Array, layout: str, value: int = 0) -> Array:
+        missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
+        return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
+
+    def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
+        if q_axis is not None:
+            q, queries = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, q_layout), (q, queries))
+        k, v, keys = jax.tree.map(lambda x: reshard_to_layout(x, axis_name, static.layout), (k, v, keys))
+        out, _ = METHODS[static.method](
+            q,
+            k,
+            v,
+            q_positions=_drop_batch(queries.positions),
+            kv_positions=_drop_batch(keys.positions),
+            q_segment_ids=_drop_batch(queries.segments),
+            kv_segment_ids=_drop_batch(keys.segments),
+            axis_name=axis_name,
+            causal=static.kernel.causal,
+            scale=static.kernel.scale,
+            implementation=static.kernel.implementation,
+            out_dtype=static.out_dtype,
+        )
+        return out if q_axis is None else reshard_to_contiguous(out, axis_name, q_layout)
+
+    q_spec, kv_spec = (P(None, axis, static.head_axis) for axis in (q_axis, axis_name))
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, axis_name)),
+        out_specs=q_spec,
+    )
+    out = mapped(
+        pad(flat_q, q_layout),
+        pad(flat_k, static.layout),
+        pad(flat_v, static.layout),
+        Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
+        Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
+    )
+    return out[:, : q.shape[-3]].reshape(q.shape)
+
+
+def _drop_batch(x: Array) -> Array:
+    """`[1, L]`, which all sequences of a batch share, as `[L]`; `[B, L]` as it is."""
+    return x[0] if x.shape[0] == 1 else x

@@ -1,0 +1,66 @@
+"""What an import loads, each in a fresh process, and what the packages export."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import longctx
+
+HEAVY = {"torch", "transformers", "tokenizers", "jinja2", "flax", "optax"}
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_of_models_is_quick_and_loads_nothing_heavy() -> None:
+    """CPU time, as the machine is shared, and beyond that of JAX."""
+    program = f"""
+import sys, time, jax
+start = time.process_time()
+from longctx.models import Llama, load_checkpoint, load_tokenizer
+seconds = time.process_time() - start
+print(seconds, *sorted({HEAVY} & set(sys.modules)))
+"""
+    seconds, *heavy = run(program).split()
+    assert heavy == []
+    assert float(seconds) < 1.0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import longctx; dir(longctx)",
+        "import longctx.parallel.cost, longctx.parallel.choose, longctx.parallel.varseq",
+        "from longctx.models.config import LlamaConfig; LlamaConfig.preset('llama-3-8b').to_hf()",
+        "from longctx.models import ByteTokenizer, LlamaConfig, load_tokenizer; import longctx.models.builtin",
+    ],
+)
+def test_import_loads_no_jax(statement: str) -> None:
+    program = f"import sys; {statement}; print(*(name for name in sys.modules if name.partition('.')[0] == 'jax'))"
+    assert run(program).split() == []
+
+
+def test_names_listed_in_the_docstring_of_longctx_are_its_exports() -> None:
+    names = set(re.findall(r"`(\w+)`", longctx.__doc__ or ""))
+    assert names == set(longctx.__all__)
+    assert all(callable(getattr(longctx, name)) for name in names)
+    assert longctx.__version__
+
+
+@pytest.mark.parametrize("package", ["longctx.parallel", "longctx.models"])
+def test_exported_names_resolve(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_first_use_of_a_lazy_name_in_a_fresh_process() -> None:
+    """Before any other import, in an order of its own."""
+    program = (
+        "import longctx; print(longctx.Request.__module__, longctx.attention.__name__, longctx.make_mesh.__name__)"
+    )
+    assert run(program).split()[1:] == ["attention", "make_mesh"]
