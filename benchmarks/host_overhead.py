@@ -1,164 +1,83 @@
-"""What the host does in a step, for 128 running requests of any context: `python -m benchmarks.host_overhead`.
+"""What the host does in a step: `python -m benchmarks.host_overhead [--only ROW ...]`, as one table in markdown.
 
-The scheduler, the executor's batch assembly and the handling of results are the ones that serve; only the device's
-step is left out. Every request really has its pages (of 64 tokens: 156,250 entries at 10M tokens), their keys and
-reference counts, distinct from those of all others; prompts are zeros that nobody looks at. Lengths are staggered, so
-that in every step two of the 128 begin a page. All contexts take turns, in rounds of 50 steps.
+Scheduler, batch assembly and the handling of results are the ones that serve (`benchmarks.host_cases`); only the
+device's step is left out. Pages are of 64 tokens. Times are of the thread's own, in microseconds a step, medians; all
+cases of a row take turns. p10 is the least disturbed: who shares the machine also shares its caches.
 
-`decode`: 128 decodes. `mixed`: 127 decodes, and the rows that are left of 512 for a chunk of the last one's prompt.
+`decode`: 128 decodes on one rank. Every request really has its pages (156,250 entries at 10M tokens), their keys and
+reference counts, distinct from those of all others; prompts are zeros that nobody looks at. `mixed`: 127 decodes, and
+the rows that are left of 512 for a chunk of the last one's prompt. Of the others only planning is measured.
+`ranked-decodes`: 256 decodes over 8 context ranks. `ranked-prompts`: rows shared out among 256 prompts over 8 ranks, in
+one step, where all fit (of 14 tokens) and where none does (of 600). `arrivals`: the step that admits 256 prompts of 14
+tokens. `waiting`: 128 decodes, free slots, 2,900 who wait for memory. `prefix`: one waits for memory whose prefix is
+found, of so many tokens.
 """
 
 import argparse
-import functools
 import resource
-import time
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
-from longctx.models import Llama, LlamaConfig
-from longctx.parallel import make_mesh
-from longctx.serving import EngineConfig, Metrics, ParallelPlan, Request, SamplingParams
-from longctx.serving.executor.executor import DeviceExecutor
-from longctx.serving.kv_cache.page_pool import PagePool
-from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
-from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.roofline import CPU, roofline
-from longctx.serving.request.completion import Completion
-from longctx.serving.request.detokenizer import Detokenizer
-from longctx.serving.runner.model_runner import MeshModelRunner
-from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.chunking import Chunker, Chunking
-from longctx.serving.scheduler.policy import make_policy
-from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.sequence import Sequence
+from benchmarks.host_cases import (
+    Case,
+    Parts,
+    RankedArrivals,
+    RankedPrompts,
+    RunningHost,
+    long_prefix,
+    many_waiting,
+    ranked_decodes,
+)
 
-RUNNING, BUDGET, PAGE = 128, 512, 64
-MODEL = Llama(LlamaConfig(256, 16, 16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, max_positions=2**31 - 1))
-STEPS_OF_A_ROUND = 50
-
-
-class Parts(NamedTuple):
-    """Microseconds of one step."""
-
-    schedule: float
-    assemble: float
-    results: float
-
-    @property
-    def planning(self) -> float:
-        return self.schedule + self.assemble
+# Steps of a round, and what makes the cases of a row, by a label each: of contexts, and how many steps they must last.
+ROWS: dict[str, tuple[int, Callable[[Sequence[int], int], dict[str, Case]]]] = {
+    "decode": (50, lambda contexts, steps: {f"{n:,}": RunningHost(n, steps, False) for n in contexts}),
+    "mixed": (50, lambda contexts, steps: {f"{n:,}": RunningHost(n, steps, True) for n in contexts}),
+    "ranked-decodes": (50, lambda _, steps: {"1,000": ranked_decodes(steps)}),
+    "ranked-prompts": (2, lambda _, steps: {f"{n:,}": RankedPrompts(n) for n in (14, 600)}),
+    "arrivals": (1, lambda _, steps: {"14": RankedArrivals()}),
+    "waiting": (20, lambda _, steps: {"1,000": many_waiting(steps)}),
+    "prefix": (2, lambda _, steps: {f"{n:,}": long_prefix(n, steps) for n in (10**6, 10**7)}),
+}
 
 
-class Host:
-    """128 requests of `context` tokens each, all of which count as computed."""
-
-    def __init__(self, context: int, steps: int, mixed: bool) -> None:
-        chunks = steps * (BUDGET - RUNNING + 1) if mixed else 0  # tokens that the last one has yet to read
-        lengths = [context + i % PAGE for i in range(RUNNING)]
-        pages = sum(-(-(length + steps + 1) // PAGE) for length in lengths) + -(-chunks // PAGE)
-        config = EngineConfig(page_size=PAGE, max_running=RUNNING, token_budget=BUDGET)
-        params = MODEL.init(jax.random.key(0))
-        # Only the device has a cache of one page.
-        longest = max(lengths) + steps + 1 + chunks
-        make = functools.partial(MeshModelRunner, MODEL, params, make_mesh(), 1, PAGE)
-        self.executor = DeviceExecutor(MODEL.config, config, ParallelPlan(), pages, longest, make)
-        self.hash = PageHash(bytes(32), PAGE)
-        self.scheduler = Scheduler(_chunker(sum(lengths)), PagePool(pages), PAGE, RUNNING)
-        num_keys = 0
-        for order, length in enumerate(lengths):
-            prompt_length = length + chunks if order == RUNNING - 1 else length
-            keys = [(num_keys + i).to_bytes(KEY_BYTES) for i in range(prompt_length // PAGE)]
-            num_keys += len(keys)
-            self.scheduler.add(_sequence(order, prompt_length, steps + 1, keys))
-        batch = self.scheduler.schedule(0.0)  # all prompts in one huge step, which is not run
-        assert batch is not None
-        assert batch.num_tokens == sum(lengths)
-        for sequence in batch.admitted:
-            self.executor._on_board(sequence)
-        self.scheduler.chunker = _chunker(BUDGET)
-        self.bytes_sent: set[int] = set()
-        self._before = batch
-
-    def step(self) -> Parts:
-        """Plan and assemble one step, and take the results of the one before."""
-        device = self.executor.device
-        assert isinstance(device, MeshModelRunner)
-        state = device.state
-        begin = time.perf_counter_ns()
-        batch = self.scheduler.schedule(0.0)
-        assert batch is not None
-        scheduled = time.perf_counter_ns()
-        rows, samples, _ = self.executor.assemble(batch)
-        assembled = time.perf_counter_ns()
-        self._receive(self._before)
-        received = time.perf_counter_ns()
-        self._before = batch
-        assert device.state is state, "something was sent ahead of the step"
-        self.bytes_sent.add(rows.nbytes + samples.nbytes)
-        return Parts(*(ns / 1e3 for ns in (scheduled - begin, assembled - scheduled, received - assembled)))
-
-    def _receive(self, batch: Batch) -> None:
-        """As the engine does."""
-        for sequence in batch.sampled:
-            sample: Completion = sequence.completion
-            text, _ = sample.push(7, None, 0.0)
-            sample.extend_keys(sequence, self.hash)
-            self.scheduler.receive(sequence)
-            sample.event(text, 7)
-
-
-def _chunker(budget: int) -> Chunker:
-    predictor = Corrected(roofline(MODEL.config, CPU, budget))
-    return Chunker(make_policy("ilrs", 0.5), predictor, Chunking(False, budget))
-
-
-def _sequence(order: int, prompt_length: int, max_tokens: int, keys: list[bytes]) -> Sequence:
-    request = Request((0,), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    sample = Completion(
-        request=request,
-        request_id=str(order),
-        index=0,
-        num_prompt=prompt_length,
-        known=np.zeros(prompt_length + max_tokens, np.int32),
-        seed=0,
-        stop_ids=frozenset(),
-        text_stream=Detokenizer(None, ()),
-        metrics=Metrics(0.0, prompt_length),
-        prompt_logprobs=None,
-    )
-    return Sequence(str(order), order, prompt_length, max_tokens, keys=keys, completion=sample)
+def measure(name: str, contexts: Sequence[int], rounds: int) -> None:
+    """Prints the lines of a row."""
+    steps, make = ROWS[name]
+    cases = make(contexts, (rounds + 1) * steps)
+    times: dict[str, list[Parts]] = {label: [] for label in cases}
+    for index in range(rounds + 1):
+        for label, case in cases.items():
+            parts = [case.step() for _ in range(steps)]
+            times[label] += parts if index else []  # the first warms up
+    first = np.median([part.planning for part in next(iter(times.values()))])
+    for label, parts in times.items():
+        medians = np.median(parts, 0)
+        both = [part.planning for part in parts]
+        told = [f"{x:,.0f}" if np.isfinite(x) else "-" for x in medians]
+        low, middle, high = np.percentile(both, (10, 50, 99))
+        planning = f"{middle:,.0f} | {low:,.0f} | {high:,.0f} | {middle / first:.2f}x"
+        case = cases[label]
+        sent = f"{max(case.bytes_sent):,}" if isinstance(case, RunningHost) else "-"
+        print(f"| {name} | {label} | {told[0]} | {told[1]} | {planning} | {told[2]} | {sent} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help=f"of {STEPS_OF_A_ROUND} steps, of each context")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1_000, 100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--rounds", type=int, default=20, help="of 1 to 50 steps, of each case")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1_000, 100_000, 1_000_000, 10_000_000], help="of decode and mixed"
+    )
+    parser.add_argument("--only", choices=ROWS, nargs="+", default=list(ROWS), help="some rows")
     options = parser.parse_args()
-    print(f"{RUNNING} running requests, pages of {PAGE} tokens; microseconds a step, {options.rounds} rounds\n")
-    print("| step | context | scheduler | assembly | both, median | p99 | most | ratio | results | bytes sent |")
+    print("| step | tokens | scheduler | assembly | both, median | p10 | p99 | ratio | results | bytes sent |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name, mixed in (("decode", False), ("mixed", True)):
-        steps = (options.rounds + 1) * STEPS_OF_A_ROUND
-        hosts = {context: Host(context, steps, mixed) for context in options.contexts}
-        times: dict[int, list[Parts]] = {context: [] for context in hosts}
-        for index in range(options.rounds + 1):
-            for context, host in hosts.items():
-                parts = [host.step() for _ in range(STEPS_OF_A_ROUND)]
-                times[context] += parts if index else []  # the first warms up
-        first = np.median([part.planning for part in times[options.contexts[0]]])
-        for context, parts in times.items():
-            schedule, assemble, results = np.median(parts, 0)
-            both = [part.planning for part in parts]
-            sent = max(hosts[context].bytes_sent)
-            print(
-                f"| {name} | {context:,} | {schedule:.0f} | {assemble:.0f} | {np.median(both):.0f} "
-                f"| {np.percentile(both, 99):.0f} | {max(both):.0f} | {np.median(both) / first:.2f}x "
-                f"| {results:.0f} | {sent:,} |"
-            )
-        del hosts
-    print(f"\npeak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
+    for name in options.only:
+        measure(name, options.contexts, options.rounds)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{options.rounds} rounds, peak memory {peak:.1f} GiB", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ too, without a vocabulary. WORKLOAD is JSON: [[prompt token ids, number of token
 It prints a line about itself; then, for each line on its input, serves the workload once, greedily, and prints JSON:
 {"seconds": ..., "tokens": [[...], ...]}. The batching is continuous, as in llama.cpp's own server: each `llama_decode`
 has one token of every sequence that decodes, and prompts in the rows that are left of 2048, its default. The cache is
-float32, as all others in that benchmark. The first call tries a stream of the cache for each sequence, and one for all,
-and keeps what was faster.
+float32, as all others in that benchmark, and flash attention is off: where it is on, as by default, llama.cpp makes
+float16 of all keys and values before it attends, whatever the cache's type. The first call tries a stream of the cache
+for each sequence, and one for all, and keeps what was faster.
 """
 
 import ctypes
@@ -109,6 +110,7 @@ class Server:
         params.n_batch = ROWS
         params.kv_unified = unified
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         assert self.context, "llama.cpp makes no such context"

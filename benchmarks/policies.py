@@ -1,8 +1,9 @@
 """Scheduling policies in virtual time, on a mix of short and long requests: `python -m benchmarks.policies MIX.csv`.
 
-The scheduler is the one that serves; a roofline of Llama-3 8B on 16 A100 (tensor 8, two stages) says how long each
-step takes. Requests are those of a file of lengths (`num_prefill_tokens`, `num_decode_tokens`), in order, and arrive as
-a seeded Poisson process. Normalised TTFT is the time to the first token over that of the prompt alone.
+The scheduler is the one that serves; a roofline of Llama-3 8B on 16 A100 (tensor 8, two stages) says how long a batch
+takes in a stage, so that a token takes two of these. Requests are those of a file of lengths (`num_prefill_tokens`,
+`num_decode_tokens`), in order, and arrive as a seeded Poisson process. Normalised TTFT is the time to the first token
+over that of the prompt alone, whose chunks follow each other through the stages.
 
 Source: Medha, 5.4, figure 22.
 """
@@ -16,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, Slo
-from longctx.serving.predictor import CurvePredictor
+from longctx.models import LlamaConfig
+from longctx.serving import EngineConfig, ParallelPlan, Slo
+from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.simulation import VirtualExecutor
-from longctx.simulation.replay import Served, replay
+from longctx.simulation import Served, Simulation
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
+PLAN = ParallelPlan(stage=2, tensor=8)
 BUDGET = 4096
 POLICIES = ("fcfs", "edf", "lrs", "ilrs")
 LONG = 100_000  # tokens of a prompt that counts as long
@@ -40,7 +41,7 @@ class Run(NamedTuple):
 
     def normalised(self, low: int = 0, high: int = 10**9) -> np.ndarray:
         found = [(x.ttft, x.metrics.prompt_tokens) for x in self.served if low <= x.metrics.prompt_tokens < high]
-        return np.array([ttft / self.device.prefill_seconds(0, length, BUDGET) for ttft, length in found])
+        return np.array([ttft / seconds_alone(self.device, length) for ttft, length in found])
 
     def row(self) -> dict[str, Any]:
         found: dict[str, Any] = {"policy": self.policy, "rate": self.rate, "requests": len(self.served)}
@@ -50,13 +51,22 @@ class Run(NamedTuple):
             found[name] = {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)} | {
                 "ttft_p50": float(np.median(ttft))
             }
+        tpot = [x.tpot for x in self.served if x.tpot is not None]
+        found["tpot"] = {f"p{p}": float(np.percentile(tpot, p)) for p in (50, 99)}
         found["in_time"] = float(np.mean([bool(x.kept_ttft) for x in self.served]))
         return found
 
 
+def seconds_alone(device: CurvePredictor, length: int) -> float:
+    """TTFT of a prompt with nobody else, in chunks of the budget: a tick takes the slowest chunk in the stages."""
+    chunks = [Work().with_chunk(at, min(BUDGET, length - at), at + BUDGET >= length) for at in range(0, length, BUDGET)]
+    idle = [0.0] * (PLAN.stage - 1)
+    stages = [*idle, *map(device.seconds, chunks), *idle]
+    return sum(max(stages[at : at + PLAN.stage]) for at in range(len(chunks) + PLAN.stage - 1))
+
+
 def simulate(policy: str, requests: list[WorkloadRequest], rate: float, slo: Slo, max_share: float, seed: int) -> Run:
-    device = roofline(LLAMA_8B, GPUS["A100"], BUDGET, stage=2, tensor=8, overhead=2e-3)
-    executor = VirtualExecutor(lambda batch: device.seconds(batch.work), LLAMA_8B.vocab_size)
+    device = roofline(LLAMA_8B, GPUS["A100"], BUDGET, stage=PLAN.stage, tensor=PLAN.tensor, overhead=2e-3)
     config = EngineConfig(
         page_size=256,
         # 16 GPUs of 80 GB, less the weights: 8,192 bytes a token on each of 16.
@@ -70,30 +80,25 @@ def simulate(policy: str, requests: list[WorkloadRequest], rate: float, slo: Slo
         prefix_cache=False,
         run_ahead=1,
     )
-    engine = Engine(Llama(LLAMA_8B), None, config, executor=executor, clock=executor.clock, predictor=device)
+    simulation = Simulation(LLAMA_8B, config, device, PLAN)
     arriving = arrive_at_rate(requests, rate, seed)
-
-    def sleep(seconds: float) -> None:
-        executor.now += seconds
-
     with tqdm(total=len(arriving), desc=f"{policy} at {rate}/s", file=sys.stderr) as bar:
-        record = replay(
-            engine, arriving, executor.clock, sleep, progress=lambda record, _: bar.update(len(record.served) - bar.n)
-        )
+        record = simulation.run(arriving, progress=lambda record: bar.update(len(record.served) - bar.n))
     return Run(policy, rate, record.served, device)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """In markdown: TTFT over that of the prompt alone."""
+    """In markdown: TTFT over that of the prompt alone; TPOT in ms."""
     lines = [
-        "| requests/s | policy | all p50 | p90 | p99 | short p50 | p90 | long p50 | p90 | in time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| requests/s | policy | all p50 | p90 | p99 | short p50 | p90 | long p50 | p90 | in time | TPOT p50 | p99 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         numbers = [row["all"][p] for p in ("p50", "p90", "p99")]
         numbers += [row[kind][p] for kind in ("short", "long") for p in ("p50", "p90")]
         told = " | ".join(f"{x:,.3g}" for x in numbers)
-        lines.append(f"| {row['rate']} | {row['policy']} | {told} | {row['in_time']:.1%} |")
+        tpot = " | ".join(f"{1e3 * row['tpot'][p]:.1f}" for p in ("p50", "p99"))
+        lines.append(f"| {row['rate']} | {row['policy']} | {told} | {row['in_time']:.1%} | {tpot} |")
     return "\n".join(lines)
 
 

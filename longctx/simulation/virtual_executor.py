@@ -1,38 +1,60 @@
 """An executor in virtual time: it computes nothing, and its clock moves by what each batch would take."""
 
+import math
 import zlib
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from longctx.serving.executor.executor import Results
-from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.executor.executor.executor import Results
+from longctx.serving.scheduler.scheduler.batch import Batch, Chunk
 
 
-class _Pending(NamedTuple):
-    ready: float
+@dataclass
+class _Pending:
     tokens: list[int]
+    seconds: float  # in each stage
+    ready: float = math.inf  # when it leaves the last stage, once it has entered that
 
 
 class VirtualExecutor:
-    """Runs batches one after another, each in `seconds(batch)`; tokens are made up, but always the same ones.
+    """Runs batches in a pipeline of stages; tokens are made up, but always the same ones.
 
-    Give its `clock` to the engine that it runs for.
+    Every submitted batch, also an idle one, moves those before it on by one stage. Such a tick takes as long as the
+    slowest of the batches in the stages, and begins when the one before has ended. So a token takes as many ticks as
+    there are stages. Give the executor's `clock` to the engine that it runs for, and the engine a plan of as many
+    stages.
+
+    Args:
+      seconds: that a batch takes in one stage. It is not asked about idle batches, which take no time.
+      stages: of the pipeline.
+
+    Raises:
+      ValueError: there is no stage.
     """
 
-    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int) -> None:
+    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, stages: int = 1) -> None:
+        if stages < 1:
+            raise ValueError(f"stages must be at least 1, got {stages}")
         self.now = 0.0
         self._seconds, self._vocab_size = seconds, vocab_size
-        self._free = 0.0  # when the device has done all that was submitted
+        self._in_stages: deque[_Pending] = deque(maxlen=stages)  # the last stage's first
+        self._free = 0.0  # when the last tick ends
 
     def clock(self) -> float:
         """Virtual seconds since the beginning."""
         return self.now
 
     def submit(self, batch: Batch) -> _Pending:
-        self._free = max(self.now, self._free) + self._seconds(batch)
-        return _Pending(self._free, self.run(batch))
+        pending = _Pending(self.run(batch), self._seconds(batch) if batch.chunks else 0.0)
+        self._in_stages.append(pending)
+        self._free = max(self.now, self._free) + max(each.seconds for each in self._in_stages)
+        if len(self._in_stages) == self._in_stages.maxlen:
+            self._in_stages[0].ready = self._free
+        return pending
 
     def wait(self, pending: _Pending) -> Results:
+        assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingParams, Slo, StepMetrics
+from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingParams, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.chunking import Chunker, Chunking
 from longctx.serving.scheduler.policy import POLICIES, make_policy, rank
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.simulation import VirtualExecutor
-from longctx.simulation.replay import Record, replay
+from longctx.simulation import Record, Simulation, VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = Llama(LlamaConfig(50, 8, 8, 1, 1, 1, 8, max_positions=200_000))
@@ -29,25 +28,18 @@ FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
 
 def serve(
     requests: list[WorkloadRequest], device: Callable[[Batch], float] | None = None, **options: object
-) -> tuple[Record, Engine]:
+) -> tuple[Record, Simulation]:
     """In virtual time, by a scheduler whose predictor is `DEVICE`."""
     options = {"token_budget": BUDGET, "page_size": 64, "num_pages": 8192, "prefix_cache": False} | options
-    executor = VirtualExecutor(device or (lambda batch: DEVICE.seconds(batch.work)), 50)
-    steps: list[StepMetrics] = []
-    engine = Engine(
-        MODEL,
-        None,
-        EngineConfig(**options),  # type: ignore[arg-type]
-        executor=executor,
-        clock=executor.clock,
-        predictor=DEVICE,
-        monitor=steps.append,
-    )
+    simulation = Simulation(MODEL.config, EngineConfig(**options), DEVICE, seconds=device)  # type: ignore[arg-type]
+    return simulation.run(requests), simulation
 
-    def sleep(seconds: float) -> None:
-        executor.now += seconds
 
-    return replay(engine, requests, executor.clock, sleep, steps=steps), engine
+def make_engine(**options: object) -> Engine:
+    """An engine in virtual time."""
+    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    config = EngineConfig(token_budget=BUDGET, page_size=64, num_pages=8192, **options)  # type: ignore[arg-type]
+    return Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE)
 
 
 def of_length(record: Record, low: int, high: int = 10**9) -> list[Metrics]:
@@ -82,13 +74,13 @@ def test_no_decode_waits_longer_than_promised(
     def device(batch: Batch) -> float:
         return DEVICE.seconds(batch.work) * float(rng.uniform(1 - error, 1 + error))
 
-    record, engine = serve(
+    record, simulation = serve(
         requests, device, policy=policy, chunking="adaptive", slo=Slo(tpot=tpot), run_ahead=run_ahead
     )
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
     assert mixed
-    least = functools.partial(engine.scheduler.chunker._smallest, efficient=0.5)
+    least = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.5)
     for step in mixed:
         # Decodes wait for just this step: it ends in time as far as predictions, corrected on the way, are right.
         assert step.seconds <= step.predicted * (1 + error) / (1 - error) + 1e-9
@@ -100,12 +92,12 @@ def test_no_decode_waits_longer_than_promised(
 def test_chunks_shrink_as_the_context_grows() -> None:
     """Beside one decode, with steps that use the time they may take, and no less than the smallest efficient chunk."""
     requests = [WorkloadRequest(0.0, 10, 3000), WorkloadRequest(1.0, 150_000, 1, number=1)]
-    record, engine = serve(requests, chunking="adaptive", slo=Slo(tpot=0.1))
+    record, simulation = serve(requests, chunking="adaptive", slo=Slo(tpot=0.1))
     chunks = [(at, count, s) for s in record.steps for at, count in s.chunks if at > 0]
     sizes = [count for _, count, _ in chunks[:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 350
-    least = functools.partial(engine.scheduler.chunker._smallest, efficient=0.5)
+    least = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.5)
     assert least(0) > least(100_000) >= 1
     for at, count, step in chunks[:-1]:
         work = Work(1, 1, 10 + step.number)
@@ -207,9 +199,9 @@ def test_more_than_can_be_done_of_a_mix() -> None:
 
 def test_a_slow_reader_is_no_slow_device() -> None:
     requests = [WorkloadRequest(0.0, 600, 50, number=i) for i in range(3)]
-    executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
-    config = EngineConfig(page_size=64, num_pages=512)
-    engine = Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE)
+    engine = make_engine()
+    executor = engine._executor
+    assert isinstance(executor, VirtualExecutor)
     for request in requests:
         engine.submit(Request(request.tokens(50).tolist(), SamplingParams(max_tokens=50, ignore_eos=True)))
     while engine.has_work:
@@ -234,7 +226,7 @@ def test_predictions_are_made_anew_for_all() -> None:
 
 
 def test_what_is_in_the_cache_is_not_left_to_read() -> None:
-    _, engine = serve([WorkloadRequest(0.0, 10, 1)], prefix_cache=True, policy="srpf")
+    engine = make_engine(policy="srpf")
     cached, other = [1] * 50_000, [2] * 20_000
     engine.generate([cached])
     for prompt in (other, cached):
@@ -248,12 +240,17 @@ def test_who_is_put_back() -> None:
     """Prompts before decodes, then the least urgent by priority: a decode goes on at the price of a prompt."""
     page = {"page_size": 64, "num_pages": 40, "admission": "optimistic", "max_running": 8}
     requests = [WorkloadRequest(0.0, 2000, 1, number=0), *(WorkloadRequest(0.1, 60, 190, number=i) for i in (1, 2, 3))]
-    record, engine = serve(requests, policy="srpf", chunking="static:16", **page)
-    assert engine.stats().preemptions > 0
+    record, simulation = serve(requests, policy="srpf", chunking="static:16", **page)
+    assert simulation.core.stats().preemptions > 0
     assert {x.metrics.prompt_tokens for x in record.served if x.metrics.preemptions} == {2000}
 
 
 # Prompts that share a step.
+
+
+def tokens_of(chunker: Chunker, prompts: list[Sequence], decodes: list[Chunk], now: float) -> dict[Sequence, int]:
+    """How many tokens of each prompt a step gets."""
+    return {sequence: share.num_tokens for sequence, share in chunker.pack(prompts, decodes, now).items()}
 
 
 def prompt(order: int, length: int, arrival: float = 0.0, ttft: float = 10.0, priority: int = 0) -> Sequence:
@@ -267,7 +264,7 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
     for max_share, now in itertools.product((0.0, 0.25, 0.5, 1.0), (10.0, 12.0, 14.0, 16.0)):
         chunker = Chunker(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
-        shares = dict(chunker.pack([long, short], [], now))
+        shares = tokens_of(chunker, [long, short], [], now)
         used = 1 - (20.0 - now - short.prefill_remaining) / 10.0
         if next(rank(chunker.policy, [long, short], now)) is short:
             assert shares == {short: BUDGET}
@@ -275,7 +272,7 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)
             assert shares[long] == BUDGET - shares.get(short, 0)
     lrs = Chunker(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    assert dict(lrs.pack([long, short], [], 12.0)) == {long: BUDGET}
+    assert tokens_of(lrs, [long, short], [], 12.0) == {long: BUDGET}
 
 
 def test_by_predicted_time_where_chunks_are_adaptive() -> None:
@@ -287,7 +284,7 @@ def test_by_predicted_time_where_chunks_are_adaptive() -> None:
     chunker = Chunker(make_policy("ilrs", 0.5), DEVICE, Chunking(True, BUDGET))
     long.prefill_remaining = DEVICE.prefill_seconds(90_000, 100_000, BUDGET)
     long.deadline = 25.0  # more urgent than the short one
-    shares = dict(chunker.pack([long, short], [decode], 18.0))
+    shares = tokens_of(chunker, [long, short], [decode], 18.0)
     with_long = work.with_chunk(90_000, shares[long], False)
     total = DEVICE.seconds(with_long.with_chunk(0, shares[short], False))
     begin = DEVICE.seconds(work)
@@ -299,10 +296,10 @@ def test_by_predicted_time_where_chunks_are_adaptive() -> None:
 def test_what_a_long_prompt_lends_and_nobody_needs_is_its_own() -> None:
     long, tiny, longer = prompt(0, 100_000), prompt(1, 3, arrival=-2.0), prompt(2, 150_000, ttft=50.0)
     chunker = Chunker(make_policy("ilrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    shares = dict(chunker.pack([long, longer], [], 5.0))
+    shares = tokens_of(chunker, [long, longer], [], 5.0)
     assert shares == {long: BUDGET}  # those that need more do not borrow
     long.deadline = 0.5  # by far the most urgent
-    assert dict(chunker.pack([long, tiny, longer], [], 5.0)) == {long: BUDGET - 3, tiny: 3}
+    assert tokens_of(chunker, [long, tiny, longer], [], 5.0) == {long: BUDGET - 3, tiny: 3}
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -337,7 +334,7 @@ def test_a_device_that_takes_no_time() -> None:
         make_policy("ilrs", 0.5), CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), Chunking(True, BUDGET)
     )
     decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
-    assert dict(chunker.pack([prompt(0, 100)], [decode], 0.0)).popitem()[1] == 100
+    assert tokens_of(chunker, [prompt(0, 100)], [decode], 0.0).popitem()[1] == 100
 
 
 # What is promised.
@@ -354,7 +351,7 @@ def test_defaults_follow_the_length() -> None:
 
 
 def test_what_cannot_be_met_is_refused() -> None:
-    _, engine = serve([WorkloadRequest(0.0, 10, 1)], prefix_cache=True)
+    engine = make_engine()
     prompt = [1] * 50_000
     long = SamplingParams(max_tokens=1000)
     with pytest.raises(ValueError, match=r"tpot_target=0.01505 can't be met: a token after 50,998 others takes"):
