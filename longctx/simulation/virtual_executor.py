@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longctx.serving.executor.executor.executor import Results
-from longctx.serving.scheduler.scheduler.batch import Batch, Chunk
+from longctx.serving.executor.interface import Results
+from longctx.serving.scheduler.batch import Batch, Chunk
 
 
 @dataclass

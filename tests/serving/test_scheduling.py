@@ -365,7 +365,7 @@ def test_what_cannot_be_met_is_refused() -> None:
     with pytest.raises(ValueError, match="50,000 tokens take"):  # but all of it is asked about
         engine.submit(Request(prompt, SamplingParams(prompt_logprobs=0), ttft_deadline=1.0))
     with pytest.raises(ValueError, match=r"slo: tpot=0.001 can't be met: a step takes 0.01"):
-        serve([WorkloadRequest(0.0, 10, 1)], slo=Slo(tpot=0.001))
+        make_engine(slo=Slo(tpot=0.001))
     with pytest.raises(ValueError, match="ttft_factor must be at least 1"):
         Slo(ttft_factor=0.5)
     for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -1}):

@@ -36,11 +36,13 @@ class Follower:
                 self._lockstep.warm_up(self._executor)
                 continue
             if ended is not None:
-                self._end(ended, order)
+                self._end(ended, order.now, order.seconds)
             for news in order.news:
                 self._hear(news)
             with self._lockstep.limit("a step"):
                 ended = self._step(order.now)
+        if ended is not None:
+            self._end(ended, self._lockstep.now, None)
 
     def _step(self, now: float) -> EndedStep | None:
         while (batch := self._core.begin(now)) is not None:
@@ -52,8 +54,8 @@ class Follower:
         self._lockstep.note_draw(step.batch, step.results.tokens)
         return step
 
-    def _end(self, step: EndedStep, order: StepOrder) -> None:
-        for event in self._core.end(step.batch, step.results, order.now, order.seconds):
+    def _end(self, step: EndedStep, now: float, seconds: float | None) -> None:
+        for event in self._core.end(step.batch, step.results, now, seconds):
             if event.output is not None:
                 job = self._jobs[event.request_id]
                 job.num_open -= 1
