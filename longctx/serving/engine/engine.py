@@ -342,7 +342,7 @@ class Engine:
                 step = self._queue.wait()
                 self._lockstep.note_draw(step.batch, step.results.tokens)
                 if self._monitor is not None:
-                    self._ended_steps.append(StepMetrics.of(step, self.core.in_flight.slowest.predicted))
+                    self._ended_steps.append(StepMetrics.of(step))
                 self._seconds = step.seconds
                 self._deliver(self.core.end(step.batch, step.results, step.finished, step.seconds))
             elif self.core.is_stuck:
