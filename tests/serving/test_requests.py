@@ -62,7 +62,7 @@ def test_sampling_refuses(options: dict, message: str) -> None:
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (50,)}, "stop_token_ids must be in the vocabulary"),
         ([1], {"logprobs": 6}, "logprobs must be at most max_logprobs=5"),
-        ([1], {"temperature": 1, "n": 7}, "n=7 continuations are more than the max_running=6"),
+        ([1], {"temperature": 1, "n": 7}, "n=7 completions are more than the max_running=6"),
     ],
 )
 def test_bad_requests_harm_nobody(prompt: object, options: dict, message: str) -> None:
@@ -254,7 +254,7 @@ def test_streams_take_turns() -> None:
 def test_first_come_first_served() -> None:
     """In order, admission and first tokens: a long prompt leaves nobody a row of its steps."""
     engine = make_engine(num_pages=64, max_running=3, policy="fcfs")
-    requests = [Request(PROMPT * 6, FIVE), Request(PROMPT[:8], FIVE), Request(PROMPT[:9], FIVE), Request([3], FIVE)]
+    requests = [Request(prompt, FIVE) for prompt in (PROMPT * 6, PROMPT[1:9], PROMPT[2:11], [3])]
     outputs = engine.generate(requests)
     first = [x.metrics.first_token for x in outputs]
     assert first == sorted(first)  # type: ignore[type-var]

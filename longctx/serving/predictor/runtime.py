@@ -143,7 +143,7 @@ class RuntimePredictor:
             return last
         # Steps differ in their context only, and linearly: as many of the mean.
         program = self._program(chunk)
-        ends = [program.seconds(Work(chunk, 0, 0, ((at, chunk),))) for at in (start, stop - rest - chunk)]
+        ends = [program.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
         return steps * sum(ends) / 2 + last + (0.0 if rest else program.per_sample)
 
     def _program(self, rows: int) -> Program:
