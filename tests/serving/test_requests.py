@@ -1,6 +1,7 @@
 """Requests at the door and through their lives: what is refused, what is cancelled, who goes first."""
 
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -309,6 +310,23 @@ def test_stop_strings() -> None:
     assert stream_text("ab", "abc", "b") == (["", "a"], True)
     assert "".join(stream_text("größe", "ße")[0]) == "grö"
     assert stream_text("ab", "bc") == (["a", "", "b"], False)
+
+
+def test_requests_may_be_prepared_elsewhere() -> None:
+    """In another process, as a server does with long prompts: what prepares them, and what comes of it, travel."""
+    engine = make_engine()
+    with pytest.raises(ValueError, match="prompt has tokens"):
+        engine.prepare(Request([VOCAB]))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        prepared = processes.submit(engine.input_processor.prepare, Request(PROMPT, FIVE)).result(timeout=60)
+    assert prepared.tokens.tolist() == PROMPT
+    for cached in (0, len(PROMPT) // 4 * 4):
+        engine.submit(prepared)
+        outputs = []
+        while engine.has_work:
+            outputs += [event.output for event in engine.step() if event.output is not None]
+        assert outputs[0].token_ids == continuation(PROMPT, FIVE)
+        assert outputs[0].metrics.cached_tokens == cached
 
 
 def test_numbers_become_those_of_python() -> None:

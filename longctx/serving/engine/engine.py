@@ -76,7 +76,7 @@ class Engine:
         self.config, self.plan, self.mesh = resolved.config, resolved.plan, resolved.mesh
         self.model, self.tokenizer = model, tokenizer
         self.max_length, self.num_pages = resolved.max_length, resolved.num_pages
-        self.core, self._input_processor, self._sequence_maker = resolved.make_core()
+        self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._seconds: float | None = None  # that the last step took, for the other processes
@@ -153,7 +153,7 @@ class Engine:
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         with self._failing():
-            Follower(self.core, self._executor, self._lockstep, self._input_processor, self._sequence_maker).run()
+            Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
@@ -188,7 +188,7 @@ class Engine:
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """
-        return self._input_processor.prepare(request)
+        return self.input_processor.prepare(request)
 
     def submit(self, request: Request | PreparedRequest) -> str:
         """Begin a request; its id. `step` returns its events.
