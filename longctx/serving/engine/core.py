@@ -100,13 +100,11 @@ class Core:
         self._counts["output_tokens"] += len(events)
         return events
 
-    def fail(self, sequence: Sequence, now: float) -> list[Event]:
-        """The last event of a sequence that has not ended, when a step has failed; nothing else can be done with it."""
+    def fail(self, sequence: Sequence, now: float) -> Event:
+        """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
-        if completion.metrics.finished is not None:
-            return []
         completion.metrics.finished = now
-        return [completion.event(completion.interrupt(), None, "error")]
+        return completion.event(completion.interrupt(), None, "error")
 
     @property
     def is_stuck(self) -> bool:

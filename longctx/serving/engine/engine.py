@@ -214,7 +214,7 @@ class Engine:
     def cancel_job(self, job: Job) -> None:
         """End what has not ended of it."""
         with self._lock:
-            if self._error is None and job.num_open:
+            if self._error is None and job.open:
                 self._lockstep.note_cancel(job.request_id)
                 for sequence in job.sequences:
                     self._deliver(self.core.cancel(sequence))
@@ -351,9 +351,8 @@ class Engine:
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             job = self._jobs[event.request_id]
-            job.events.append(event)
-            job.num_open -= event.output is not None
-            if job.num_open == 0:
+            job.deliver(event)
+            if not job.open:
                 del self._jobs[event.request_id]
 
     def _warm_up(self) -> None:
@@ -382,8 +381,8 @@ class Engine:
             self._error = error
             now = self._clock()
             for job in list(self._jobs.values()):
-                for sequence in job.sequences:
-                    self._deliver(self.core.fail(sequence, now))
+                for index in sorted(job.open):
+                    self._deliver([self.core.fail(job.sequences[index], now)])
             self._lockstep.group.fail(f"{type(error).__name__}: {error}")
             raise
 

@@ -84,11 +84,12 @@ class Admission:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Admit whoever can be."""
-        if not self.waiting or not self._running.slots.free or self._is_blocked():
+        if not self.waiting or not self._running.slots.free:
             return
-        candidates = self._waits.candidates(self.waiting, now)
+        if not self._waits.end(now) and self._is_blocked():
+            return
         self._blocked, self._load = None, None
-        for sequence in rank(self._policy, candidates, now):
+        for sequence in rank(self._policy, self._waits.others(self.waiting), now):
             if not self._running.slots.free or sequence.in_flight:
                 return
             shared = find_prefix(self._pool, sequence, self._running.page_size)
