@@ -215,8 +215,8 @@ def draw_mesh() -> Axes:
                     axes.add_patch(Rectangle(*spot, fc=colour, ec="none"))
     for number in range(0, last, 20):
         write(axes, left + step * (number + 0.42), 5.52, str(number), 7.5, color=QUIET)
-    marks = [(COLOURS[rank], f"local rows of rank {rank}", 1.62) for rank in ranks]
-    marks += [(COLOURS[3], "replicated rows: both compute them, states merge", 3.3)]
+    marks = [(COLOURS[rank], f"local rows of rank {rank}", 1.55) for rank in ranks]
+    marks += [(COLOURS[3], "replicated rows: both compute them, states merge", 3.45)]
     x, y = 5.0, 5.85
     for colour, text, width in marks:
         box(axes, x, y, 0.24, 0.22, "", colour)
