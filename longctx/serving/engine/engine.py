@@ -299,8 +299,12 @@ class Engine:
         """Check that all of them can be served; their ids, those that are missing chosen apart from all others."""
         self._check_alive()
         ids = set(self._jobs)
-        for i, (request, tokens, keys) in enumerate(requests):
+        for i, (request, tokens, keys, prepared_for) in enumerate(requests):
             with _naming(f"prompts[{i}]" if len(requests) > 1 else None):
+                if prepared_for != self.input_processor.fingerprint:
+                    raise ValueError(
+                        "request must be prepared for this engine, and was for another: see Engine.prepare"
+                    )
                 params = request.sampling
                 self.scheduler.check(len(tokens), params.max_tokens, params.n)
                 if self._resolved.is_profiled:

@@ -136,12 +136,13 @@ class Request:
 class PreparedRequest(NamedTuple):
     """A request that has been checked: its tokens, int32 `[T]`, and the keys of their full pages.
 
-    `Engine.prepare` makes it; it may travel between threads and processes.
+    `Engine.prepare` makes it; it may travel between threads and processes. `prepared_for` says for what engines.
     """
 
     request: Request
     tokens: np.ndarray
     keys: list[bytes]
+    prepared_for: bytes
 
 
 Prompt = str | Sequence[int] | Request
