@@ -86,7 +86,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
     engine.warm_up()
     channel.send = stamped
     replica = engine._lockstep
-    for owner, method in ((replica, "tell_step"), (replica.decisions, "plan"), (replica.decisions, "draw")):
+    for owner, method in ((replica, "send_step"), (replica.decisions, "plan"), (replica.decisions, "draw")):
         probe.wrap(owner, method, method)
     found: dict[str, Any] = {"sizes": {}}
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
         engine.generate([Request(rng.integers(0, 256, length).tolist(), params) for _ in range(RUNNING)])
         found["sizes"][length] = [float(np.median(sizes)), max(sizes)]
     steps = engine.stats().steps
-    found |= {"steps": steps, "added": probe.per_step("tell_step", "plan", "draw")}
+    found |= {"steps": steps, "added": probe.per_step("send_step", "plan", "draw")}
     return found
 
 

@@ -12,7 +12,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.step import DeviceState, state_specs, step
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
 PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8
@@ -81,8 +81,8 @@ def compile_step(
     told = [
         on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), spec)
         for size, spec in (
-            ((mesh.shape["stage"], mesh.shape["context"], RowPlan.length(shape)), P("stage", "context")),
-            ((SamplePlan.length(shape),), P()),
+            ((mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape)), P("stage", "context")),
+            ((SampleInputs.length(shape),), P()),
         )
     ]
     state = abstract_state(mesh, dtype, config, shape.num_pages, sections)

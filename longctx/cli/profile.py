@@ -13,7 +13,7 @@ from longctx.models import load_checkpoint
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import relative_errors
-from longctx.serving.profiler import context_room, measure, profile, random_shapes, subject
+from longctx.serving.profiler import longest_context, measure, profile, random_shapes, subject
 
 SUMMARY = "Measure an engine's steps and fit the runtime predictor that schedulers go by."
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     model, params = load_checkpoint(options.model, dtype=options.dtype)
     config = engine_config(options, max_length=options.max_length)
     engine = make_engine(options, model, params, config)
-    room = context_room(engine)
+    room = longest_context(engine)
     context = min(16_384, room) if options.max_context is None else options.max_context
     if context > room:
         raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")

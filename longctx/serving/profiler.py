@@ -15,7 +15,7 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.engine import Engine
-from longctx.serving.predictor.fit import Measured, fit
+from longctx.serving.predictor.fit import Measurement, fit
 from longctx.serving.predictor.runtime import RuntimePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.completion import Completion
@@ -61,7 +61,7 @@ def profile(
     max_context: int | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> tuple[RuntimePredictor, list[Measured]]:
+) -> tuple[RuntimePredictor, list[Measurement]]:
     """Measure batches of all sizes on an engine that serves nobody, and fit its predictor; also what was measured.
 
     Args:
@@ -73,7 +73,7 @@ def profile(
       RuntimeError: the engine has work.
       ValueError: max_context or repeats is out of range, or the engine has no room for a batch of some bucket.
     """
-    room = context_room(engine)
+    room = longest_context(engine)
     if max_context is not None and not 1 <= max_context <= room:
         raise ValueError(f"max_context must be 1 to {room}, the longest sequence of the engine, got {max_context}")
     if repeats < 1:
@@ -83,7 +83,7 @@ def profile(
     return fit(measured, engine.config.row_buckets, tiles(engine)), measured
 
 
-def context_room(engine: Engine) -> int:
+def longest_context(engine: Engine) -> int:
     """Tokens of the longest sequence that it can be measured with."""
     return min(engine.max_length - 1, engine.num_pages * engine.config.page_size)
 
@@ -144,7 +144,7 @@ def _fits(engine: Engine, shape: BatchShape) -> bool:
     """Whether an engine may ever see such a batch."""
     ends = [shape.decode_context + 1] * shape.decodes + [shape.chunk_start + shape.chunk] * (shape.chunk > 0)
     pages = sum(-(-end // engine.config.page_size) for end in ends)
-    within = shape.chunk >= 0 and shape.chunk_start >= 0 and max(ends, default=0) <= context_room(engine)
+    within = shape.chunk >= 0 and shape.chunk_start >= 0 and max(ends, default=0) <= longest_context(engine)
     return within and len(ends) <= engine.config.max_running and pages <= engine.num_pages
 
 
@@ -153,7 +153,7 @@ def measure(
     shapes: List[BatchShape],
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> list[Measured]:
+) -> list[Measurement]:
     """The features of such batches, and the median seconds of a step of each.
 
     They take turns in random order, so that a machine that is slower for a while is so for all of them.

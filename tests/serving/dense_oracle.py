@@ -7,7 +7,7 @@ import numpy as np
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, draw
+from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, sample_tokens
 
 VOCAB, LENGTH = 50, 176
 EOS = 7
@@ -67,7 +67,7 @@ class Oracle:
 
 @jax.jit
 def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax.Array) -> jax.Array:
-    return draw(logits[None], seen[None], Controls.unpack(controls[None]), position[None], 1).tokens[0]
+    return sample_tokens(logits[None], seen[None], Controls.unpack(controls[None]), position[None], 1).tokens[0]
 
 
 ORACLE = Oracle(make_model())

@@ -14,8 +14,8 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, StepMetrics
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.executor import DeviceExecutor, Pending, Results
-from longctx.serving.runner.sampler import Controls, Drawn
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.sampler import Controls, SampledTokens
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 
 VOCAB, EOS, LENGTH = 50, 7, 256
@@ -57,10 +57,10 @@ class FakeDevice:
     def clear_slot(self, slot: int) -> None:
         self.numbers[:, :, slot] = -1
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, numbers: np.ndarray) -> None:
+    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
         for rank in range(self.plan.context):
             for i in np.flatnonzero(pages[rank] >= 0):
-                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], numbers[rank, i])
+                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], page_index[rank, i])
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         pass
@@ -72,14 +72,14 @@ class FakeDevice:
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
         pass
 
-    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, None]:
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, None]:
         self.shapes.add(shape)
         arrived = [None, *self.between[:-1]]
         for stage in range(self.plan.stage):
-            self.between[stage] = self._compute(stage, RowPlan.views(rows[stage], shape), shape, arrived[stage])
-        plan = SamplePlan.views(samples, shape)
+            self.between[stage] = self._compute(stage, RowInputs.views(rows[stage], shape), shape, arrived[stage])
+        plan = SampleInputs.views(samples, shape)
         tokens = np.zeros(plan.slots.shape, int)
-        last = RowPlan.views(rows[-1], shape)
+        last = RowInputs.views(rows[-1], shape)
         for rank, number in np.argwhere(plan.slots >= 0):
             row, slot = plan.rows[rank, number], plan.slots[rank, number]
             assert last.slots[rank, row] == slot
@@ -88,12 +88,12 @@ class FakeDevice:
             seen = self._seen(self.plan.stage - 1, rank, row, slot, position, last, shape)
             controls = dict(zip(Controls._fields, plan.controls[rank, number].tolist(), strict=True))
             seed = controls["seed"] if controls["temperature"] else 0
-            tokens[rank, number] = next_token(seen, seed, controls["sample"])
+            tokens[rank, number] = next_token(seen, seed, controls["completion"])
         for rank, number in np.argwhere(plan.slots >= 0):
             self.last[plan.slots[rank, number]] = tokens[rank, number]
-        return Drawn(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
+        return SampledTokens(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
 
-    def _compute(self, stage: int, plan: RowPlan, shape: Shape, arrived: Any) -> Any:
+    def _compute(self, stage: int, plan: RowInputs, shape: Shape, arrived: Any) -> Any:
         """Update tables, write tokens; -> the tokens by kind, in places that don't depend on the bucket."""
         for rank in range(self.plan.context):
             told = set()
@@ -130,7 +130,7 @@ class FakeDevice:
             assert arrived is None or seen == arrived[1], "what a row sees is not the same in every stage"
         return kinds, seen
 
-    def _check_message(self, stage: int, plan: RowPlan, shape: Shape) -> None:
+    def _check_message(self, stage: int, plan: RowInputs, shape: Shape) -> None:
         """That pass-KV's message has room for all that is cached of the sharded sequences."""
         slots, positions = plan.slots[:, : shape.sharded], plan.positions[:, : shape.sharded]
         asking = set(slots[slots >= 0].tolist())
@@ -146,7 +146,7 @@ class FakeDevice:
         self.table[stage, rank, slot, entry], self.numbers[stage, rank, slot, entry] = page, number
 
     def _seen(
-        self, stage: int, rank: int, row: int, slot: int, position: int, plan: RowPlan, shape: Shape
+        self, stage: int, rank: int, row: int, slot: int, position: int, plan: RowInputs, shape: Shape
     ) -> np.ndarray:
         """The tokens up to a position that a row sees: on its rank, on those that share it, or on all."""
         if row < shape.sharded:

@@ -19,7 +19,7 @@ def meet(
     coordinator: str, num_processes: int, process_id: int, failure: float = 5.0, join: float = 60.0
 ) -> ProcessGroup:
     act = rendezvous.lead if process_id == 0 else rendezvous.follow
-    terms = rendezvous.Terms(failure, join, rendezvous.ANY_PORT)
+    terms = rendezvous.RendezvousOptions(failure, join, rendezvous.ANY_PORT)
     return act(ClusterEnv(coordinator, num_processes, process_id), terms, {"num_processes": num_processes})[0]
 
 

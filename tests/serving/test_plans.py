@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from workload import Workload
 
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo, exchange
+from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.engine.resolve import check_memory, param_bytes
+from longctx.serving.executor import exchange_rule
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Need, Placer
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
@@ -23,7 +24,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 
-exchange._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
+exchange_rule._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
 
 PLANS = st.builds(
     ParallelPlan,

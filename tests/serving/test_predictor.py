@@ -22,9 +22,9 @@ from longctx.serving.predictor.tables import (
     curve,
     fit_attention,
     from_tables,
-    layer_seconds,
     milliseconds,
     read_table,
+    seconds_per_layer,
 )
 
 TILES = (1, 16, 64, 256)
@@ -222,9 +222,9 @@ def halves(rows: list) -> tuple[list, list]:
 )
 def test_linear_layers_of_the_tables(table: str, tensor: int) -> None:
     rows, others = halves(read_table(VIDUR / table, num_tensor_parallel_workers=tensor))
-    numbers, seconds = curve(rows, "num_tokens", layer_seconds)
+    numbers, seconds = curve(rows, "num_tokens", seconds_per_layer)
     found = np.interp([float(x["num_tokens"]) for x in others], numbers, seconds)
-    errors = np.abs(found / [layer_seconds(x) for x in others] - 1)
+    errors = np.abs(found / [seconds_per_layer(x) for x in others] - 1)
     print(f"{table}, tensor={tensor}: mean {errors.mean():.1%}, at most {errors.max():.1%}")
     assert errors.mean() < 0.1
 

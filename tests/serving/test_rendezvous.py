@@ -93,8 +93,8 @@ def test_the_first_may_come_last(coordinator: str) -> None:
 
 
 def test_who_went_while_it_waited_may_come_again(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_GONE", 0.6)
-    monkeypatch.setattr(rendezvous, "_AGAIN", 0.2)
+    monkeypatch.setattr(rendezvous, "_EXPIRY_SECONDS", 0.6)
+    monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.2)
 
     def again() -> int:
         with pytest.raises(TimeoutError):
@@ -113,7 +113,7 @@ def test_ports_are_those_that_are_given(coordinator: str) -> None:
     low = free_port()
 
     def run(process: int) -> int:
-        terms = rendezvous.Terms(5, 5, (low, low + 9))
+        terms = rendezvous.RendezvousOptions(5, 5, (low, low + 9))
         act = rendezvous.lead if process == 0 else rendezvous.follow
         hosts, jax_address = act(ClusterEnv(coordinator, 2, process), terms, {})
         assert low <= int(jax_address.rpartition(":")[2]) <= low + 9

@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from longctx.serving import SamplingParams
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, _kept, _penalise, draw, token_logprobs
+from longctx.serving.runner.sampler import (
+    IN_OUTPUT,
+    IN_PROMPT,
+    Controls,
+    _kept,
+    _penalise,
+    sample_tokens,
+    token_logprobs,
+)
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
 
-jit_draw = jax.jit(draw, static_argnums=4)
+jit_sample = jax.jit(sample_tokens, static_argnums=4)
 jit_kept, jit_penalise = jax.jit(_kept), jax.jit(_penalise)
 
 
@@ -130,7 +138,7 @@ def test_frequencies_follow_the_temperature(temperature: float, seed: int) -> No
     controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 8)))
     logits = np.broadcast_to(np.log(PROBABILITIES).astype(np.float32), (count, 4))
     seen = np.zeros((count, 4), np.uint8)
-    tokens = jit_draw(logits, seen, controls, jnp.arange(count), 0).tokens
+    tokens = jit_sample(logits, seen, controls, jnp.arange(count), 0).tokens
     weights = np.where(PROBABILITIES > 0.1, PROBABILITIES, 0) ** (1 / temperature)
     frequencies = np.bincount(tokens, minlength=4) / count
     np.testing.assert_allclose(frequencies, weights / weights.sum(), rtol=0, atol=0.05)
@@ -145,7 +153,7 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
         params[2] = SamplingParams(temperature=1.0, seed=seed)
         controls = controls_of(params, [0, 0, sample, 0, 0, 0])
         positions = np.arange(20)[:, None] + np.array([5, 9, 0, 1, 1, 3])
-        return [int(jit_draw(logits, seen, controls, at, 0).tokens[2]) for at in positions]
+        return [int(jit_sample(logits, seen, controls, at, 0).tokens[2]) for at in positions]
 
     assert draws(1, 0, others=0) == draws(1, 0, others=7)
     assert draws(1, 0, 0) != draws(2, 0, 0)
@@ -156,7 +164,7 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
 def test_temperature_zero_takes_the_likeliest() -> None:
     logits, seen = random_rows(0, ties=True)
     params = [SamplingParams()] * ROWS
-    drawn = jit_draw(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
+    drawn = jit_sample(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
     np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
 
 
@@ -169,13 +177,13 @@ def test_penalties_move_the_likeliest_token() -> None:
         SamplingParams(presence_penalty=1.0),  # which heeds the output alone
         SamplingParams(presence_penalty=1.0),
     ]
-    tokens = jit_draw(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
+    tokens = jit_sample(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
     assert tokens.tolist() == [1, 0, 1]
 
 
 def test_log_probabilities_are_those_before_any_cut() -> None:
     logits, seen = random_rows(4)
-    drawn = jit_draw(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
+    drawn = jit_sample(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(drawn.logprobs, expected[np.arange(ROWS), drawn.tokens], atol=1e-5)
     np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :3])

@@ -9,7 +9,7 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 from longctx.parallel import make_mesh
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.paged_cache import page_bytes
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
 
@@ -45,6 +45,6 @@ def test_what_is_done_now_and_then_copies_no_cache_either(dtype: object) -> None
 
 def test_what_is_sent_in_a_step_depends_on_its_rows_alone() -> None:
     shapes = [make_shape(make_mesh(), (0, 0, 64), num_pages) for num_pages in (16, 1 << 24)]
-    sizes = {4 * (RowPlan.length(shape) + SamplePlan.length(shape)) for shape in shapes}
+    sizes = {4 * (RowInputs.length(shape) + SampleInputs.length(shape)) for shape in shapes}
     assert len(sizes) == 1
     assert sizes.pop() < 4096

@@ -54,7 +54,7 @@ def initialize(
         from longctx.serving.distributed import rendezvous
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[distributed]'") from None
-    terms = rendezvous.Terms(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
+    terms = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
     meet = rendezvous.lead if place.process_id == 0 else rendezvous.follow
     traits = _traits() | {"num_processes": place.num_processes, **terms._asdict(), "ports": None}
     group, jax_address = meet(place, terms, traits)

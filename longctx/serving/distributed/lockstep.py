@@ -21,7 +21,7 @@ from longctx.serving.executor.interface import Executor
 from longctx.serving.request.request import Request, SamplingParams
 from longctx.serving.scheduler.batch import Batch
 
-COMPARED = 16  # steps after which decisions are compared
+DIGEST_INTERVAL = 16  # steps after which decisions are compared
 
 
 class Arrival(NamedTuple):
@@ -104,11 +104,11 @@ class Lockstep:
         if self.leads and not self.is_alone:
             self._news.append({"id": request_id})
 
-    def tell_step(self, now: float, seconds: float | None) -> None:
+    def send_step(self, now: float, seconds: float | None) -> None:
         if self.is_alone:
             return
         header: dict[str, Any] = {"kind": "step", "now": now, "seconds": seconds}
-        if self._num_steps % COMPARED == 0:
+        if self._num_steps % DIGEST_INTERVAL == 0:
             header["digest"] = self.decisions.digest
         if self._news:
             header["news"] = self._news
@@ -116,7 +116,7 @@ class Lockstep:
         self._news, self._frames = [], []
         self._num_steps += 1
 
-    def tell_warm_up(self) -> None:
+    def send_warm_up(self) -> None:
         if not self.is_alone:
             self.group.tell({"kind": "warm_up"})
 
@@ -142,7 +142,9 @@ class Lockstep:
     def _differ(self) -> None:
         watch = self.group.watch
         assert watch is not None
-        text = f"{watch.me} decided otherwise than process 0 within {COMPARED} steps. It decided:\n{self.decisions}"
+        text = (
+            f"{watch.me} decided otherwise than process 0 within {DIGEST_INTERVAL} steps. It decided:\n{self.decisions}"
+        )
         watch.send(watch.peers[0], "differs", text)
         # Process 0 answers with its own, and ends both.
         watch.wait_for_end(watch.failure_timeout)

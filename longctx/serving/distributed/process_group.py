@@ -144,7 +144,7 @@ class ProcessGroup:
         if self._all_know:
             self._part(self.watch)
             return
-        self.watch.tell_failure(cause)
+        self.watch.broadcast_failure(cause)
         self._shut(self.watch)
         atexit.register(_leave)  # before JAX's own, which would wait for all
 

@@ -15,12 +15,12 @@ from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.distributed.watchdog import Peer, Watchdog, make_pair
 
 # Others say every second that they are there; who does not for so many seconds is gone, and may come again.
-_AGAIN, _GONE = 1.0, 5.0
+_RETRY_SECONDS, _EXPIRY_SECONDS = 1.0, 5.0
 # What the system gives to programs that don't care.
 ANY_PORT = (49152, 65535)
 
 
-class Terms(NamedTuple):
+class RendezvousOptions(NamedTuple):
     """Seconds, as of `initialize`, and from where to where process 0 may listen besides."""
 
     failure_timeout: float
@@ -37,7 +37,7 @@ class _Guest(NamedTuple):
     heard: float
 
 
-def lead(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
+def lead(place: ClusterEnv, terms: RendezvousOptions, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
     """As process 0: its `ProcessGroup`, and the address for `jax.distributed`.
 
     Args:
@@ -84,12 +84,12 @@ def lead(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[Proce
 
 
 def _await_all(
-    place: ClusterEnv, door: Socket, guests: dict[int, _Guest], terms: Terms, traits: dict[str, Any]
+    place: ClusterEnv, door: Socket, guests: dict[int, _Guest], terms: RendezvousOptions, traits: dict[str, Any]
 ) -> None:
     deadline, others = time.monotonic() + terms.join_timeout, {*range(1, place.num_processes)}
     while guests.keys() != others:
         now = time.monotonic()
-        for process in [i for i, guest in guests.items() if now - guest.heard > _GONE]:
+        for process in [i for i, guest in guests.items() if now - guest.heard > _EXPIRY_SECONDS]:
             del guests[process]
         if now > deadline:
             missing = ", ".join(map(str, sorted(others - guests.keys())))
@@ -121,7 +121,7 @@ def _answer(door: Socket, envelope: bytes, answer: dict[str, Any]) -> None:
     door.send_multipart([envelope, json.dumps(answer).encode()])
 
 
-def follow(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
+def follow(place: ClusterEnv, terms: RendezvousOptions, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
     """As another process.
 
     Raises:
@@ -161,7 +161,7 @@ def _await_name(coordinator: str, deadline: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(f"coordinator {coordinator}: {error}") from None
-            time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic()) + 0.01))
+            time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic()) + 0.01))
 
 
 def _knock(context: Context, coordinator: str, hello: bytes, deadline: float) -> dict[str, Any] | None:
@@ -172,7 +172,7 @@ def _knock(context: Context, coordinator: str, hello: bytes, deadline: float) ->
     try:
         while (left := deadline - time.monotonic()) > 0:
             door.send(hello)
-            if door.poll(int(1000 * min(_AGAIN, left))):
+            if door.poll(int(1000 * min(_RETRY_SECONDS, left))):
                 return json.loads(door.recv())
     finally:
         door.close()

@@ -102,7 +102,7 @@ class Watchdog:
         finally:
             self._limit = None
 
-    def tell_failure(self, cause: str) -> None:
+    def broadcast_failure(self, cause: str) -> None:
         """To all peers, which end. Whoever knows better, that one of them is gone, may say so first."""
         if not self._is_over:
             time.sleep(0.5)

@@ -9,11 +9,11 @@ from scipy.optimize import nnls
 from longctx.serving.predictor.runtime import Predictor, Program, RuntimePredictor, keys_by_tile
 from longctx.serving.predictor.work import Work
 
-Measured = tuple[Work, float]
+Measurement = tuple[Work, float]
 """A batch, and its seconds."""
 
 
-def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
+def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
     """The predictor with the least squared relative error, all of its coefficients being non-negative.
 
     Args:
@@ -26,7 +26,7 @@ def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[in
     """
     if not buckets or not tiles:
         raise ValueError("buckets and tiles must not be empty")
-    of_bucket: list[list[Measured]] = [[] for _ in buckets]
+    of_bucket: list[list[Measurement]] = [[] for _ in buckets]
     for work, seconds in measured:
         if not 0 < seconds < np.inf:
             raise ValueError(f"measured seconds must be positive and finite, got {seconds}")
@@ -40,16 +40,16 @@ def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[in
     )
 
 
-def _fit_program(rows: int, measured: Sequence[Measured], sizes: Sequence[int]) -> Program:
+def _fit_program(rows: int, measured: Sequence[Measurement], sizes: Sequence[int]) -> Program:
     largest = min(rows, sizes[-1])
     tiles = (*(size for size in sizes if size < largest), largest)
     seconds = np.array([time for _, time in measured])
     features = np.array([(1, *keys_by_tile(tiles, work), work.samples) for work, _ in measured], float)
-    fixed, *per_key, per_sample = non_negative(features, seconds)
+    fixed, *per_key, per_sample = fit_non_negative(features, seconds)
     return Program(rows, fixed, tiles, tuple(per_key), per_sample)
 
 
-def non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
+def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Coefficients `[n]` of features `[m, n]` that give seconds `[m]` with the least squared relative error."""
     scale = features.max(axis=0)
     scale[scale == 0] = 1
@@ -57,6 +57,6 @@ def non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
     return (coefficients / scale).tolist()
 
 
-def relative_errors(predictor: Predictor, measured: Iterable[Measured]) -> np.ndarray:
+def relative_errors(predictor: Predictor, measured: Iterable[Measurement]) -> np.ndarray:
     """predicted / measured - 1 of each."""
     return np.array([predictor.seconds(work) / seconds - 1 for work, seconds in measured])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from longctx.models import LlamaConfig
-from longctx.serving.predictor.fit import non_negative
+from longctx.serving.predictor.fit import fit_non_negative
 from longctx.serving.predictor.runtime import CurvePredictor
 
 Row = Mapping[str, str]
@@ -49,7 +49,7 @@ def read_table(path: Path, **equal: Any) -> list[Row]:
     return rows
 
 
-def layer_seconds(row: Row) -> float:
+def seconds_per_layer(row: Row) -> float:
     """Of one layer's operators, from a table in milliseconds."""
     return sum(milliseconds(row, name) for name in LAYER) / 1e3
 
@@ -77,7 +77,7 @@ def curve(
 
 def fit_attention(rows: Iterable[Row]) -> np.ndarray:
     """Seconds `[4]` of one layer's attention: of a call, of a row, of a pair and of a key (`Work`), none negative."""
-    return np.array(non_negative(*attention_work(rows)))
+    return np.array(fit_non_negative(*attention_work(rows)))
 
 
 def attention_work(rows: Iterable[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +130,7 @@ def from_tables(
     if tensor > 1 and all_reduce is None:
         raise ValueError(f"all_reduce must be given for tensor={tensor}")
     layers = model.num_layers // stage
-    numbers, seconds = curve(linear, "num_tokens", layer_seconds)
+    numbers, seconds = curve(linear, "num_tokens", seconds_per_layer)
     per_call, per_row, per_pair, per_key = fit_attention(attention)
     measured = attention[0]
     devices = int(measured["num_tensor_parallel_workers"])
