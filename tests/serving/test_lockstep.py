@@ -1,4 +1,4 @@
-"""Lockstep of engines on fake devices: they decide alike from small messages, and all end when one decides otherwise."""
+"""Lockstep of engines on fake devices: they decide alike from small messages; all end when one decides otherwise."""
 
 import time
 from typing import Any

@@ -191,7 +191,7 @@ def test_a_profile_is_of_one_engine(tmp_path: Path) -> None:
         load_profile(file, subject | {"device": "TPU"})
     for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"fixed": ', '"fixed": -')):
         file.write_text(wrong)
-        with pytest.raises(ValueError, match="is no profile as `longctx profile` writes it"):
+        with pytest.raises(ValueError, match="is not a profile as `longctx profile` writes it"):
             load_profile(file, subject)
     with pytest.raises(OSError, match="nowhere"):
         load_profile(tmp_path / "nowhere", subject)

@@ -49,12 +49,12 @@ class Processes:
             assert time.monotonic() < deadline, f"{text!r} was not printed: {self.output(process)}"
             time.sleep(0.05)
 
-    def statuses(self, timeout: float, except_: int | None = None) -> list[int]:
+    def statuses(self, timeout: float, without: int | None = None) -> list[int]:
         deadline = time.monotonic() + timeout
         return [
             running.wait(max(0.1, deadline - time.monotonic()))
             for i, running in enumerate(self.running)
-            if i != except_
+            if i != without
         ]
 
 
@@ -108,7 +108,7 @@ def test_tokens_equal_those_of_one_device_until_a_process_is_killed(tmp_path: Pa
     with processes(tmp_path, "forever", 2, plan=plan, events=25) as group:
         group.wait_until(0, "running")
         group.running[1].kill()
-        assert group.statuses(FAILURE, except_=1) == [70]
+        assert group.statuses(FAILURE, without=1) == [70]
         assert re.search(r"longctx: process 0 .* ends: process 1 .* is gone", group.output(0))
 
 
@@ -138,7 +138,7 @@ def test_all_processes_end_when_one_is_gone(
         time.sleep(0.5)
         group.running[who].send_signal(sign)
         began = time.monotonic()
-        statuses = group.statuses(FAILURE, except_=who)
+        statuses = group.statuses(FAILURE, without=who)
         seconds = time.monotonic() - began
         print(
             f"{sign.name} of process {who} of {count}, {'idle' if idle else 'generating'}: {seconds:.1f} s, {statuses}"

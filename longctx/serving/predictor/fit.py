@@ -1,4 +1,4 @@
-"""Fits a predictor to batches that were measured."""
+"""Fits a predictor to measured batches."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -14,15 +14,16 @@ Measurement = tuple[Work, float]
 
 
 def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
-    """The predictor with the least squared relative error, all of its coefficients being non-negative.
+    """Fit the predictor with the least squared relative error whose coefficients are all non-negative.
 
     Args:
-      measured: batches, some for each bucket.
+      measured: batches and their seconds, at least one batch for each bucket.
       buckets: numbers of rows that the engine's steps are compiled for, ascending.
-      tiles: into which attention cuts chunks, in tokens, ascending; in a bucket, those that it has rows for.
+      tiles: sizes of the tiles into which attention divides chunks, in tokens, ascending. A bucket uses those that are
+        no larger than itself.
 
     Raises:
-      ValueError: a time is not positive and finite, a bucket has no batch, or a batch no bucket.
+      ValueError: a time is not positive and finite, a bucket has no batch, or a batch has more rows than any bucket.
     """
     if not buckets or not tiles:
         raise ValueError("buckets and tiles must not be empty")
@@ -50,7 +51,7 @@ def _fit_program(rows: int, measured: Sequence[Measurement], sizes: Sequence[int
 
 
 def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Coefficients `[n]` of features `[m, n]` that give seconds `[m]` with the least squared relative error."""
+    """Fit seconds `[m]` by features `[m, n]` times non-negative coefficients `[n]`, by least squared relative error."""
     scale = features.max(axis=0)
     scale[scale == 0] = 1
     coefficients, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
@@ -58,5 +59,5 @@ def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def relative_errors(predictor: Predictor, measured: Iterable[Measurement]) -> np.ndarray:
-    """predicted / measured - 1 of each."""
+    """predicted / measured - 1 of each batch, `[m]`."""
     return np.array([predictor.seconds(work) / seconds - 1 for work, seconds in measured])

@@ -1,17 +1,17 @@
-"""What a batch asks of a device: `Work`."""
+"""`Work`: the features of a batch from which its time is predicted."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 
 class Work(NamedTuple):
-    """What seconds are predicted from.
+    """The work of a batch on one rank.
 
     Attributes:
-      rows: tokens computed: products with the weights, and messages between devices.
+      rows: tokens computed; products with the weights and messages between devices are proportional to them.
       samples: rows of logits.
-      decode_keys: tokens that chunks of one token see, themselves included: bytes of keys and values read.
-      chunks: (tokens before it, tokens) of every longer chunk.
+      decode_keys: keys that chunks of one token attend to, their own included.
+      chunks: (tokens before the chunk, tokens of the chunk) of every longer chunk.
     """
 
     rows: int = 0
@@ -20,11 +20,11 @@ class Work(NamedTuple):
     chunks: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[int, int, bool]]) -> Self:
-        """Of a step's chunks, each so many tokens after others, and whether a token is sampled."""
+    def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> Self:
+        """The work of chunks, each given as (tokens before it, its tokens, whether a token is sampled from it)."""
         rows = samples = decode_keys = 0
         longer = []
-        for start, count, does_sample in parts:
+        for start, count, does_sample in chunks:
             rows += count
             samples += does_sample
             if count == 1:
@@ -34,17 +34,17 @@ class Work(NamedTuple):
         return cls(rows, samples, decode_keys, tuple(longer))
 
     def with_chunk(self, start: int, count: int, samples: bool) -> "Work":
-        """And so many tokens of one sequence, after `start` others."""
+        """This work and that of one more chunk: `count` tokens after `start` others."""
         if count == 1:
             return Work(self.rows + 1, self.samples + samples, self.decode_keys + start + 1, self.chunks)
         return Work(self.rows + count, self.samples + samples, self.decode_keys, (*self.chunks, (start, count)))
 
     @property
     def pairs(self) -> int:
-        """Of a token and one that it sees: the products of attention."""
+        """Pairs of a query and a key that it attends to; attention's products are proportional to them."""
         return self.decode_keys + sum(count * start + count * (count + 1) // 2 for start, count in self.chunks)
 
     @property
     def keys(self) -> int:
-        """Tokens that are seen, once for each chunk: the bytes of attention."""
+        """Keys attended to, counted once for each chunk; the bytes that attention reads are proportional to them."""
         return self.decode_keys + sum(start + count for start, count in self.chunks)
