@@ -4,6 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# What the examples train with.
+TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]
+
 setup(
     name="longctx-jax",
     version="0.1.0",
@@ -17,18 +20,14 @@ setup(
     entry_points={"console_scripts": ["longctx = longctx.cli:main"]},
     install_requires=[
         "jax>=0.10",
-        "flax>=0.12",
-        "optax>=0.2.5",
-        "einops>=0.8",
+        "jaxtyping>=0.3",
+        "lazy_loader>=0.4",
         "numpy>=2.0",
         "scipy>=1.13",
-        "chex>=0.1.90",
-        "absl-py>=2.1",
+        "einops>=0.8",
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "jinja2>=3.1",
-        "jaxtyping>=0.3",
-        "lazy_loader>=0.4",
         "tqdm>=4.66",
     ],
     extras_require={
@@ -39,9 +38,10 @@ setup(
         "aot": ["jax-cuda12-plugin>=0.10"],
         "distributed": ["pyzmq>=26"],  # one engine in many processes
         "docs": ["matplotlib>=3.9"],
-        "train": ["orbax-checkpoint>=0.11"],
+        "train": TRAIN,
         "test": [
-            "orbax-checkpoint>=0.11",
+            *TRAIN,
+            "chex>=0.1.90",
             "pytest>=8",
             "pyzmq>=26",
             "pytest-xdist>=3.6",

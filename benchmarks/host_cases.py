@@ -185,7 +185,7 @@ class RankedPrompts:
     """256 admitted prompts over 8 ranks, none of which is read: rows are shared out among all of them, over and over.
 
     Args:
-      length: of each prompt. Short ones fit into one step together. Of long ones each is longer than a step.
+      length: of each prompt, about. Of 14 tokens most fit into one step; of 600 each is longer than a rank's.
     """
 
     def __init__(self, length: int) -> None:

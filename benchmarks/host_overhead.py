@@ -8,7 +8,7 @@ cases of a row take turns. p10 is the least disturbed: who shares the machine al
 reference counts, distinct from those of all others; prompts are zeros that nobody looks at. `mixed`: 127 decodes, and
 the rows that are left of 512 for a chunk of the last one's prompt. Of the others only planning is measured.
 `ranked-decodes`: 256 decodes over 8 context ranks. `ranked-prompts`: rows shared out among 256 prompts over 8 ranks, in
-one step, where all fit (of 14 tokens) and where none does (of 600). `arrivals`: the step that admits 256 prompts of 14
+one step, where most fit (of 14 tokens) and where few do (of 600). `arrivals`: the step that admits 256 prompts of 14
 tokens. `waiting`: 128 decodes, free slots, 2,900 who wait for memory. `prefix`: one waits for memory whose prefix is
 found, of so many tokens.
 """

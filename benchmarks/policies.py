@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("mix", type=Path, help="CSV of lengths")
     parser.add_argument("--requests", type=int, default=1600)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.75, 1.25])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.75])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--tpot", type=float, default=0.05)
     parser.add_argument(

@@ -80,8 +80,8 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "the " * 64], "more than the model's context of 64"),
-        (["--prompt", "the", "--max-tokens", "0"], "max_tokens must be an integer of at least 1"),
-        (["--prompt", "the", "--top-p", "2"], "top_p must be finite and 0 to 1"),
+        (["--prompt", "the", "--max-tokens", "0"], "max_tokens must be an integer of 1 to"),
+        (["--prompt", "the", "--top-p", "2"], "top_p must be finite and 1e-06 to 1"),
         (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be at least 1"),
         (["--prompt", "the", "--n", "2"], "n=2 contradicts temperature=0"),
         (["--prompt", "the", "--chat"], "no chat template"),

@@ -83,7 +83,7 @@ class Simulation:
                 executor.now = max(executor.now, start + requests[submitted].arrival)
                 continue
             step = self._queue.wait()
-            record.steps.append(StepMetrics.of(step, self.core.in_flight.slowest.predicted))
+            record.steps.append(StepMetrics.of(step))
             for event in self.core.end(step.batch, step.results, step.finished, step.seconds):
                 if event.output is not None:
                     record.served.append(Served.of(event.output.metrics, dues.pop(event.request_id), start))

@@ -39,6 +39,19 @@ def test_a_failed_step_ends_every_request_with_an_event() -> None:
         engine.cancel(ids[0])
 
 
+def test_a_failure_in_the_midst_of_results_ends_every_request() -> None:
+    """Also one whose last token was taken in the same step, before the failure."""
+    engine = make_engine()
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    ids = [engine.submit(Request(PROMPT[: i + 1], one if i == 0 else FIVE)) for i in range(3)]
+    detokenizer = engine.core.scheduler.waiting[1].completion.detokenizer  # type: ignore[union-attr]
+    detokenizer.push = lambda token: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        [engine.step() for _ in range(5)]
+    events = engine.step()
+    assert sorted(event.request_id for event in events if event.output is not None) == sorted(ids)
+
+
 def test_generate_in_another_thread_raises_when_the_engine_fails() -> None:
     engine = make_engine(num_pages=64)
     stream = engine.stream(PROMPT, FIVE)

@@ -41,7 +41,7 @@ CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
 
 def test_work_is_that_of_the_chunks() -> None:
     work = Work.of([(99, 1, True), (1000, 50, False), (0, 1, True)])
-    assert work == Work(52, 2, 101, ((1000, 50),))
+    assert work == Work(2, 2, 101).with_chunk(1000, 50, False)
     assert work == Work().with_chunk(99, 1, True).with_chunk(1000, 50, False).with_chunk(0, 1, True)
     assert work.pairs == 100 + sum(range(1001, 1051)) + 1
     assert work.keys == 100 + 1050 + 1

@@ -1,6 +1,7 @@
 """Requests at the door and through their lives: what is refused, what is cancelled, who goes first."""
 
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_sampling_refuses(options: dict, message: str) -> None:
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (50,)}, "stop_token_ids must be in the vocabulary"),
         ([1], {"logprobs": 6}, "logprobs must be at most max_logprobs=5"),
-        ([1], {"temperature": 1, "n": 7}, "n=7 continuations are more than the max_running=6"),
+        ([1], {"temperature": 1, "n": 7}, "n=7 completions are more than the max_running=6"),
     ],
 )
 def test_bad_requests_harm_nobody(prompt: object, options: dict, message: str) -> None:
@@ -254,7 +255,7 @@ def test_streams_take_turns() -> None:
 def test_first_come_first_served() -> None:
     """In order, admission and first tokens: a long prompt leaves nobody a row of its steps."""
     engine = make_engine(num_pages=64, max_running=3, policy="fcfs")
-    requests = [Request(PROMPT * 6, FIVE), Request(PROMPT[:8], FIVE), Request(PROMPT[:9], FIVE), Request([3], FIVE)]
+    requests = [Request(prompt, FIVE) for prompt in (PROMPT * 6, PROMPT[1:9], PROMPT[2:11], [3])]
     outputs = engine.generate(requests)
     first = [x.metrics.first_token for x in outputs]
     assert first == sorted(first)  # type: ignore[type-var]
@@ -309,6 +310,23 @@ def test_stop_strings() -> None:
     assert stream_text("ab", "abc", "b") == (["", "a"], True)
     assert "".join(stream_text("größe", "ße")[0]) == "grö"
     assert stream_text("ab", "bc") == (["a", "", "b"], False)
+
+
+def test_requests_may_be_prepared_elsewhere() -> None:
+    """In another process, as a server does with long prompts: what prepares them, and what comes of it, travel."""
+    engine = make_engine()
+    with pytest.raises(ValueError, match="prompt has tokens"):
+        engine.prepare(Request([VOCAB]))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        prepared = processes.submit(engine.input_processor.prepare, Request(PROMPT, FIVE)).result(timeout=60)
+    assert prepared.tokens.tolist() == PROMPT
+    for cached in (0, len(PROMPT) // 4 * 4):
+        engine.submit(prepared)
+        outputs = []
+        while engine.has_work:
+            outputs += [event.output for event in engine.step() if event.output is not None]
+        assert outputs[0].token_ids == continuation(PROMPT, FIVE)
+        assert outputs[0].metrics.cached_tokens == cached
 
 
 def test_numbers_become_those_of_python() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
+from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import VirtualExecutor
 
@@ -24,7 +24,12 @@ def per_token(batch: Batch) -> float:
 
 
 def serve(
-    prompts: list[int], output_tokens: int, seconds: Callable[[Batch], float], stages: int = STAGES, **options: object
+    prompts: list[int],
+    output_tokens: int,
+    seconds: Callable[[Batch], float],
+    stages: int = STAGES,
+    monitor: Callable[[StepMetrics], object] | None = None,
+    **options: object,
 ) -> tuple[list[Output], VirtualExecutor]:
     """Prompts of such lengths, all at once."""
     options = {"token_budget": 16, "max_running": 8, "page_size": 4, "num_pages": 256, "prefix_cache": False} | options
@@ -36,6 +41,7 @@ def serve(
         executor=executor,
         clock=executor.clock,
         plan=ParallelPlan(stage=stages),
+        monitor=monitor,
     )
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
     requests = [Request([i + 1] * length, sampling, request_id=str(i)) for i, length in enumerate(prompts)]
@@ -84,3 +90,13 @@ def test_tokens_do_not_depend_on_the_stages() -> None:
 def test_stages_must_be_positive() -> None:
     with pytest.raises(ValueError, match="stages must be at least 1, got 0"):
         VirtualExecutor(per_stage, 50, 0)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_step_is_one_tick_long(stages: int, run_ahead: int) -> None:
+    """Also where the engine waits for several ticks, since other stages are idle."""
+    steps: list[StepMetrics] = []
+    _, executor = serve([8], 20, per_stage, stages, steps.append, run_ahead=run_ahead)
+    assert executor.now == pytest.approx(20 * stages * 10e-3)
+    assert [step.seconds for step in steps] == pytest.approx([10e-3] * 20)

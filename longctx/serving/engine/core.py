@@ -84,30 +84,27 @@ class Core:
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
-        events = []
+        events, page_hash, receive = [], self._hash, self.scheduler.receive
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
             if sequence.state is State.FINISHED:
                 continue  # it ended while this step was in flight
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
-            self._counts["output_tokens"] += 1
-            if self._hash is not None and completion.num_known % self._hash.page_size == 0:
-                root = self._hash.root(completion.request.tenant)
-                self._hash.extend(sequence.keys, completion.tokens, root)
-            self.scheduler.receive(sequence)
-            if reason is not None:
-                events.append(self._finish(sequence, text, token, reason, now))
-            else:
+            if page_hash is not None and completion.num_known % page_hash.page_size == 0:
+                page_hash.extend(sequence.keys, completion.tokens, page_hash.root(completion.request.tenant))
+            receive(sequence)
+            if reason is None:
                 events.append(completion.event(text, token))
+            else:
+                events.append(self._finish(sequence, text, token, reason, now))
+        self._counts["output_tokens"] += len(events)
         return events
 
-    def fail(self, sequence: Sequence, now: float) -> list[Event]:
-        """The last event of a sequence that has not ended, when a step has failed; nothing else can be done with it."""
+    def fail(self, sequence: Sequence, now: float) -> Event:
+        """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
-        if completion.metrics.finished is not None:
-            return []
         completion.metrics.finished = now
-        return [completion.event(completion.interrupt(), None, "error")]
+        return completion.event(completion.interrupt(), None, "error")
 
     @property
     def is_stuck(self) -> bool:

@@ -76,7 +76,7 @@ class Engine:
         self.config, self.plan, self.mesh = resolved.config, resolved.plan, resolved.mesh
         self.model, self.tokenizer = model, tokenizer
         self.max_length, self.num_pages = resolved.max_length, resolved.num_pages
-        self.core, self._input_processor, self._sequence_maker = resolved.make_core()
+        self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._seconds: float | None = None  # that the last step took, for the other processes
@@ -153,7 +153,7 @@ class Engine:
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         with self._failing():
-            Follower(self.core, self._executor, self._lockstep, self._input_processor, self._sequence_maker).run()
+            Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
@@ -188,7 +188,7 @@ class Engine:
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """
-        return self._input_processor.prepare(request)
+        return self.input_processor.prepare(request)
 
     def submit(self, request: Request | PreparedRequest) -> str:
         """Begin a request; its id. `step` returns its events.
@@ -214,7 +214,7 @@ class Engine:
     def cancel_job(self, job: Job) -> None:
         """End what has not ended of it."""
         with self._lock:
-            if self._error is None and job.num_open:
+            if self._error is None and job.open:
                 self._lockstep.note_cancel(job.request_id)
                 for sequence in job.sequences:
                     self._deliver(self.core.cancel(sequence))
@@ -342,7 +342,7 @@ class Engine:
                 step = self._queue.wait()
                 self._lockstep.note_draw(step.batch, step.results.tokens)
                 if self._monitor is not None:
-                    self._ended_steps.append(StepMetrics.of(step, self.core.in_flight.slowest.predicted))
+                    self._ended_steps.append(StepMetrics.of(step))
                 self._seconds = step.seconds
                 self._deliver(self.core.end(step.batch, step.results, step.finished, step.seconds))
             elif self.core.is_stuck:
@@ -351,9 +351,8 @@ class Engine:
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             job = self._jobs[event.request_id]
-            job.events.append(event)
-            job.num_open -= event.output is not None
-            if job.num_open == 0:
+            job.deliver(event)
+            if not job.open:
                 del self._jobs[event.request_id]
 
     def _warm_up(self) -> None:
@@ -382,8 +381,8 @@ class Engine:
             self._error = error
             now = self._clock()
             for job in list(self._jobs.values()):
-                for sequence in job.sequences:
-                    self._deliver(self.core.fail(sequence, now))
+                for index in sorted(job.open):
+                    self._deliver([self.core.fail(job.sequences[index], now)])
             self._lockstep.group.fail(f"{type(error).__name__}: {error}")
             raise
 

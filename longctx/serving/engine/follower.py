@@ -56,11 +56,10 @@ class Follower:
 
     def _end(self, step: EndedStep, now: float, seconds: float | None) -> None:
         for event in self._core.end(step.batch, step.results, now, seconds):
-            if event.output is not None:
-                job = self._jobs[event.request_id]
-                job.num_open -= 1
-                if job.num_open == 0:
-                    del self._jobs[event.request_id]
+            job = self._jobs[event.request_id]
+            job.deliver(event)
+            if not job.open:
+                del self._jobs[event.request_id]
 
     def _hear(self, news: RequestUpdate) -> None:
         if isinstance(news, Arrival):

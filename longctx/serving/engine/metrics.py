@@ -28,10 +28,10 @@ class StepMetrics(NamedTuple):
     chunks: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, step: EndedStep, predicted: float) -> Self:
+    def of(cls, step: EndedStep) -> Self:
         chunks = tuple((chunk.start, chunk.num_tokens) for chunk in step.batch.chunks if not chunk.decodes)
         decodes = len(step.batch.chunks) - len(chunks)
-        return cls(step.batch.index, step.finished, step.duration, step.is_exact, predicted, decodes, chunks)
+        return cls(step.batch.index, step.finished, step.duration, step.is_exact, step.predicted, decodes, chunks)
 
     @property
     def prompt_tokens(self) -> int:

@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """A request in the engine: its sequences, how many of them have not ended, and where its events go."""
+    """A request in the engine: its sequences, which of its completions have not ended, and where its events go."""
 
     request_id: str
     sequences: list[Sequence]
     events: deque[Event]
-    num_open: int = field(init=False)
+    open: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_open = len(self.sequences)
+        self.open = set(range(len(self.sequences)))
+
+    def deliver(self, event: Event) -> None:
+        self.events.append(event)
+        if event.output is not None:
+            self.open.remove(event.index)
 
 
 class TokenStream(Iterator[Event]):

@@ -1,6 +1,6 @@
 """Which row of which rank computes which token of a batch: from plain data to arrays, on the host alone."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,6 +67,7 @@ class RowLayout:
     def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int) -> None:
         self.batch, self.num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
         self._rows = [[_Rows() for _ in range(num_ranks)] for _ in range(3)]
+        self._local = self._rows[LOCAL]
         self._sharded_pages: list[list[int]] = []  # of all ranks, for each row that is sharded, rank after rank
         self._places: dict[int, tuple[int, int, int]] = {}  # of chunks' last rows, by slot: rank, kind, row
         self.entries: list[list[TableEntry]] = [[] for _ in range(num_ranks)]
@@ -74,12 +75,14 @@ class RowLayout:
         for chunk in batch.chunks:
             if chunk.sharded:
                 sharded.append(chunk)
-            elif len(chunk.ranks) == 1:
-                self._add(chunk, chunk.ranks[0], LOCAL)
+            elif len(chunk.ranks) > 1:
+                self._replicate(chunk)
+            elif chunk.decodes:
+                self._add_decode(chunk)
             else:
-                self._share(chunk)
+                self._add(chunk, chunk.ranks[0], LOCAL)
         if sharded:
-            self._deal(sharded)
+            self._shard(sharded)
         self.counts: tuple[int, int, int] = tuple(max(map(len, kind)) for kind in self._rows)  # type: ignore[assignment]
         self.sampled: list[Sampled] = []
         drawn = [0] * num_ranks
@@ -90,6 +93,16 @@ class RowLayout:
                 drawn[rank] += 1
 
     # From chunks to rows.
+
+    def _add_decode(self, chunk: Chunk) -> None:
+        """A local row. There are many of these in a step, so they take the shortest way."""
+        sequence, slot, start, _, _, _, (rank,), _ = chunk
+        rows = self._local[rank]
+        self._places[slot] = rank, LOCAL, len(rows.slots)
+        rows.tokens.append(-1)
+        rows.positions.append(start)
+        rows.slots.append(slot)
+        rows.pages.append(sequence.pages[start // self._page_size] - rank * self._num_pages)
 
     def _add(self, chunk: Chunk, rank: int, kind: int) -> None:
         sequence, slot, start, count = chunk[:4]
@@ -107,14 +120,14 @@ class RowLayout:
             rows.add(tokens, list(range(start, start + count)), slot, pages.tolist())
         self._places[slot] = rank, kind, len(rows.slots) - 1
 
-    def _share(self, chunk: Chunk) -> None:
+    def _replicate(self, chunk: Chunk) -> None:
         """In the same place on all ranks of the sequence, the first of which draws."""
         top = max(len(self._rows[REPLICATED][rank]) for rank in chunk.ranks)
         for rank in reversed(chunk.ranks):
             self._rows[REPLICATED][rank].fill_up(top)
             self._add(chunk, rank, REPLICATED)
 
-    def _deal(self, chunks: list[Chunk]) -> None:
+    def _shard(self, chunks: list[Chunk]) -> None:
         """Long chunks in zigzag, single tokens to where there is least, in turns from step to step."""
         n, rows = self.num_ranks, self._rows[SHARDED]
         pages: list[list[int]] = [[] for _ in range(n)]
@@ -194,13 +207,13 @@ class RowLayout:
         packed, plan = SampleInputs.empty(shape)
         if self.sampled:
             firsts = self._firsts(shape)
-            told = [
-                (at.rank, at.number, firsts[at.kind] + at.row, at.chunk.slot, at.chunk.start + at.chunk.num_tokens)
-                for at in self.sampled
-            ]
-            rank, number, row, slot, position = np.array(told, np.int32).T
-            plan.rows[rank, number], plan.slots[rank, number], plan.positions[rank, number] = row, slot, position
-            plan.controls[rank, number] = controls[slot]
+            chunks, ranks, kinds, rows, numbers = zip(*self.sampled, strict=True)
+            slot = np.array([chunk.slot for chunk in chunks])
+            at: Any = (0, slice(len(slot))) if self.num_ranks == 1 else (ranks, numbers)
+            plan.rows[at] = np.array(rows) + np.array(firsts)[np.array(kinds)]
+            plan.slots[at] = slot
+            plan.positions[at] = [chunk.start + chunk.num_tokens for chunk in chunks]
+            plan.controls[at] = controls[slot]
             plan.plain[0] = plain[slot].all()
         return packed
 

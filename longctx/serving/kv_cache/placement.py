@@ -54,7 +54,8 @@ class Grown:
     runs: list[tuple[int, int]] = field(default_factory=list)
 
     def rank(self, number: int) -> int:
-        return self.runs[bisect_right(self.runs, number, key=lambda run: run[0]) - 1][1]
+        runs = self.runs
+        return runs[0][1] if len(runs) == 1 else runs[bisect_right(runs, number, key=lambda run: run[0]) - 1][1]
 
     def counts(self, first: int, stop: int) -> list[int]:
         found = [0] * self.num_ranks

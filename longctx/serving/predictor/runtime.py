@@ -151,7 +151,7 @@ class RuntimePredictor:
             return last
         # Seconds of the full steps are linear in their context, so the mean of the first and the last counts for all.
         program = self._program(chunk)
-        ends = [program.seconds(Work(chunk, 0, 0, ((at, chunk),))) for at in (start, stop - rest - chunk)]
+        ends = [program.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
         return steps * sum(ends) / 2 + last + (0.0 if rest else program.per_sample)
 
     def _program(self, rows: int) -> Program:

@@ -50,25 +50,27 @@ class Completion:
         self.num_known += 1
         metrics = self.metrics
         metrics.output_tokens += 1
-        if metrics.first_token is None:
+        if metrics.last_token is None:
             metrics.first_token = now
-        elif metrics.last_token is not None:
-            metrics.longest_gap = max(metrics.longest_gap, now - metrics.last_token)
+        elif now - metrics.last_token > metrics.longest_gap:
+            metrics.longest_gap = now - metrics.last_token
         metrics.last_token = now
         if logprob is not None:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None
+        detokenizer = self.detokenizer
         if token in self.stop_ids:
-            piece, reason = self.detokenizer.finish(), "stop"
+            piece, reason = detokenizer.finish(), "stop"
         else:
-            piece = self.detokenizer.push(token)
-            if self.detokenizer.stopped:
+            piece = detokenizer.push(token)
+            if detokenizer.stopped:
                 reason = "stop"
-            elif metrics.output_tokens == self.params.max_tokens:
-                piece, reason = piece + self.detokenizer.finish(), "length"
-                if self.detokenizer.stopped:
+            elif self.num_known == len(self.known):
+                piece, reason = piece + detokenizer.finish(), "length"
+                if detokenizer.stopped:
                     reason = "stop"
-        self.text += piece
+        if piece:
+            self.text += piece
         return piece, reason
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
@@ -97,11 +99,8 @@ class Completion:
         )
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
+        tokens = () if token is None else (token,)
+        logprobs = (self.logprobs[-1],) if self.logprobs and token is not None else ()
         return Event(
-            self.request_id,
-            self.index,
-            () if token is None else (token,),
-            text,
-            () if token is None or self.params.logprobs is None else (self.logprobs[-1],),
-            None if reason is None else self.output(reason),
+            self.request_id, self.index, tokens, text, logprobs, None if reason is None else self.output(reason)
         )

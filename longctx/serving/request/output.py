@@ -89,7 +89,7 @@ class Output:
     prompt_logprobs: list[TokenLogprob] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """What one step brought a completion. `text` has become certain; `output` comes with the last event."""
 

@@ -1,6 +1,7 @@
 """Which waiting sequences get a slot and pages, and when."""
 
 import bisect
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_pool import Key
@@ -49,6 +50,7 @@ class Admission:
         self.waiting: list[Sequence] = []
         self._waits = PrefixWaits(running, forecast)
         self._blocked: _Blocked | None = None
+        self._load: list[float] | None = None  # seconds of prompts on each rank, while sequences are admitted
 
     def check(self, prompt_length: int, max_tokens: int, n: int) -> None:
         """Check that a request could be admitted by an empty engine.
@@ -82,11 +84,12 @@ class Admission:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Admit whoever can be."""
-        if not self.waiting or not self._running.slots.free or self._is_blocked():
+        if not self.waiting or not self._running.slots.free:
             return
-        candidates = self._waits.candidates(self.waiting, now)
-        self._blocked = None
-        for sequence in rank(self._policy, candidates, now):
+        if not self._waits.end(now) and self._is_blocked():
+            return
+        self._blocked, self._load = None, None
+        for sequence in rank(self._policy, self._waits.others(self.waiting), now):
             if not self._running.slots.free or sequence.in_flight:
                 return
             shared = find_prefix(self._pool, sequence, self._running.page_size)
@@ -134,6 +137,7 @@ class Admission:
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
         sequence.prefix_hit_tokens = 0  # they are computed now
         self._forecast.update(sequence)
+        self._add_load(sequence)
         assert sequence.slot is not None
         if found:
             batch.tables.append(TableRun(sequence.slot, 0, list(found)))
@@ -144,7 +148,7 @@ class Admission:
         """The placement of its pages, from those that were found to `total`; None if there is not enough memory now."""
         pool = self._pool
         available = [pool.available(rank) for rank in range(pool.num_ranks)]
-        held, load = [0] * pool.num_ranks, [0.0] * pool.num_ranks
+        held = [0] * pool.num_ranks
         for page in found:
             held[pool.rank_of(page)] += 1
             available[pool.rank_of(page)] -= pool.is_idle(page)
@@ -155,21 +159,24 @@ class Admission:
             for other in self._running:
                 assert other.placement is not None
                 available[other.placement.rank(len(other.pages))] -= 1
-        if pool.num_ranks > 1:
+        if self._load is None:
+            self._load = [0.0] * pool.num_ranks
             for other in self._running.prefilling:
-                ranks = self._ranks(other)
-                for rank in ranks:
-                    load[rank] += other.prefill_remaining / len(ranks)
+                self._add_load(other)
         last = pool.rank_of(found[-1]) if found else None
         need = Need(len(found), total, tuple(held), last)
-        return self._placer.place(sequence.order, need, [max(0, pages) for pages in available], load)
+        return self._placer.place(sequence.order, need, [max(0, pages) for pages in available], self._load)
 
-    def _ranks(self, sequence: Sequence) -> tuple[int, ...]:
-        """The ranks that compute a prompt's next tokens."""
-        if self._forecast.is_sharded(sequence):
-            return tuple(range(self._pool.num_ranks))
+    def _add_load(self, sequence: Sequence) -> None:
+        """Count the rest of a prompt on the ranks that compute its next tokens."""
+        if self._load is None or self._pool.num_ranks == 1:
+            return
         assert sequence.placement is not None
-        return sequence.ranks or (sequence.placement.rank(0),)
+        ranks: List[int] = sequence.ranks or (sequence.placement.rank(0),)
+        if self._forecast.is_sharded(sequence):
+            ranks = range(self._pool.num_ranks)
+        for i in ranks:
+            self._load[i] += sequence.prefill_remaining / len(ranks)
 
     def _find_partial_page(self, sequence: Sequence, num_full: int) -> int | None:
         """The partial page of its session, if all pages before it were found. Whoever holds it hides it from others."""

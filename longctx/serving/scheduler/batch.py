@@ -33,21 +33,22 @@ def work_by_rank(chunks: Iterable[Chunk], num_ranks: int) -> list[Work]:
     about: sharded rows of a step are spread evenly.
     """
     if num_ranks == 1:
-        return [Work.of((start, count, samples) for _, _, start, count, samples, *_ in chunks)]
+        return [Work.of([chunk[2:5] for chunk in chunks])]
     parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
     sharded = 0
-    for _, _, start, count, samples, _, ranks, is_sharded in chunks:
-        if is_sharded:
-            rows = sharded_rows(count, sharded, num_ranks)
-            sharded += count
+    for chunk in chunks:
+        ranks = chunk.ranks
+        if chunk.sharded:
+            rows = sharded_rows(chunk.num_tokens, sharded, num_ranks)
+            sharded += chunk.num_tokens
             if rows:
                 for rank in ranks:
-                    parts[rank].append((start, rows, samples and rank == ranks[0]))
+                    parts[rank].append((chunk.start, rows, chunk.samples and rank == ranks[0]))
         elif len(ranks) == 1:
-            parts[ranks[0]].append((start, count, samples))
+            parts[ranks[0]].append(chunk[2:5])
         else:
             for rank in ranks:
-                parts[rank].append((start // len(ranks), count, samples and rank == ranks[0]))
+                parts[rank].append((chunk.start // len(ranks), chunk.num_tokens, chunk.samples and rank == ranks[0]))
     return [Work.of(part) for part in parts]
 
 

@@ -101,7 +101,7 @@ class Chunker:
             beside = step.beside(head, max(min(least, step.room(head)), step.largest(head, 1 - lent)))
             beside.fill(borrowers)
             for borrower, share in beside.shares.items():
-                step.take(borrower, share.num_tokens)
+                step.take_share(borrower, share)
         step.take(head, max(min(least, step.room(head)), step.largest(head)))
         takes_all = head in step.shares and step.shares[head].num_tokens == head.remaining
         if self.plan.context > 1 and step.limit == math.inf:
@@ -149,9 +149,8 @@ class Chunker:
         self, step: StepBudget, head: Sequence, others: List[Sequence], now: float
     ) -> tuple[float, list[Sequence]]:
         """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
-        borrowers = [
-            s
-            for s in others
-            if s.prefill_remaining < head.prefill_remaining and s.priority == head.priority and step.meet(s, head)
-        ]
+        borrowers = [s for s in others if s.prefill_remaining < head.prefill_remaining and s.priority == head.priority]
+        if self.plan.context > 1:
+            ranks = {*step.ranks(head)}
+            borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
         return min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0)), borrowers

@@ -53,16 +53,19 @@ class PrefixWaits:
         self._waits: dict[Sequence, _Wait] = {}
         self._given_up: dict[Sequence, _Wait] = {}
 
-    def candidates(self, waiting: list[Sequence], now: float) -> list[Sequence]:
-        """The sequences that wait for no prefix now."""
-        if not self._waits:
-            return waiting
+    def end(self, now: float) -> bool:
+        """End the waits that are over; whether there was one."""
+        before = len(self._waits)
         for sequence, wait in list(self._waits.items()):
             if wait.ends():
                 del self._waits[sequence]
             elif wait.takes_too_long(now):
                 self._given_up[sequence] = self._waits.pop(sequence)
-        return [s for s in waiting if s not in self._waits]
+        return len(self._waits) < before
+
+    def others(self, waiting: list[Sequence]) -> list[Sequence]:
+        """The sequences that wait for no prefix."""
+        return [s for s in waiting if s not in self._waits] if self._waits else waiting
 
     def forget(self, sequence: Sequence) -> None:
         """It has been admitted, or has ended."""

@@ -30,11 +30,11 @@ class Slots:
 
 
 class Running:
-    """Running sequences, in order of arrival.
+    """Running sequences.
 
     Attributes:
-      prefilling: prompt tokens are yet to be planned.
-      decoding: every step computes one token.
+      prefilling: prompt tokens are yet to be planned; in order of arrival.
+      decoding: every step computes one token; higher priorities first, then in order of arrival.
       slots: see `Slots`.
     """
 
@@ -73,7 +73,7 @@ class Running:
         """A prompt is planned to its end: its sequence decodes from the next step on."""
         self.prefilling.remove(sequence)
         sequence.to(State.DECODING)
-        bisect.insort(self.decoding, sequence, key=arrival_order)
+        bisect.insort(self.decoding, sequence, key=_priority_order)
 
     def extend(self, sequence: Sequence, tokens: int) -> list[int]:
         """Allocate the pages of its tokens up to `tokens`, promised ones first; returns the new pages."""
@@ -107,6 +107,10 @@ class Running:
         self.pool.release(sequence.pages)
         sequence.slot, sequence.reserved, sequence.pages, sequence.ranks = None, [], [], ()
         sequence.registered = sequence.computed = sequence.ready = 0
+
+
+def _priority_order(sequence: Sequence) -> tuple[int, int]:
+    return -sequence.priority, sequence.order
 
 
 def arrival_order(sequence: Sequence) -> int:

@@ -21,7 +21,7 @@ from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, work_by_rank
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.preemption import Preemption, dispensability
+from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
@@ -80,7 +80,7 @@ class Scheduler:
         """A planned sample of the sequence has arrived, and `keys` been extended by the page that it completes."""
         sequence.in_flight -= 1
         assert sequence.in_flight >= 0
-        if sequence.is_running and sequence.registered < len(sequence.keys):
+        if sequence.registered < len(sequence.keys) and sequence.is_running:
             self.running.register(sequence)
 
     def finish(self, sequence: Sequence, partial_page: PartialPage | None = None) -> None:
@@ -91,6 +91,7 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.admission.remove(sequence)
         else:
+            self.running.register(sequence)
             if partial_page is not None and partial_page.number < len(sequence.pages):
                 self.pool.register(sequence.pages[partial_page.number], partial_page.key)
             self._release(sequence)
@@ -105,10 +106,7 @@ class Scheduler:
         self.admission.admit(batch, now)
         prompts = [sequence for sequence in self.running.prefilling if sequence.ready <= batch.index]
         for sequence, share in self.chunker.pack(prompts, batch.chunks, now).items():
-            assert 0 < share.num_tokens <= sequence.remaining
-            self._plan(batch, sequence, share)
-            if sequence.state is State.PREFILLING:
-                self.forecast.update(sequence)
+            self._plan_prompt(batch, sequence, share)
         if not batch.chunks:
             assert not batch.admitted
             return None
@@ -132,35 +130,49 @@ class Scheduler:
         return bool(self.waiting and self.running.slots.resting)
 
     def _plan_decodes(self, batch: Batch) -> None:
+        page_size, ready = self._page_size, batch.index + self.plan.stage
+        sharded = is_sharded(self.plan, True, 1, self.chunker.chunking.tokens)
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
-        for sequence in sorted(self.running.decoding, key=dispensability):
-            if sequence.state is not State.DECODING or sequence.is_drained or sequence.ready > batch.index:
-                continue  # preempted for one before it, or all is planned, or its token is still in the stages
-            if sequence.computed == len(sequence.pages) * self._page_size and not self._preemption.make_room(sequence):
-                continue
-            sharded = self.plan.shards_rows and is_sharded(self.plan, True, 1, self.chunker.chunking.tokens)
-            self._plan(batch, sequence, Share(1, self._all_ranks if sharded else (), sharded))
+        for sequence in tuple(self.running.decoding):
+            start = sequence.computed
+            if sequence.ready > batch.index or sequence.is_drained or sequence.state is not State.DECODING:
+                continue  # its token is still in the stages, or all is planned, or it was preempted for one before it
+            assert sequence.slot is not None
+            if start == len(sequence.pages) * page_size:
+                if not self._preemption.make_room(sequence):
+                    continue
+                self._extend_pages(batch, sequence, start + 1)
+            ranks = self._all_ranks if sharded else sequence.ranks
+            batch.chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
+            sequence.computed = start + 1
+            sequence.length += 1
+            sequence.in_flight += 1
+            sequence.ready = ready
 
-    def _plan(self, batch: Batch, sequence: Sequence, share: Share) -> None:
-        """Add a sequence's next tokens to the batch."""
+    def _plan_prompt(self, batch: Batch, sequence: Sequence, share: Share) -> None:
+        """Add a prompt's next tokens to the batch."""
         start, count = sequence.computed, share.num_tokens
-        first = len(sequence.pages)
+        assert 0 < count <= sequence.remaining
         assert sequence.slot is not None
-        if start + count > first * self._page_size:
-            batch.tables.append(TableRun(sequence.slot, first, self.running.extend(sequence, start + count)))
+        self._extend_pages(batch, sequence, start + count)
         samples = count == sequence.remaining
-        decodes = sequence.state is State.DECODING
-        ranks = share.ranks or sequence.ranks  # a decode's next page may be on one more rank
-        batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, decodes, ranks, share.sharded))
+        batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, False, share.ranks, share.sharded))
         sequence.computed += count
+        self.running.register(sequence)
         if samples:
             sequence.length += 1
             sequence.in_flight += 1
             sequence.ready = batch.index + self.plan.stage
-            if not decodes:
-                self.running.begin_decode(sequence)
-        if sequence.registered < sequence.computed // self._page_size:
-            self.running.register(sequence)
+            self.running.begin_decode(sequence)
+        else:
+            self.forecast.update(sequence)
+
+    def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:
+        """Let a sequence have the pages of so many tokens."""
+        first = len(sequence.pages)
+        if tokens > first * self._page_size:
+            assert sequence.slot is not None
+            batch.tables.append(TableRun(sequence.slot, first, self.running.extend(sequence, tokens)))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preempted += 1

@@ -20,6 +20,14 @@ class Share(NamedTuple):
     sharded: bool
 
 
+class _RankWork(NamedTuple):
+    """What a rank computes, and the seconds that it takes, by prediction."""
+
+    rank: int
+    work: Work
+    seconds: float
+
+
 class StepBudget:
     """Rows are of three kinds, each the same number on all ranks, as a compiled step has it.
 
@@ -62,25 +70,24 @@ class StepBudget:
     def take(self, sequence: Sequence, count: int) -> None:
         """Add a prompt's next `count` tokens."""
         if count > 0:
-            share = self.share(sequence, count)
-            self.shares[sequence] = share
-            for rank, work in self._with(sequence, share):
-                self._works[rank], self._seconds[rank] = work, self._predictor.seconds(work)
-            self._place(*share)
+            self.take_share(sequence, self.share(sequence, count))
+
+    def take_share(self, sequence: Sequence, share: Share) -> None:
+        """Add a share of a prompt."""
+        self._add(sequence, share, self._with(sequence, share))
 
     def fill(self, sequences: Iterable[Sequence]) -> None:
         """Take as much of each as there is room for. On one rank, once one gets less than all of it there is none."""
         for sequence in sequences:
-            count = self.largest(sequence)
-            self.take(sequence, count)
-            if count < sequence.remaining and (self._num_ranks == 1 or self._is_full()):
+            if self._take_whole(sequence):
+                continue
+            self.take(sequence, self.largest(sequence))
+            if self._num_ranks == 1 or self._is_full():
                 return
 
-    def meet(self, one: Sequence, other: Sequence) -> bool:
-        """Whether two prompts' next tokens are computed on some rank in common."""
-        if self._num_ranks == 1:
-            return True
-        return not {*self.share(one, one.remaining).ranks}.isdisjoint(self.share(other, other.remaining).ranks)
+    def ranks(self, sequence: Sequence) -> tuple[int, ...]:
+        """The ranks that compute the rest of a prompt."""
+        return self.share(sequence, sequence.remaining).ranks
 
     def beside(self, sequence: Sequence, count: int) -> "StepBudget":
         """The same step with a chunk that is not taken yet."""
@@ -137,12 +144,28 @@ class StepBudget:
         else:
             new = placement.counts(first, stop)
             ranks = (*{*sequence.ranks, *(rank for rank, pages in enumerate(new) if pages)},)
-        return Share(count, tuple(sorted(ranks)), False)
+        return Share(count, ranks if len(ranks) == 1 else tuple(sorted(ranks)), False)
+
+    def _take_whole(self, sequence: Sequence) -> bool:
+        """Take all of a prompt, if there is room for it."""
+        share = self.share(sequence, sequence.remaining)
+        if self._room(share.ranks, share.sharded) < share.num_tokens:
+            return False
+        works = self._with(sequence, share)
+        if any(work.seconds > self.limit for work in works):
+            return False
+        self._add(sequence, share, works)
+        return True
 
     def _fits(self, sequence: Sequence, count: int, limit: float) -> bool:
         """Whether no rank takes longer than `limit` with so many tokens of a prompt."""
-        share = self.share(sequence, count)
-        return all(self._predictor.seconds(work) <= limit for _, work in self._with(sequence, share))
+        return all(work.seconds <= limit for work in self._with(sequence, self.share(sequence, count)))
+
+    def _add(self, sequence: Sequence, share: Share, works: list[_RankWork]) -> None:
+        self.shares[sequence] = share
+        for rank, work, seconds in works:
+            self._works[rank], self._seconds[rank] = work, seconds
+        self._place(*share)
 
     def _is_full(self) -> bool:
         """Whether there is room for no row of any kind, on any rank."""
@@ -168,7 +191,7 @@ class StepBudget:
         return int(min(page * self._page_size - sequence.computed, sequence.remaining))
 
     def _is_sharded(self, sequence: Sequence) -> bool:
-        return is_sharded(self._plan, False, sequence.remaining, self._budget)
+        return self._plan.shards_rows and is_sharded(self._plan, False, sequence.remaining, self._budget)
 
     def _place(self, count: int, ranks: tuple[int, ...], sharded: bool) -> None:
         if sharded:
@@ -180,7 +203,7 @@ class StepBudget:
             for rank in ranks:
                 self._replicated[rank] = top
 
-    def _with(self, sequence: Sequence, share: Share) -> list[tuple[int, Work]]:
+    def _with(self, sequence: Sequence, share: Share) -> list[_RankWork]:
         """The work of each rank that computes a share of a prompt, with that share."""
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples = count == sequence.remaining
@@ -190,4 +213,5 @@ class StepBudget:
                 return []
         elif len(ranks) > 1:
             start //= len(ranks)
-        return [(rank, self._works[rank].with_chunk(start, count, samples)) for rank in ranks]
+        works, seconds = self._works, self._predictor.seconds
+        return [_RankWork(rank, work := works[rank].with_chunk(start, count, samples), seconds(work)) for rank in ranks]
