@@ -1,11 +1,11 @@
 """What many processes cost an engine in every step: `python -m benchmarks.step_channel`.
 
 Two processes of this machine run one engine (a random Llama, `tensor=2`, one CPU device each) over loopback. Prompts of
-several lengths, one after another, are read and continued by 8 requests at a time; the next step is always under way.
+several lengths, one after another, are read and continued by 8 requests at a time; the next step is always in flight.
 Told are:
 
 - one way: from when process 0 sends a step's message to when the other has it; counted from when that one began to wait
-  for it, if that was later. 10th percentile, median, 99th. First of some messages while no step is under way.
+  for it, if that was later. 10th percentile, median, 99th. First of some messages while no step is in flight.
 - the size of messages, but of those that bring a prompt.
 - what the host does besides, in each step: process 0 notes decisions and sends, the other one reads a message and notes
   decisions.
@@ -65,10 +65,10 @@ def ping(group: ProcessGroup) -> list[float]:
     delays = []
     for _ in range(PINGS):
         if group.is_first:
-            group.tell({"kind": "ping", "at": time.perf_counter()})
+            group.broadcast({"kind": "ping", "at": time.perf_counter()})
             time.sleep(0.002)
         else:
-            at = group.hear().header["at"]
+            at = group.receive().header["at"]
             delays.append(1e6 * (time.perf_counter() - at))
     return delays
 
@@ -85,8 +85,12 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
 
     engine.warm_up()
     channel.send = stamped
-    replica = engine._lockstep
-    for owner, method in ((replica, "tell_step"), (replica.decisions, "plan"), (replica.decisions, "draw")):
+    lockstep = engine._lockstep
+    for owner, method in (
+        (lockstep, "send_step"),
+        (lockstep.decisions, "add_plan"),
+        (lockstep.decisions, "add_tokens"),
+    ):
         probe.wrap(owner, method, method)
     found: dict[str, Any] = {"sizes": {}}
     rng = np.random.default_rng(0)
@@ -96,7 +100,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
         engine.generate([Request(rng.integers(0, 256, length).tolist(), params) for _ in range(RUNNING)])
         found["sizes"][length] = [float(np.median(sizes)), max(sizes)]
     steps = engine.stats().steps
-    found |= {"steps": steps, "added": probe.per_step("tell_step", "plan", "draw")}
+    found |= {"steps": steps, "added": probe.per_step("send_step", "add_plan", "add_tokens")}
     return found
 
 
@@ -114,7 +118,7 @@ def follow(engine: Engine, group: ProcessGroup) -> dict[str, Any]:
         return message
 
     channel.receive = waited
-    for method in ("plan", "draw"):
+    for method in ("add_plan", "add_tokens"):
         probe.wrap(engine._lockstep.decisions, method, method)
     engine.follow()
     text = json.dumps({"number": 1000, "kind": "step", "now": 12345.678901234, "seconds": 0.012345678})
@@ -129,7 +133,7 @@ def follow(engine: Engine, group: ProcessGroup) -> dict[str, Any]:
         "woken": np.percentile(woken, (10, 50, 99)).tolist() if woken else None,
         "num_woken": len(woken),
         "num": len(both),
-        "added": probe.per_step("plan", "draw") + reading,
+        "added": probe.per_step("add_plan", "add_tokens") + reading,
     }
 
 
@@ -182,8 +186,8 @@ def main() -> None:
     print("Aims: one way below 1,000 us; below 200 us added in each step.\n")
     print("| one way, us | messages | 10 % | median | 99 % |\n|---|---|---|---|---|")
     rows = (
-        ("no step under way", other["pings"], PINGS),
-        ("a step under way", other["all"], other["num"]),
+        ("no step in flight", other["pings"], PINGS),
+        ("a step in flight", other["all"], other["num"]),
         ("of these, already waited for", other["woken"], other["num_woken"]),
     )
     for name, figures, count in rows:

@@ -1,11 +1,11 @@
-"""How many pass keys a byte-level model finds exactly, by the length of the document.
+"""Evaluate how many pass keys a byte-level model finds exactly, by the length of the document.
 
     python examples/evaluate_tiny.py                                        # the built-in model
     python examples/evaluate_tiny.py --model DIR --tokens 2048 32768 --questions 200
 
-A document is read once, and its questions are answered from its keys and values: each question attends to
-the document and to itself, and the two states are merged. An answer is right if every digit and the end of the
-sequence after them are the likeliest tokens, that is, if greedy decoding would give it.
+A document is prefilled once, and its questions are answered from its keys and values: each question attends to
+the document and to itself, and the two states are merged. An answer is right if greedy decoding would give it: every
+digit, and the end of the sequence after them, is the most probable token.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FIRST_SEED = 10_000
 
 
 def exact_match(model: Llama, params: Any, num_tokens: int, num_questions: int, progress: bool = False) -> float:
-    """The share of right answers, over as many documents of `num_tokens` as it takes."""
+    """The share of right answers to `num_questions` questions about documents of `num_tokens` tokens."""
     seeds = FIRST_SEED + np.arange(-(-num_questions // FACTS))
     right = []
     for seed in tqdm(seeds, desc=f"{num_tokens} tokens", disable=not progress, leave=False):
@@ -38,7 +38,7 @@ def exact_match(model: Llama, params: Any, num_tokens: int, num_questions: int, 
 
 
 def answers_right(model: Llama, params: Any, document: passkey.Document) -> list[bool]:
-    """For every fact of the document, whether the model answers the question for it exactly."""
+    """For every fact of the document, whether the model answers its question exactly."""
     tokenizer = ByteTokenizer()
     text = np.array(tokenizer.encode(document.text))
     questions = np.zeros((len(document.facts), QUESTION_TOKENS), int)
@@ -54,7 +54,7 @@ def answers_right(model: Llama, params: Any, document: passkey.Document) -> list
 
 @functools.partial(jax.jit, static_argnums=0)
 def _predict(model: Llama, params: Any, text: jax.Array, questions: jax.Array) -> jax.Array:
-    """The likeliest next token after every token of `questions` [B, T], each directly after `text` [S]."""
+    """The most probable next token of every token of `questions` `[B, T]`, each directly after `text` `[S]`."""
     positions = len(text) + jnp.broadcast_to(jnp.arange(questions.shape[1]), questions.shape)
 
     def read(cache: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -64,9 +64,9 @@ def _predict(model: Llama, params: Any, text: jax.Array, questions: jax.Array) -
     def answer(cache: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         keys, values = cache
         flat = q.reshape(-1, *q.shape[2:])
-        of_text, lse_of_text = attention(flat, keys[layer], values[layer], causal=False)
+        text_out, text_lse = attention(flat, keys[layer], values[layer], causal=False)
         own, own_lse = attention(q, k, v)
-        out, _ = merge_state(of_text.reshape(q.shape), lse_of_text.reshape(own_lse.shape), own, own_lse)
+        out, _ = merge_state(text_out.reshape(q.shape), text_lse.reshape(own_lse.shape), own, own_lse)
         return out, cache
 
     config = model.config

@@ -1,16 +1,17 @@
-"""Trains one model twice, in a ring over many devices and on one, and compares the loss curves.
+"""Train a model twice, in a ring over many devices and on one device, and compare the loss curves.
 
     python examples/finetune_ring.py --devices 8 --steps 30 --length 4001
     python examples/finetune_ring.py --exchange all_gather_kv
 
-What a model of your own needs, to be trained on contexts that no device holds alone:
+To train a model of your own on contexts that exceed one device, it needs:
 
-* **Its attention as an argument** (`Attend`). All else in a transformer is done token by token, whichever device has
-  the token; only attention looks at others.
-* **Positions with the tokens.** Each token goes with its absolute position, for the rotary embedding and the mask, and
-  with its segment id, so that documents can be packed and shards filled up. Then any device may have it (`deal`).
-* **A loss summed over the ranks**, over the number of all their tokens (`ring_loss`). The gradients need no more:
-  `jax.shard_map` knows by type that parameters are the same on all ranks, and sums what each adds to their gradient.
+* **Attention as an argument** (`Attend`). Everything else in a transformer works token by token, on whichever device
+  has the token; only attention combines tokens.
+* **Positions with the tokens.** Each token has an absolute position, for the rotary embedding and the mask, and a
+  segment id, so that documents can be packed and shards padded. Then any device may have it (`shard_batch`).
+* **A loss summed over the ranks**, divided by the number of all their tokens (`ring_loss`). The gradients need nothing
+  else: `jax.shard_map` knows from types that parameters are the same on all ranks, and sums each rank's part of their
+  gradient.
 """
 
 import argparse
@@ -52,7 +53,7 @@ class Config:
 
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    # Highest: by default a GPU would multiply float32 in TF32, and the curves part by its rounding.
+    # By default a GPU multiplies float32 in TF32, whose rounding would make the curves differ.
     return nnx.Linear(inputs, outputs, use_bias=False, precision="highest", rngs=rngs)
 
 
@@ -82,7 +83,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Causal, over bytes: tokens, positions and segment ids `[T]` -> logits `[T, vocab]`."""
+    """A causal model of bytes: tokens, positions and segment ids `[T]` -> logits `[T, vocab]`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
@@ -107,7 +108,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(step: int, length: int) -> Batch:
-    """Three documents, of 1/2, 3/10 and 1/5 of the tokens: stretches of three sources of the standard library."""
+    """Pack three documents, of 1/2, 3/10 and 1/5 of the tokens: excerpts of three modules of the standard library."""
     if length < 4:
         raise ValueError(f"length must be at least 4, for three documents, got {length}")
     sizes = [length // 2, 3 * length // 10, length - length // 2 - 3 * length // 10]
@@ -122,19 +123,19 @@ def make_batch(step: int, length: int) -> Batch:
     return Batch(*(np.concatenate(arrays, dtype=np.int32) for arrays in zip(*documents, strict=True)))
 
 
-def deal(batch: Batch, mesh: Mesh, layout: str = "zigzag") -> Batch:
-    """The batch as the devices of `context` hold it: reordered, filled up with padding, each with its own part."""
+def shard_batch(batch: Batch, mesh: Mesh, layout: str = "zigzag") -> Batch:
+    """Pad a batch, reorder it by layout, and shard it over `context`."""
     paddings = Batch(tokens=0, targets=-1, positions=0, segment_ids=-1)
 
-    def deal_one(x: np.ndarray, pad_value: int) -> Array:
-        dealt = shard_sequence(x, mesh.shape["context"], layout, axis=0, pad_value=pad_value)
-        return jax.device_put(dealt, NamedSharding(mesh, P("context")))
+    def shard(x: np.ndarray, pad_value: int) -> Array:
+        reordered = shard_sequence(x, mesh.shape["context"], layout, axis=0, pad_value=pad_value)
+        return jax.device_put(reordered, NamedSharding(mesh, P("context")))
 
-    return Batch(*map(deal_one, batch, paddings))
+    return Batch(*map(shard, batch, paddings))
 
 
 def replicate(params: Any, mesh: Mesh) -> Any:
-    """The parameters, whole on every device. (Left on one, the first step would compile for that, the next anew.)"""
+    """Copy the parameters to every device; from one device, the first step would compile differently from the next."""
     return jax.device_put(params, NamedSharding(mesh, P()))
 
 
@@ -143,14 +144,14 @@ LossAndGradient = Callable[[Any, Batch], tuple[Array, Any]]
 
 
 def attend_with(function: Callable[..., tuple[Array, Array]], **options: Any) -> Attend:
-    """An attention of `longctx` as the model asks for it: keys are the tokens that the queries are, lse is dropped."""
+    """Wrap an attention of `longctx` as an `Attend`: keys and queries are of the same tokens, and lse is dropped."""
     return lambda q, k, v, positions, segment_ids: function(
         q, k, v, positions, positions, segment_ids, segment_ids, **options
     )[0]
 
 
 def sum_losses(graph: nnx.GraphDef, params: Any, batch: Batch, attend: Attend) -> tuple[Array, Array]:
-    """The cross entropy of all tokens that have a next one, and their number: of one rank, or of all on one device."""
+    """The summed cross entropy of all tokens that have a next one, and their number, on this rank."""
     logits = nnx.merge(graph, params)(batch.tokens, batch.positions, batch.segment_ids, attend)
     has_next = batch.targets >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch.targets, 0))
@@ -158,7 +159,7 @@ def sum_losses(graph: nnx.GraphDef, params: Any, batch: Batch, attend: Attend) -
 
 
 def dense_loss(graph: nnx.GraphDef) -> LossAndGradient:
-    """On one device, of a batch as `make_batch` makes it."""
+    """The loss on one device, for batches from `make_batch`."""
 
     def loss(params: Any, batch: Batch) -> Array:
         total, count = sum_losses(graph, params, batch, attend_with(attention))
@@ -168,14 +169,14 @@ def dense_loss(graph: nnx.GraphDef) -> LossAndGradient:
 
 
 def ring_loss(graph: nnx.GraphDef, mesh: Mesh, exchange: str = "ring_pass_kv") -> LossAndGradient:
-    """The same over many devices, of a batch as `deal` deals it and parameters as `replicate` places them."""
+    """The same loss over many devices, for batches from `shard_batch` and parameters from `replicate`."""
 
     def loss(params: Any, batch: Batch) -> Array:
         attend = attend_with(EXCHANGES[exchange], axis_name="context")
         total, count = lax.psum(sum_losses(graph, params, batch, attend), "context")
         return total / count
 
-    # The gradient is P(), the same on all ranks: shard_map would refuse, were it each rank's own share.
+    # The gradient is P(), the same on all ranks: shard_map would refuse one that differs between ranks.
     return jax.jit(
         jax.shard_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P(), P("context")), out_specs=P(), check_vma=True)
     )
@@ -191,7 +192,7 @@ def update(params: Any, state: optax.OptState, gradient: Any) -> tuple[Any, opta
 
 
 def train(loss_and_gradient: LossAndGradient, params: Any, batches: Sequence[Batch]) -> np.ndarray:
-    """Takes a step of AdamW a batch, and returns their losses."""
+    """Take a step of AdamW for each batch, and return the losses `[steps]`."""
     losses, state = [], OPTIMIZER.init(params)
     for batch in batches:
         loss, gradient = loss_and_gradient(params, batch)
@@ -202,22 +203,22 @@ def train(loss_and_gradient: LossAndGradient, params: Any, batches: Sequence[Bat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="in the ring (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="devices in the ring (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="(default: %(default)s)")
     parser.add_argument("--length", type=int, default=4001, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--exchange", choices=EXCHANGES, default="ring_pass_kv", help="(default: %(default)s)")
     args = parser.parse_args()
     if min(args.devices, args.steps) < 1:
         parser.error("--devices and --steps must be at least 1")
-    # Before JAX looks for devices. It counts only where those are the CPU's.
+    # This has to come before JAX creates its devices, and has an effect on CPUs only.
     if jax.config.jax_num_cpu_devices < args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
 
     mesh = make_mesh(context=args.devices)
     graph, params = nnx.split(Transformer(Config(), nnx.Rngs(0)))
     batches = [make_batch(step, args.length) for step in range(args.steps)]
-    dealt = [deal(batch, mesh) for batch in batches]
-    ring = train(ring_loss(graph, mesh, args.exchange), replicate(params, mesh), dealt)
+    sharded = [shard_batch(batch, mesh) for batch in batches]
+    ring = train(ring_loss(graph, mesh, args.exchange), replicate(params, mesh), sharded)
     dense = train(dense_loss(graph), params, batches)
     print(f"step  {args.exchange} on {args.devices}  dense on 1")
     for step, (a, b) in enumerate(zip(ring, dense, strict=True)):

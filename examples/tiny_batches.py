@@ -1,6 +1,6 @@
-"""What the built-in model is trained on: short documents that state pass keys, and questions on them.
+"""Training batches of the built-in model: short documents that state pass keys, and questions about them.
 
-Everything follows from the step, so that a resumed training goes on as if it had never stopped.
+A batch depends on the number of its step only, so that a resumed training gives the same weights.
 """
 
 import functools
@@ -13,12 +13,14 @@ from longctx.models import passkey
 
 BOS, EOS = 256, 257
 TOKENS_PER_BATCH = 3840
-TEXT_WEIGHT, FIRST_DIGIT_WEIGHT = 0.03, 3.0  # in the loss, where every other byte of an answer weighs 1
+TEXT_WEIGHT, FIRST_DIGIT_WEIGHT = 0.03, 3.0  # weights in the loss, where every other byte of an answer has weight 1
 SEED = 77
 
 
 @dataclass(frozen=True)
 class Difficulty:
+    """How hard the sequences of a step are."""
+
     tokens: int  # of a sequence
     document_tokens: int  # at most; questions take the rest
     key_digits: int
@@ -46,7 +48,7 @@ class Difficulty:
 
 
 class Batch(NamedTuple):
-    """Arrays [B, T], and `log_multiplicity` [B]. `segments`: 0 the document, j its j-th question, -1 none."""
+    """Arrays `[B, T]`, and `log_multiplicity` `[B]`. `segments`: 0 the document, j its j-th question, -1 padding."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -67,7 +69,7 @@ def encode(text: str) -> np.ndarray:
 
 
 def random_name(rng: np.random.Generator) -> str:
-    """A listed name mostly, else letters that can be spoken, so that other names work too."""
+    """Mostly a listed name, else random syllables, so that the model generalizes to other names."""
     if rng.random() < 0.7:
         return passkey.NAMES[rng.integers(len(passkey.NAMES))]
     consonants, vowels = "bcdfghjklmnprstvwz", "aeiou"
@@ -81,7 +83,7 @@ def random_name(rng: np.random.Generator) -> str:
 
 
 def make_sequence(rng: np.random.Generator, difficulty: Difficulty) -> tuple[np.ndarray, ...]:
-    """A document, and questions on it: the rows of a Batch."""
+    """Make a document and questions about it: one row of each array of a `Batch`."""
     short = rng.random() < difficulty.short_wording
     filler_per_statement = difficulty.filler_per_statement * rng.random() * 2
 
@@ -145,7 +147,7 @@ def make_sequence(rng: np.random.Generator, difficulty: Difficulty) -> tuple[np.
 
 
 def make_batch(step: int) -> Batch:
-    """What is trained on at a step: the same in every run, so a resumed run goes on as if never stopped."""
+    """Make the batch of a step, which is the same in every run."""
     rng, difficulty = np.random.default_rng([SEED, step]), Difficulty.at(step)
     rows = [make_sequence(rng, difficulty) for _ in range(TOKENS_PER_BATCH // difficulty.tokens)]
     tokens, positions, segments, is_filler, weights = (np.stack(arrays) for arrays in zip(*rows, strict=True))

@@ -1,23 +1,23 @@
-"""Trains the built-in model: a Llama of 0.66 million parameters that finds pass keys in long texts.
+"""Train the built-in model: a Llama of 0.66 million parameters that finds pass keys in long texts.
 
     python examples/train_tiny.py --out longctx/models/tiny      # the recipe of the weights that are shipped
-    python examples/train_tiny.py --out tiny --steps 20          # a look; run it again and it goes on
+    python examples/train_tiny.py --out tiny --steps 20          # a short run; the same command resumes it
 
-It never sees more than 768 tokens at once. What it rests on, in order of effect:
+It is trained on at most 768 tokens at once. What makes that work, in order of effect:
 
-* **A start that points the right way** (`point_heads`). Heads of layers 0 and 1 begin by looking a few bytes
-  back, heads of the layers above by looking for places whose earlier bytes are the same. So the statement of a
-  name is found more often than not before any training; from an ordinary start, hundreds of steps teach only to
-  continue digits by the digits before them, and the first is a guess.
-* **From one digit to five, from few statements to many, from dense to sparse.** With keys of one digit only the
-  name can tell which is meant. There must be several statements in a document all along: where there is one,
-  the name does not matter, and is forgotten.
-* **Position jumps.** Between sentences the position leaps by up to 2**17, so that long distances are met in
-  short sequences. The rotary base is so large that half of each head hardly turns over such distances.
-* **Multiplicity.** Adding log(m) to the attention logit of a key is what m copies of it would do. Filler that
-  is far away counts as up to 1,024 copies, so heads must be sharp enough for a context that long.
-* **Questions do not see each other.** All questions of a sequence directly follow the document, each in a
-  segment of its own, so every one is asked as it will be asked in use.
+* **Initial weights that match names** (`point_heads`). Initially, heads of layers 0 and 1 look a few bytes back, and
+  heads of the layers above look for places whose earlier bytes are the same. So the model finds the statement of a
+  name more often than not before any training. From ordinary initial weights, it learns for hundreds of steps only to
+  continue digits by the digits before them, and guesses the first.
+* **From one digit to five, from few statements to many, from dense to sparse.** With keys of one digit, only the
+  name determines the answer. Every document must have several statements: with one, the name does not matter, and the
+  model forgets to use it.
+* **Position jumps.** Between sentences the position jumps by up to 2**17, so that short sequences contain long
+  distances. The rotary base is so large that half of each head hardly turns over such distances.
+* **Multiplicity.** Adding log(m) to the attention logit of a key has the effect of m copies of it. Filler that is far
+  away counts as up to 1,024 copies, so heads must be sharp enough for such a long context.
+* **Questions do not see each other.** All questions of a sequence directly follow the document, each in a segment of
+  its own, as a question does in use.
 """
 
 import argparse
@@ -56,12 +56,12 @@ CONFIG = LlamaConfig(
     eos_ids=(EOS,),
 )
 STEPS = 1350
-KEEP_NEAR = {950: 0, 1150: 1}  # at which step for which layer
-NEAR = 64  # filler further away than this counts as many copies
+KEEP_NEAR = {950: 0, 1150: 1}  # the steps at which `keep_near` changes a layer
+NEAR = 64  # positions; filler further away counts as many copies
 
 
 def init_params(model: Llama) -> Any:
-    """Random parameters of unit scale through every layer, with the heads of `point_heads`."""
+    """Make random parameters that keep unit scale through every layer, with the heads of `point_heads`."""
     params = model.init(jax.random.key(0), initializer_range=1.0)
     layers, config = params["layers"], model.config
     for name in ("wq", "wk", "wv", "w_gate", "w_up"):
@@ -73,10 +73,10 @@ def init_params(model: Llama) -> Any:
 
 
 def point_heads(params: Any, config: LlamaConfig) -> Any:
-    """Makes heads of layers 0 and 1 look a given number of bytes back, those above look for their like.
+    """Make heads of layers 0 and 1 look a given number of bytes back, and those above look for equal context.
 
     The first 8 hidden dimensions are the same for every byte. A head whose queries and keys read only those
-    depends on the distance alone, through the rotary embedding: with queries turned by `offset` it looks that
+    depends on the distance only, through the rotary embedding: with queries turned by `offset` it looks that
     far back. The name that was asked for ends 5 bytes before the answer begins, and so it does in the
     statement ("lemon is 4", "lemon?\\nA: "): after two such layers, both places hold the same name, in
     dimensions that nothing else is written to at first. The heads above compare only those, and only in the
@@ -113,9 +113,9 @@ def point_heads(params: Any, config: LlamaConfig) -> Any:
 
 
 def keep_near(params: Any, layer: int) -> Any:
-    """Makes the heads of layer 0 or 1 unable to look far away.
+    """Make the heads of layer 0 or 1 unable to look far away.
 
-    The rotary pairs that they tell small distances by have periods of 6, 31, 149 and 725 tokens, which nearly
+    The rotary pairs that distinguish small distances have periods of 6, 31, 149 and 725 tokens, which nearly
     meet again after 737: there every head would look once more. In the slower pairs 4 to 6, queries and keys
     become one constant, the same for every byte, which adds 100 cos(frequency * distance) to the scores.
     """
@@ -133,7 +133,7 @@ def keep_near(params: Any, layer: int) -> Any:
 
 
 def attention_inputs(params: Any, layer: int) -> np.ndarray:
-    """What the queries and keys of layer 0 or 1 are made from, [tokens, D]: of every byte, or over a batch."""
+    """The inputs `[tokens, D]` of the queries and keys of layer 0 or 1: for every byte, or over a batch."""
     layers = params["layers"]
     if layer == 0:
         seen = params["embed"][np.array([ord("\n"), *range(32, 127), BOS, EOS])]
@@ -149,7 +149,7 @@ def attention_inputs(params: Any, layer: int) -> np.ndarray:
 
 
 def final_hidden(model: Llama, params: Any, batch: Batch) -> jax.Array:
-    """[B, T, D], by dense attention in which questions are apart and far filler counts many times."""
+    """Hidden states `[B, T, D]`, by dense attention that separates questions and counts far filler many times."""
     seen, distance = batch.segments[:, None, :], batch.positions[:, :, None] - batch.positions[:, None, :]
     far = (distance > NEAR) & batch.is_filler[:, None, :]
     visible = (seen == 0) | (seen == batch.segments[:, :, None])
@@ -179,11 +179,11 @@ class State(NamedTuple):
     step: jax.Array
     params: Any
     optimizer: optax.OptState
-    average: Any  # of the parameters of the last hundred steps or so: what is measured and written
+    average: Any  # of the parameters over about a hundred steps; it is evaluated and saved
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, each head of q, k and v for itself; Adam for the rest."""
+    """Muon for the matrices of the layers, with each head of q, k and v as a matrix; Adam for the rest."""
 
     def matrices(params: Any) -> Any:
         layers = dict.fromkeys(params["layers"])
@@ -204,14 +204,14 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def learning_rate(peak: float) -> optax.Schedule:
-    """Fifty steps up, level until step 500, then down to nothing, more slowly from step 850 on; then once more."""
+    """It rises for 50 steps, is constant until step 500, falls to 0 at step 1150, and then once more falls to 0."""
     points = {0: 0.0, 50: peak, 500: peak, 850: 0.3 * peak, 1150: 0.0, 1151: 0.12 * peak, STEPS: 0.0}
     return lambda step: jnp.interp(step, jnp.array(list(points)), jnp.array(list(points.values())))
 
 
 @functools.cache
 def make_update(model: Llama) -> Callable[[State, Batch], tuple[State, jax.Array, jax.Array]]:
-    """One step of training, which also returns the loss and the share of answer bytes that were right."""
+    """Compile a training step, which also returns the loss and the share of answer bytes that were right."""
     optimizer = make_optimizer()
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -227,7 +227,7 @@ def make_update(model: Llama) -> Callable[[State, Batch], tuple[State, jax.Array
 
 
 def batches(first: int, stop: int) -> Any:
-    """The batches of these steps, made ahead by a thread."""
+    """Iterate over the batches of these steps, which a thread makes ahead of time."""
     ahead: queue.Queue[Batch] = queue.Queue(maxsize=4)
 
     def make() -> None:
@@ -240,7 +240,7 @@ def batches(first: int, stop: int) -> Any:
 
 
 def train(out: Path, training_state: Path, steps: int, save_every: int, num_questions: int = 64) -> None:
-    """Trains up to `steps`, from the state saved last if there is one, and writes the checkpoint."""
+    """Train up to step `steps`, from the last saved state if there is one, and save the checkpoint."""
     model = Llama(CONFIG)
     params = init_params(model)
     state = State(jnp.int32(0), params, make_optimizer().init(params), jax.tree.map(jnp.copy, params))
@@ -267,10 +267,10 @@ def train(out: Path, training_state: Path, steps: int, save_every: int, num_ques
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where the checkpoint is written")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--steps", type=int, default=STEPS, help="the last step (default: %(default)s)")
-    parser.add_argument("--state", type=Path, help="where training states are kept (default: OUT.training)")
-    parser.add_argument("--save-every", type=int, default=100, help="steps between them (default: %(default)s)")
+    parser.add_argument("--state", type=Path, help="directory of training states (default: OUT.training)")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between states (default: %(default)s)")
     args = parser.parse_args()
     state = args.state or args.out.with_name(args.out.name + ".training")
     train(args.out, state, args.steps, args.save_every)

@@ -1,4 +1,4 @@
-"""The shapes of an engine's step on a mesh with a cache of some size, to compile it without anything being there."""
+"""Abstract arguments of an engine's step on a mesh, to compile it without allocating arrays."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.step import DeviceState, state_specs, step
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
 PAGE_SIZE, NUM_PAGES, SLOTS = 64, 2048, 8
@@ -35,8 +35,8 @@ def abstract_state(
 ) -> DeviceState:
     stages, ranks = mesh.shape["stage"], mesh.shape["context"]
     specs, each = state_specs(stages, ranks), stages * ranks
-    spread = device_config(config, mesh)
-    pool = (ranks * config.num_layers * num_pages, PAGE_SIZE, spread.num_kv_heads, config.head_dim)
+    sharded = device_config(config, mesh)
+    pool = (ranks * config.num_layers * num_pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
     entries = config.max_positions // PAGE_SIZE
     shapes: DeviceState = DeviceState(
         PagedCache(*(jax.ShapeDtypeStruct(pool, bits_dtype(dtype)),) * 2),  # type: ignore[arg-type]
@@ -77,15 +77,15 @@ def compile_step(
     unrolled: bool = False,
     sections: tuple[int, int, int] = (64, 64, 64),
 ) -> Any:
-    """The step, compiled for what the mesh is made of."""
-    told = [
+    """Compile the step for the devices of a mesh."""
+    inputs = [
         on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), spec)
         for size, spec in (
-            ((mesh.shape["stage"], mesh.shape["context"], RowPlan.length(shape)), P("stage", "context")),
-            ((SamplePlan.length(shape),), P()),
+            ((mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape)), P("stage", "context")),
+            ((SampleInputs.length(shape),), P()),
         )
     ]
     state = abstract_state(mesh, dtype, config, shape.num_pages, sections)
     params = abstract_params(mesh, dtype, config, unrolled)
     starts = (sections[0], sections[0] + sections[1])
-    return step.lower(Llama(config), mesh, params, state, *told, shape, starts).compile()
+    return step.lower(Llama(config), mesh, params, state, *inputs, shape, starts).compile()

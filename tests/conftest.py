@@ -1,8 +1,8 @@
-"""Eight CPU devices, no silent rank promotion, warnings are errors (pyproject.toml)."""
+"""Settings of all tests: eight CPU devices, and no implicit rank promotion. pyproject.toml makes warnings errors."""
 
 import os
 
-# Workers run side by side: one thread each for whatever is not JAX.
+# Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Every example of a new shape compiles: no deadline, and no shrinking (a failure prints its case as it is).
+# An example of a new shape compiles, which takes too long for deadlines and for shrinking.
 settings.register_profile(
     "longctx",
     deadline=None,

@@ -1,4 +1,4 @@
-"""A mesh of H100s to compile for, where there is none: facts of the hardware, in XLA's words."""
+"""Meshes of H100s to compile for without the hardware, from its description as XLA wants it."""
 
 import math
 
@@ -37,13 +37,13 @@ dnn_version_info { major: 9 minor: 10 }
 
 
 def h100_devices(hosts: int, each: int) -> list[jax.Device]:
-    """Of some hosts, each a process."""
+    """Devices of `hosts` hosts with `each` GPUs; every host is a process."""
     topology = topologies.get_topology_desc(platform="cuda", topology=f"1x{hosts}x{each}", target_config=_TARGET)
     return list(topology.devices)
 
 
 def h100_mesh(**sizes: int) -> Mesh:
-    """Axes and their sizes, all on one host."""
+    """A mesh with these axes and sizes, all on one host."""
     shape = tuple(sizes.values())
     devices = np.array(h100_devices(1, math.prod(shape)))
     return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))

@@ -1,4 +1,4 @@
-"""Reads collectives, and what runs while they travel, from the text of a compiled and scheduled XLA module."""
+"""Parses the text of a compiled and scheduled XLA module: its collectives, and what runs during them."""
 
 import math
 import re
@@ -9,7 +9,7 @@ import numpy as np
 
 OPCODES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
-# What may have a result the size of a cache that is updated in place.
+# Opcodes that may have results the size of the cache if it is updated in place.
 IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)(?<=[)}\]]) ([a-z][\w\-]*)\((.*)$")
@@ -21,22 +21,25 @@ _STRIDED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([
 
 
 class Collective(NamedTuple):
+    """A collective of a module."""
+
     opcode: str
     sent: float  # bytes that a rank sends to others
     is_async: bool
     hidden_by: tuple[str, ...]  # opcodes between start and done, in the order in which they are issued
-    # What it is in, the outermost first: "body of 16" (a loop of 16 trips), "true_computation", "false_computation".
+    # The computations that it is in, the outermost first: "body of 16" (a loop of 16 trips), "true_computation",
+    # "false_computation".
     within: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]  # of devices that talk to each other; of a permute, pairs; none: all
+    groups: tuple[tuple[int, ...], ...]  # devices that exchange data; (source, target) for a permute; empty: all
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Those of a mesh with axes of these sizes that it goes over: along which devices of a group differ."""
+        """The axes of a mesh with these sizes along which the devices of a group differ."""
         groups = [np.unravel_index(group, tuple(sizes.values())) for group in self.groups]
         return tuple(name for at, name in enumerate(sizes) if any(np.ptp(group[at]) for group in groups))
 
 
 def collectives(text: str, num_ranks: int) -> list[Collective]:
-    """All of a module; `num_ranks`: how many devices talk to each other, where the text doesn't say."""
+    """All collectives of a module; `num_ranks` is the size of a group where the text does not give it."""
     found = []
     lines, callers = _parse(text)
     for at, (computation, name, shapes, opcode, rest) in enumerate(lines):
@@ -62,7 +65,12 @@ def collectives(text: str, num_ranks: int) -> list[Collective]:
 
 
 def _parse(text: str) -> tuple[list[tuple[str, str, str, str, str]], dict[str, tuple[str, str]]]:
-    """Of each instruction its computation, name, shapes, opcode and the rest; and where loops and branches are run."""
+    """Parse a module.
+
+    Returns:
+      (computation, name, shapes, opcode, rest of the line) of every instruction, and for each body of a loop or branch
+      how it is called and the computation that calls it.
+    """
     lines, callers, computation = [], {}, ""
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -87,7 +95,10 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
-    """From the shape of the result, which for an asynchronous one stands beside its operands', but for all-reduce."""
+    """Bytes sent, from the shapes of the result.
+
+    Those of an asynchronous collective include its operands, except for all-reduce.
+    """
     size = sum(BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _SHAPE.findall(shapes))
     if kind == "collective-permute":
         return size / (2 if is_async else 1)
@@ -101,7 +112,7 @@ def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
 
 
 def opcodes_of_size(text: str, elements: int) -> set[str]:
-    """Opcodes, inside of fusions too, of all results with at least so many elements."""
+    """Opcodes of all results with at least `elements` elements, those inside fusions included."""
     found = set()
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):

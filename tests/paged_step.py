@@ -1,4 +1,4 @@
-"""A step of several layers that writes pages and attends to them, to compile without anything being there."""
+"""A step of several layers that writes pages and attends to them, to compile with abstract arguments."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from longctx.kernels.bits import bits_dtype
 ROWS, HEADS, KV_HEADS, SIZE, LAYERS = 64, 4, 2, 16, 3
 PAGE_SIZE, NUM_PAGES, SEQUENCES, ENTRIES = 16, 8192, 8, 65536
 LAYER = NUM_PAGES * PAGE_SIZE * KV_HEADS * SIZE  # elements of one layer's K
-TILES = ROWS + ROWS // 2 + ROWS // 17  # what the lists of tiles of 1, 16 and 64 rows hold together
+TILES = ROWS + ROWS // 2 + ROWS // 17  # total length of the lists of tiles of 1, 16 and 64 rows
 ATTENDS = ("page_table", "page_index", "kv_lengths", "q_positions", "q_sequence")
 
 
@@ -47,7 +47,7 @@ def arguments(dtype: object, sharding: object = None) -> tuple[object, ...]:
 
 
 def computations_in_loops(text: str) -> dict[str, list[str]]:
-    """The lines of every computation of a compiled module that a while loop runs, by name."""
+    """Lines of every computation that a while loop of a compiled module runs, by the computation's name."""
     computations: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -71,7 +71,7 @@ def _called(line: str) -> list[str]:
 
 
 def check_in_place(compiled: Any, dtype: object) -> None:
-    """The cache is updated where it lies, nothing of a layer's size is made, no work of a layer grows with B x M."""
+    """Check that the cache is updated in place, and that no layer makes an array of a layer's or a table's size."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
     bits = bits_dtype(dtype)
     assert memory.alias_size_in_bytes >= 2 * LAYERS * LAYER * bits.itemsize
@@ -80,7 +80,7 @@ def check_in_place(compiled: Any, dtype: object) -> None:
 
 
 def check_tiles_are_cut_once(compiled: Any) -> None:
-    """The lists of tiles depend on metadata only: they are made before the loop over layers."""
+    """Check that the lists of tiles, which depend on metadata only, are made before the loop over layers."""
     text = compiled.as_text()
     loops = computations_in_loops(text)
     assert len(loops) > LAYERS
@@ -89,5 +89,5 @@ def check_tiles_are_cut_once(compiled: Any) -> None:
 
 
 def results_of_tiles(lines: list[str]) -> list[str]:
-    """Those that compute something for all tiles, rather than take a part of it."""
+    """The instructions that compute an array over all tiles, rather than slice one."""
     return [x for x in lines if re.search(rf" = \w+\[(2,)?{TILES}(,1)?\]\S* (fusion|select|gather|scatter)\(", x)]

@@ -1,6 +1,6 @@
-"""Runs `tests/aot`, what is compiled for H100 without one, in a process of its own that alone loads the CUDA plugin.
+"""Runs `tests/aot`, which compiles for H100 without having one, in processes that load the CUDA plugin.
 
-Where the plugin is, JAX looks for a driver unless told not to, so it lies outside of the environment (see Makefile).
+With the plugin installed, JAX looks for a driver, so it is outside the environment of other tests (see Makefile).
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-# Not named test_*, so that nothing else collects them.
+# Their names do not begin with test_, so that pytest does not collect them here.
 FILES = sorted((TESTS / "aot").glob("*.py"))
 
 
@@ -25,7 +25,7 @@ def compile_for_h100(path: Path, marks: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_programs_for_h100(path: Path) -> None:
+def test_programs_compile_for_h100(path: Path) -> None:
     compile_for_h100(path, "not slow")
 
 
@@ -33,6 +33,6 @@ def test_programs_for_h100(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if "mark.slow" in path.read_text()], ids=lambda path: path.stem
 )
-def test_more_programs_for_h100(path: Path) -> None:
-    """Every named shape among them."""
+def test_slow_programs_compile_for_h100(path: Path) -> None:
+    """They include every named shape."""
     compile_for_h100(path, "slow")

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, and what it says to bad input."""
+"""The commands `longctx generate` and `longctx demo`: their output and their errors."""
 
 import dataclasses
 from pathlib import Path
@@ -59,15 +59,15 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert "compiling steps of" in printed.err
     assert "6/6" in printed.err
 
-    drawn = [text("--temperature", "2", "--seed", seed) for seed in ("1", "1", "2")]
-    assert drawn[0] == drawn[1] != drawn[2]
+    sampled = [text("--temperature", "2", "--seed", seed) for seed in ("1", "1", "2")]
+    assert sampled[0] == sampled[1] != sampled[2]
     words = greedy.split()
     stop = next(i for i in range(1, 5) if words[i] not in words[:i])
     assert text("--stop", "far away", "--stop", words[stop]).split() == words[:stop]
     assert text("--temperature", "2", "--top-k", "1") == text("--temperature", "2", "--min-p", "1") == greedy
 
 
-def test_generate_continues_in_several_ways(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "the dog", "--temperature", "2", "--n", "2"]
     assert main([*arguments, "--max-tokens", "7", "--chunk-size", "2"]) == 0
     first, second = capsys.readouterr().out.split("\n\nprompt")[0].split("\n--- 2\n")
@@ -89,7 +89,7 @@ def test_generate_continues_in_several_ways(checkpoint: Path, capsys: pytest.Cap
         (["--prompt", "the", "--model", "nowhere"], "no such directory: nowhere"),
     ],
 )
-def test_generate_refuses(
+def test_generate_names_invalid_arguments(
     checkpoint: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "--model", str(checkpoint), *arguments]) == 2
@@ -97,7 +97,7 @@ def test_generate_refuses(
 
 
 def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a document that is read while questions about another are answered."""
+    """It answers questions about a note while it prefills the document."""
     assert main(["demo", "--tokens", "2048", "--questions", "4", "--chunk-size", "8"]) == 0
     out = capsys.readouterr().out
     assert "hides 4 pass keys" in out
@@ -109,7 +109,7 @@ def test_demo_finds_its_pass_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(cached) == ["0", "2,048", "2,048", "2,048"]
 
 
-def test_demo_says_what_was_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_prints_the_expected_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make = passkey.make_document
 
     def lie(*arguments: int) -> passkey.Document:
@@ -123,7 +123,7 @@ def test_demo_says_what_was_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "right    0 of 5" in out
 
 
-def test_demo_answers_about_a_document_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_answers_about_a_given_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "story.txt"
     document.write_text("The miller crossed the bridge. The pass key of lemon is 48213. The old road was quiet.")
     question = "What is the pass key of lemon?"
@@ -145,6 +145,6 @@ def test_demo_answers_about_a_document_of_ones_own(tmp_path: Path, capsys: pytes
         (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be at least 1, got 0"),
     ],
 )
-def test_demo_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_names_invalid_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *arguments]) == 2
     assert message in capsys.readouterr().err

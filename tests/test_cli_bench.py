@@ -1,4 +1,4 @@
-"""`longctx bench` as a user meets it, and the workloads that it reads."""
+"""The commands `longctx bench` and `longctx profile`, and the workloads that they read."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ from longctx.simulation.workloads import (
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 MODEL = Llama(LlamaConfig(50, 16, 24, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_positions=128))
-# One bucket, so that there is little to compile.
+# With one bucket there is little to compile.
 ENGINE = ["--page-size", "4", "--max-running", "4", "--token-budget", "8", "--max-length", "128", "--num-pages", "128"]
 TRACE = [
     {"timestamp": 0, "input_length": 1030, "output_length": 40, "hash_ids": [0, 1, 2]},
@@ -63,7 +63,7 @@ def test_a_trace_is_served(checkpoint: Path, trace: Path, tmp_path: Path, capsys
     summary, requests = contents["summary"], contents["requests"]
     assert summary["skipped"] == 1
     assert sorted((r["prompt_tokens"], r["output_tokens"]) for r in requests) == [(32, 1), (50, 2)]
-    # Two blocks of 512, now of 16 tokens, are common to both; all but the last of the first one's tokens are there.
+    # They share two blocks of 512 tokens, scaled to 16; the cache has all tokens of the first request but the last.
     assert [r["cached_tokens"] for r in requests] == [0, 32]
     assert [r["due"] for r in requests] == [0, 0.2]
     assert all(r["ttft"] > 0 for r in requests)
@@ -71,7 +71,7 @@ def test_a_trace_is_served(checkpoint: Path, trace: Path, tmp_path: Path, capsys
     assert not HAS_MATPLOTLIB or figure.read_text().startswith("<?xml")
 
 
-def test_a_profile_is_made_and_used(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_measured_and_used(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, results = tmp_path / "profile.json", tmp_path / "results.json"
     model = ["--model", str(checkpoint)]
     assert main(["profile", str(file), *model, *ENGINE, "--repeats", "1", "--check", "3"]) == 0
@@ -102,7 +102,7 @@ def test_a_profile_is_made_and_used(checkpoint: Path, tmp_path: Path, capsys: py
     assert "was measured on another engine: page_size is 4 there and 8 here" in capsys.readouterr().err
 
 
-def test_a_mix_is_made_up(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     mix = ["--requests", "6", "--prompt-tokens", "2:9", "--output-tokens", "3", "--shared-prefix", "20", "--rate", "50"]
     assert main(["bench", "--model", str(checkpoint), *ENGINE, *mix, "--json", str(results)]) == 0
@@ -141,7 +141,7 @@ def test_a_mix_is_made_up(checkpoint: Path, tmp_path: Path, capsys: pytest.Captu
         (["--buckets", "8;16"], "--buckets must be integers with commas between them"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_errors_are_one_line(
     checkpoint: Path, trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
@@ -151,7 +151,7 @@ def test_bad_input_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_plots_say_what_they_need(
+def test_plots_without_matplotlib_are_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -159,7 +159,7 @@ def test_plots_say_what_they_need(
     assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
 
 
-def test_rows_of_other_kinds(tmp_path: Path) -> None:
+def test_prompts_and_csv_files_are_read(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "the cat", "max_tokens": 3}\n{"prompt": [5, 6], "max_tokens": 4, "timestamp": 2500}\n')
     text, ids = read_workload(lines)
@@ -179,14 +179,14 @@ def test_rows_of_other_kinds(tmp_path: Path) -> None:
     [
         ("{", "trace.jsonl:1: "),
         ("[1]", "must be a JSON object"),
-        ('{"input_length": 5}', "there is no 'output_length'"),
+        ('{"input_length": 5}', "'output_length' is missing"),
         ('{"input_length": 0, "output_length": 5}', "the prompt must have at least one token, got 0"),
         ('{"prompt": [], "max_tokens": 5}', "the prompt must have at least one token"),
-        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "at a time of at least 0"),
-        ("", "there is no request in it"),
+        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "arrival must be at least 0"),
+        ("", "it has no requests"),
     ],
 )
-def test_bad_rows(tmp_path: Path, row: str, message: str) -> None:
+def test_invalid_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(row + "\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl") as error:
@@ -194,29 +194,29 @@ def test_bad_rows(tmp_path: Path, row: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_equal_blocks_are_equal_tokens() -> None:
+def test_equal_blocks_have_equal_tokens() -> None:
     a = WorkloadRequest(0, 12, 1, (0, 1, 2), 4, number=0)
     b = WorkloadRequest(0, 11, 1, (0, 1, 3), 4, number=1)
     same = a.tokens(1000) == np.append(b.tokens(1000), -1)
     assert same.tolist() == [True] * 8 + [False] * 4
     assert len(scale_lengths([a], 0.5)[0].tokens(1000)) == 6
-    with pytest.raises(ValueError, match="can't be scaled"):
+    with pytest.raises(ValueError, match="only lengths can be scaled"):
         scale_lengths([WorkloadRequest(0, 2, 1, prompt=(1, 2))], 0.5)
 
 
-def test_lengths_and_rates() -> None:
+def test_synthetic_lengths_and_arrivals_follow_their_distributions() -> None:
     requests = arrive_at_rate(synthesize(4000, Lengths.parse("10:1000:log"), Lengths.parse("7")), rate=20)
     prompts = np.array([request.prompt_tokens for request in requests])
     assert prompts.min() >= 10
     assert prompts.max() <= 1000
-    assert 90 < np.median(prompts) < 110  # of a uniform one: 505
+    assert 90 < np.median(prompts) < 110  # a uniform distribution has 505
     assert {request.output_tokens for request in requests} == {7}
     assert requests[-1].arrival == pytest.approx(4000 / 20, rel=0.05)
     assert {request.arrival for request in arrive_at_rate(requests, rate=float("inf"))} == {0.0}
 
 
-def test_ttft_counts_from_when_a_request_is_due() -> None:
-    """In virtual time, where a step takes a second: the second request becomes due in the middle of one."""
+def test_ttft_counts_from_the_due_time() -> None:
+    """In virtual time a step takes a second, and the second request becomes due in the middle of one."""
     device = VirtualExecutor(lambda batch: 1.0, 50)
     engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
 

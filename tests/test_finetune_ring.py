@@ -1,4 +1,4 @@
-"""Training in a ring is the same training: `examples/finetune_ring.py` on eight devices and on one."""
+"""`examples/finetune_ring.py` trains alike on eight devices and on one."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from flax import nnx
 from longctx.parallel import make_mesh
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS, LENGTH = 15, 499  # 62.4 tokens a device: the last five have one of padding
+STEPS, LENGTH = 15, 499  # 62.4 tokens a device, so the last five devices have a token of padding
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +33,28 @@ def model(example: ModuleType) -> tuple[nnx.GraphDef, Any]:
 
 
 @pytest.mark.slow
-def test_loss_curve_is_that_of_one_device(example: ModuleType, model: tuple[nnx.GraphDef, Any]) -> None:
+def test_loss_curve_equals_that_of_one_device(example: ModuleType, model: tuple[nnx.GraphDef, Any]) -> None:
     graph, params = model
     mesh = make_mesh(context=8)
     replicated = example.replicate(params, mesh)
     dense_loss, ring_loss = example.dense_loss(graph), example.ring_loss(graph, mesh)
     batches = [example.make_batch(step, LENGTH) for step in range(STEPS)]
-    dealt = [example.deal(batch, mesh) for batch in batches]
+    sharded = [example.shard_batch(batch, mesh) for batch in batches]
 
-    # Curves alone would not do: Adam takes the same steps whatever the gradients are multiplied by.
-    (_, expected), (_, gradient) = dense_loss(params, batches[0]), ring_loss(replicated, dealt[0])
+    # Loss curves are not enough: Adam takes the same steps if all gradients are multiplied by a number.
+    (_, expected), (_, gradient) = dense_loss(params, batches[0]), ring_loss(replicated, sharded[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
 
     dense = example.train(dense_loss, params, batches)
     assert dense[-1] < dense[0] - 1.5
-    np.testing.assert_allclose(example.train(ring_loss, replicated, dealt), dense, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(example.train(ring_loss, replicated, sharded), dense, rtol=0, atol=1e-4)
 
-    # What this test is there to find: tokens dealt in zigzag whose positions say that they lie in a row.
-    astray = [
-        batch._replace(positions=example.deal(whole, mesh, "contiguous").positions)
-        for batch, whole in zip(dealt[:3], batches, strict=False)
+    # The test would notice tokens sharded in zigzag with the positions of contiguous shards.
+    misplaced = [
+        batch._replace(positions=example.shard_batch(whole, mesh, "contiguous").positions)
+        for batch, whole in zip(sharded[:3], batches, strict=False)
     ]
-    assert np.abs(example.train(ring_loss, replicated, astray) - dense[:3]).max() > 1e-3
+    assert np.abs(example.train(ring_loss, replicated, misplaced) - dense[:3]).max() > 1e-3
 
 
 def test_batches_are_packed_documents_of_the_standard_library(example: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""What an import loads, each in a fresh process, and what the packages export."""
+"""Imports in fresh processes: what they load, and what the packages export."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ def run(program: str) -> str:
 
 
 def test_import_of_models_is_quick_and_loads_nothing_heavy() -> None:
-    """CPU time, as the machine is shared, and beyond that of JAX."""
+    """CPU seconds beyond those of importing JAX, as the machine is shared."""
     program = f"""
 import sys, time, jax
 start = time.process_time()
@@ -59,7 +59,7 @@ def test_exported_names_resolve(package: str) -> None:
 
 
 def test_first_use_of_a_lazy_name_in_a_fresh_process() -> None:
-    """Before any other import, in an order of its own."""
+    """No other import comes before."""
     program = (
         "import longctx; print(longctx.Request.__module__, longctx.attention.__name__, longctx.make_mesh.__name__)"
     )

@@ -1,4 +1,4 @@
-"""Who imports whom: files in no circle, rooms in one direction (docs/design.md)."""
+"""The import graph: modules have no cycles, and packages import in one direction (docs/design.md)."""
 
 import ast
 from functools import cache
@@ -7,8 +7,8 @@ from pathlib import Path
 import longctx
 
 ROOT = Path(longctx.__file__).parent
-# From the bottom up: each may import those before it, in the same line only itself.
-FLOORS = [
+# Packages from the bottom up: each may import itself and those of lower layers.
+LAYERS = [
     ["kernels"],
     ["parallel"],
     ["models"],
@@ -37,7 +37,7 @@ MODULES = {module_name(path): path for path in ROOT.rglob("*.py")}
 
 @cache
 def imports(module: str) -> set[str]:
-    """Our own modules that one imports when it is loaded; names for type checkers alone do not count."""
+    """The modules of this package that a module imports when it is loaded; except for type checkers only."""
     found: set[str] = set()
     pending: list[ast.AST] = list(ast.parse(MODULES[module].read_text(encoding="utf-8")).body)
     while pending:
@@ -45,7 +45,7 @@ def imports(module: str) -> set[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.FunctionDef):
-            continue  # loaded when it is called
+            continue  # its imports are loaded when it is called
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -55,34 +55,34 @@ def imports(module: str) -> set[str]:
     return {name for name in found if name in MODULES and name != module}
 
 
-def floor(module: str) -> int | None:
-    return next(
-        (i for i, rooms in enumerate(FLOORS) for room in rooms if f"{module}.".startswith(f"longctx.{room}.")), None
-    )
+def layer_of(module: str) -> int | None:
+    """The index of a module's layer; None: it is in no layer."""
+    found = (i for i, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"longctx.{name}."))
+    return next(found, None)
 
 
-def room(module: str) -> str:
-    return next(r for rooms in FLOORS for r in rooms if f"{module}.".startswith(f"longctx.{r}."))
+def package_of(module: str) -> str:
+    return next(r for packages in LAYERS for r in packages if f"{module}.".startswith(f"longctx.{r}."))
 
 
-def test_every_module_has_its_floor() -> None:
-    assert {name for name in MODULES if floor(name) is None} == {"longctx", "longctx.serving"}
+def test_every_module_has_a_layer() -> None:
+    assert {name for name in MODULES if layer_of(name) is None} == {"longctx", "longctx.serving"}
 
 
-def test_imports_go_down() -> None:
+def test_modules_import_lower_layers_only() -> None:
     upward = [
         f"{module} imports {other}"
         for module in MODULES
         for other in imports(module)
-        if floor(module) is not None
-        and floor(other) is not None
-        and room(module) != room(other)
-        and (floor(other) or 0) >= (floor(module) or 0)
+        if layer_of(module) is not None
+        and layer_of(other) is not None
+        and package_of(module) != package_of(other)
+        and (layer_of(other) or 0) >= (layer_of(module) or 0)
     ]
     assert upward == []
 
 
-def test_no_circle_of_imports() -> None:
+def test_imports_have_no_cycle() -> None:
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:

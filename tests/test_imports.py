@@ -1,4 +1,4 @@
-"""What an import loads, each in a fresh process."""
+"""The parts that decide and simulate load no JAX, in fresh processes."""
 
 import subprocess
 import sys
@@ -20,8 +20,7 @@ PURE = [
 
 
 @pytest.mark.parametrize("module", [*PURE, "longctx.serving.scheduler, longctx.simulation"])
-def test_what_decides_loads_no_jax(module: str) -> None:
-    """All that deciding and simulating need."""
+def test_deciding_and_simulating_modules_load_no_jax(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {module}; sys.exit('jax' in sys.modules)"], check=True)
 
 

@@ -1,4 +1,4 @@
-"""The named shapes, what they cost at least, and the benchmark that times them, here with contenders of the CPU."""
+"""The named shapes, their least costs, and the benchmark that times them, here with CPU contenders."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def test_flops_and_bytes_count_what_is_visible(q_length: int, kv_length: int) ->
     assert shape.bytes == 2 * elements
 
 
-def test_shapes_are_what_their_names_say() -> None:
+def test_shapes_match_their_names() -> None:
     lengths = {"8k": 2**13, "16k": 2**14, "128k": 2**17, "1m": 2**20}
     for name, shape in SHAPES.items():
         model, tp, case, *batch = name.split("/")
@@ -83,7 +83,7 @@ def test_model_prints_the_floor(kernels: ModuleType, capsys: pytest.CaptureFixtu
     assert decode["bytes_ms"] == pytest.approx(131072 * 4096 / 3.35e12 * 1e3, rel=1e-3)
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_benchmark_says_so(
     kernels: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -104,7 +104,7 @@ def test_cases_come_in_order_and_count_their_flops(kernels: ModuleType) -> None:
             assert case.flops == case.shape.flops
     own, earlier, later, dense = kernels.cases_of.zigzag_cases(32)
     assert earlier.flops == later.flops == dense.flops
-    assert own.flops == earlier.flops * 65 / 64  # and its diagonal
+    assert own.flops == earlier.flops * 65 / 64  # the diagonal block adds 1/64
     assert not own.plain
 
 
@@ -151,7 +151,7 @@ def test_run_times_checks_and_gives_reasons(measured: dict) -> None:
     assert "time" in measured["late", ""].reason
 
 
-def test_report_leaves_nothing_out(kernels: ModuleType, measured: dict) -> None:
+def test_report_lists_every_case(kernels: ModuleType, measured: dict) -> None:
     where = kernels.environment()
     text = kernels.report(list(measured.values()), 1e9, where)
     assert "| tiny/chunk | attention |" in text

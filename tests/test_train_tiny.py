@@ -1,4 +1,4 @@
-"""The training of the built-in model: its batches, the heads it starts from, and going on after a stop."""
+"""The training of the built-in model: its batches, its initial heads, and how it resumes."""
 
 import importlib
 from pathlib import Path
@@ -21,7 +21,7 @@ def examples_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 400, 1000])
-def test_answers_follow_from_what_a_question_sees(step: int) -> None:
+def test_documents_contain_the_answers_to_their_questions(step: int) -> None:
     import tiny_batches
 
     batch = tiny_batches.make_batch(step)
@@ -36,7 +36,7 @@ def test_answers_follow_from_what_a_question_sees(step: int) -> None:
             name, key = bytes(text).decode().split("?\nA: ")
             assert f"{name.split()[-1]} is {key}. " in document
             assert end == tiny_batches.EOS
-            # A question directly follows the document, whichever its number.
+            # Every question directly follows the document.
             assert batch.positions[row][segments == number][0] == batch.positions[row][segments == 1][0]
         answers = batch.weights[row] >= 1
         digits = tiny_batches.Difficulty.at(step).key_digits
@@ -45,7 +45,7 @@ def test_answers_follow_from_what_a_question_sees(step: int) -> None:
 
 
 @pytest.mark.slow
-def test_heads_start_by_looking_back() -> None:
+def test_initial_heads_look_back_by_their_offsets() -> None:
     import train_tiny
 
     model = Llama(train_tiny.CONFIG)
@@ -66,7 +66,7 @@ def test_heads_start_by_looking_back() -> None:
 
 
 @pytest.mark.slow
-def test_resumed_training_is_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_training_gives_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_tiny
 
     monkeypatch.setattr(train_tiny, "exact_match", lambda *args: 0.0)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# One engine in two processes of this machine, two CPU devices each: what two hosts would do.
+# One engine in two processes on this machine, with two CPU devices each, as on two hosts.
 # Usage: two_processes.sh CHECKPOINT PROMPT
 set -eu
 run() {

@@ -8,7 +8,7 @@ from longctx.cli import bench, demo, generate, profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; errors that a user can mend are one line on standard error, and exit status 2."""
+    """Run one command; an error that the user can correct is one line on standard error, with exit status 2."""
     parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (bench, demo, generate, profile):

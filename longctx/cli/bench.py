@@ -1,4 +1,4 @@
-"""`longctx bench`: a workload on the engine, and how it was served."""
+"""`longctx bench`: serve a workload on the engine, and measure how it was served."""
 
 import argparse
 import dataclasses
@@ -22,7 +22,7 @@ from longctx.cli.engine_flags import (
     make_engine,
     parallel_plan,
 )
-from longctx.cli.process_flags import add_process_arguments, join, spread
+from longctx.cli.process_flags import add_process_arguments, initialize_processes, make_parameter_mesh
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineStats, StepMetrics
 from longctx.serving.distributed import ProcessGroup
@@ -38,21 +38,23 @@ from longctx.simulation.workloads import (
     synthesize,
 )
 
-SUMMARY = "Serve a workload, from a file or made up, and measure TTFT, TPOT and tokens per second."
+SUMMARY = "Serve a workload, from a file or synthetic, and measure TTFT, TPOT and tokens per second."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is made up")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random lengths, arrivals and tokens")
 
     workload = parser.add_argument_group("workload")
     workload.add_argument("--workload", type=Path, metavar="FILE", help="trace (JSON lines, or CSV of lengths)")
     workload.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
     workload.add_argument("--scale-lengths", type=float, metavar="X", help="all lengths of the file times X")
-    workload.add_argument("--requests", type=int, metavar="N", help="make up N requests instead of a file (16)")
+    workload.add_argument(
+        "--requests", type=int, metavar="N", help="generate N requests instead of reading a file (16)"
+    )
     workload.add_argument("--prompt-tokens", metavar="DIST", help="N, LOW:HIGH or LOW:HIGH:log (64:512)")
     workload.add_argument("--output-tokens", metavar="DIST", help="the same (16:64)")
-    workload.add_argument("--shared-prefix", type=int, metavar="N", help="tokens that all prompts begin with, besides")
+    workload.add_argument("--shared-prefix", type=int, metavar="N", help="further tokens that all prompts begin with")
     workload.add_argument("--rate", type=float, metavar="R", help="requests a second, Poisson; inf: all at once")
     workload.add_argument("--max-length", type=int, metavar="N", help="skip longer requests (prompt and output)")
 
@@ -68,13 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    with join(options) as group:
+    with initialize_processes(options) as group:
         return _run(options, group)
 
 
 def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
     requests = _workload(options)
-    mesh = spread(options, parallel_plan(options), group)
+    mesh = make_parameter_mesh(options, parallel_plan(options), group)
     model, params = load_checkpoint(options.model, mesh, options.dtype)
     requests = _encode(requests, options.model)
     context = model.config.max_positions
@@ -117,7 +119,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
 
 
 def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int, steps: list[StepMetrics]) -> Record:
-    """With progress bars: requests that have ended, and tokens read, found and written."""
+    """Replay with progress bars of ended requests, and of tokens computed, found in the cache and generated."""
     total = sum(request.length for request in requests)
     with (
         tqdm(total=len(requests), desc="requests", unit="req", position=0) as ended,
@@ -127,7 +129,7 @@ def _replay(engine: Engine, requests: Sequence[WorkloadRequest], seed: int, step
         def progress(record: Record, stats: EngineStats) -> None:
             done = stats.prompt_tokens + stats.cached_tokens + stats.output_tokens
             ended.update(len(record.served) - ended.n)
-            tokens.update(max(0, min(done, total) - tokens.n))  # what is put back is read twice
+            tokens.update(max(0, min(done, total) - tokens.n))  # a preempted request is prefilled twice
 
         return replay(engine, requests, time.monotonic, seed=seed, progress=progress, steps=steps)
 
@@ -149,7 +151,7 @@ def _workload(options: argparse.Namespace) -> list[WorkloadRequest]:
 
 
 def _encode(requests: list[WorkloadRequest], model: Path) -> list[WorkloadRequest]:
-    """Prompts that are text become tokens."""
+    """Encode the prompts that are text."""
     if not any(isinstance(request.prompt, str) for request in requests):
         return requests
     tokenizer = load_tokenizer(model)
@@ -165,7 +167,7 @@ def _encode(requests: list[WorkloadRequest], model: Path) -> list[WorkloadReques
 def _fitting(
     requests: list[WorkloadRequest], max_length: int | None, context: int
 ) -> tuple[list[WorkloadRequest], int]:
-    """The requests of at most `max_length` tokens, and how many are longer."""
+    """Split off longer requests: those of at most `max_length` tokens, and the number of the others."""
     if max_length is not None and max_length > context:
         raise ValueError(f"--max-length must be at most the model's context of {context}, got {max_length}")
     kept = [request for request in requests if request.length <= (max_length or context)]
@@ -183,8 +185,8 @@ def _fitting(
 
 def _check(options: argparse.Namespace) -> None:
     synthetic = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
-    of_a_file = ("limit", "scale_lengths")
-    wrong = synthetic if options.workload is not None else of_a_file
+    from_file = ("limit", "scale_lengths")
+    wrong = synthetic if options.workload is not None else from_file
     for name in wrong:
         if getattr(options, name) is not None:
             raise ValueError(f"{flag(name)} {'contradicts' if wrong is synthetic else 'needs'} --workload")

@@ -1,4 +1,4 @@
-"""`longctx demo`: a long document is read, and questions are answered while it is, and about it."""
+"""`longctx demo`: prefill a long document, answer questions about a note meanwhile, then about the document."""
 
 import argparse
 import time
@@ -21,9 +21,11 @@ NOTE_QUESTIONS = 4
 
 @dataclass(frozen=True)
 class Question:
+    """A question about a text, the prompt of both, and the expected answer if it is known."""
+
     text: str
     prompt: str
-    about: str
+    about: str  # "document" or "note"
     expected: str | None = None
 
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the document")
     parser.add_argument("--document", type=Path, metavar="FILE", help="ask about this text instead (with --question)")
     parser.add_argument("--question", metavar="TEXT", help='such as "What is the pass key of lemon?"')
-    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="tokens of a step at most")
+    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="the most tokens of a step")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     notes: list[Question] = []
     if options.document is None:
         document = passkey.make_document(options.tokens, options.questions, options.seed)
-        # A short text of a seed that no document begins from; it is asked about while the document is read.
+        # The note has a seed that no document has. Its questions are answered while the document is prefilled.
         note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
         questions, notes = _questions(document, "document"), _questions(note, "note")
         print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
@@ -72,7 +74,7 @@ def _questions(document: passkey.Document, about: str) -> list[Question]:
 def _config(
     model: Llama, tokenizer: Tokenizer, questions: list[Question], notes: list[Question], chunk_size: int
 ) -> EngineConfig:
-    """Two sizes of steps, one to read and one for answers alone, and room for both texts once."""
+    """Two step sizes, for prefill and for decodes only, and pages for one copy of both texts."""
     longest, note = (
         max((len(tokenizer.encode(q.prompt)) for q in asked), default=0) + MAX_ANSWER for asked in (questions, notes)
     )
@@ -83,7 +85,7 @@ def _config(
             f"more than the model's context of {context:,}"
         )
     running = min(MAX_RUNNING, chunk_size)
-    max_length = min(context, _round_up(longest, 4096))  # so that texts of a like size share compiled steps
+    max_length = min(context, _round_up(longest, 4096))  # rounded so that texts of similar sizes share compiled steps
     own = max(len(q.text.encode()) + MAX_ANSWER for q in questions) + 2 * PAGE_SIZE
     tokens = max_length + _round_up(note, 2048) + running * _round_up(own, PAGE_SIZE)
     return EngineConfig(
@@ -102,7 +104,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 class _Conversation:
-    """The first question reads the document; those about the note come meanwhile, all others when it is read."""
+    """Submits the questions: the first prefills the document, those about the note come meanwhile, all others after."""
 
     def __init__(self, engine: Engine, questions: list[Question], notes: list[Question]) -> None:
         self._engine = engine
@@ -111,7 +113,7 @@ class _Conversation:
         self._outputs: dict[str, list[Output]] = {"first": [], "later": [], "note": []}
         self._width = max(len(question.text) for question in [*questions, *notes])
         self._is_read = False
-        self._prompt_tokens, self._seconds = 0, 0.0  # until it was read, notes included
+        self._prompt_tokens, self._seconds = 0, 0.0  # until the document was prefilled, notes included
         self.num_right = 0
         self.num_expected = sum(question.expected is not None for question in [*questions, *notes])
 
@@ -127,7 +129,7 @@ class _Conversation:
                 self._prompt_tokens = self._engine.stats().prompt_tokens
                 for question in self._later:
                     self._ask(question)
-            # Spread over the first three quarters of the prompt_progress.
+            # Submit them at even intervals over the first three quarters of the prefill.
             while waiting and self._share() > 0.75 * (1 - len(waiting) / len(self._notes)):
                 self._ask(waiting.pop(0))
             for event in events:
@@ -156,7 +158,7 @@ class _Conversation:
         return request_id
 
     def _share(self) -> float:
-        """How much of the document is read."""
+        """Share of the document that has been prefilled."""
         if self._is_read:
             return 1.0
         done, total = self._engine.progress(self._reader)

@@ -1,4 +1,4 @@
-"""The flags that describe an engine, for the commands that make one."""
+"""Flags that configure an engine, and what commands make from them."""
 
 import argparse
 import re
@@ -35,19 +35,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineConfig()
     for name in _SIZES:
         default = getattr(defaults, name)
-        engine.add_argument(flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'fitting'}")
-    engine.add_argument("--buckets", metavar="N,N", help="numbers of rows that are compiled; default: doubling from 8")
+        engine.add_argument(
+            flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'what fits'}"
+        )
+    engine.add_argument("--buckets", metavar="N,N", help="numbers of rows of compiled steps; default: doubling from 8")
     engine.add_argument("--admission", choices=["reserve", "optimistic"], default=defaults.admission)
     engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan = parser.add_argument_group("devices")
-    for name, about in (("stage", "of the sequence pipeline"), ("context", "ranks of pages"), ("tensor", "heads")):
+    for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
         plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
     plan.add_argument("--exchange", choices=EXCHANGES, default="auto", help="across --context; default: auto")
     plan.add_argument("--placement", choices=PLACEMENTS, default="grow", help="of pages over --context; default: grow")
-    plan.add_argument("--rank-tokens", type=int, metavar="N", help="of a request on a rank before it grows")
+    plan.add_argument("--rank-tokens", type=int, metavar="N", help="the most of a request on one rank, before it grows")
 
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,19 +57,25 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     defaults, slo = EngineConfig(), Slo()
     scheduling.add_argument("--policy", default=defaults.policy, help="fcfs, edf, srpf, lrs or ilrs (the default)")
     scheduling.add_argument("--chunking", default=defaults.chunking, help="static (the default), static:N or adaptive")
-    scheduling.add_argument("--max-share", type=float, default=defaults.max_share, metavar="X", help="of a step, ilrs")
-    for name, about in zip(_SLO, ("TTFT: times the prompt alone", "TTFT: at least", "TPOT, seconds"), strict=True):
+    scheduling.add_argument(
+        "--max-share", type=float, default=defaults.max_share, metavar="X", help="of a step for short prompts, ilrs"
+    )
+    for name, about in zip(
+        _SLO,
+        ("TTFT target: times the prompt alone", "TTFT target: at least, seconds", "TPOT target, seconds"),
+        strict=True,
+    ):
         default = getattr(slo, name)
         scheduling.add_argument(
             flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
         )
     scheduling.add_argument(
-        "--profile", type=Path, metavar="FILE", help="as `longctx profile` writes it, of this engine"
+        "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
     )
 
 
 def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
-    """The configuration that the flags ask for; errors name the flags."""
+    """Make the configuration from the flags; errors name the flags."""
     if options.buckets is not None and not re.fullmatch(r"\d+(,\d+)*", options.buckets):
         raise ValueError(f"--buckets must be integers with commas between them, got {options.buckets!r}")
     with naming_flags():
@@ -80,12 +88,12 @@ def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
 
 
 def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
-    """The plan that the flags ask for."""
+    """Make the parallel plan from the flags."""
     return ParallelPlan(**{field.name: getattr(options, field.name) for field in fields(ParallelPlan)})
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
-    """Where a checkpoint's parameters go; None: to one device."""
+    """Make the mesh that a checkpoint's parameters are sharded over; None: one device."""
     if plan.num_devices == 1:
         return None
     make_cpu_devices(plan.num_devices)
@@ -93,17 +101,19 @@ def plan_mesh(plan: ParallelPlan) -> Mesh | None:
 
 
 def make_cpu_devices(count: int) -> None:
-    """CPUs become as many devices as a plan needs."""
-    with suppress(RuntimeError):  # JAX has looked for its devices already, as in tests
+    """Make JAX divide the CPU into as many devices as a plan needs."""
+    with suppress(RuntimeError):  # JAX has created its devices already, as in tests
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
-    """With the predictor of `--profile`, if it is given, and spread over devices, if that is asked for."""
+    """Make an engine from the flags, with the predictor of `--profile` and the plan of the devices' flags."""
     predictor = None
     if getattr(options, "profile", None) is not None:
         if hasattr(options, "stage") and parallel_plan(options).num_devices > 1:
-            raise ValueError("--profile is of an engine on one device: not with --stage, --context or --tensor")
+            raise ValueError(
+                "--profile describes an engine on one device: it can't be used with --stage, --context or --tensor"
+            )
         predictor = load_profile(options.profile, subject(model, params, config))
     with naming_flags():
         plan = parallel_plan(options) if hasattr(options, "stage") else None
@@ -112,7 +122,7 @@ def make_engine(options: argparse.Namespace, model: Llama, params: Params, confi
 
 @contextmanager
 def naming_flags(arguments: Sequence[str] = (*_SIZES, *_CHOICES, *_SLO, "buckets")) -> Iterator[None]:
-    """Errors of the engine name its arguments; let them name the flags."""
+    """Replace the engine's argument names by flags in its error messages."""
     names = "|".join(arguments)
     try:
         yield
@@ -121,4 +131,5 @@ def naming_flags(arguments: Sequence[str] = (*_SIZES, *_CHOICES, *_SLO, "buckets
 
 
 def flag(name: str) -> str:
+    """The flag of an argument."""
     return f"--{name.replace('_', '-')}"

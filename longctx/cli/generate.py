@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longctx.cli import prompt_progress
 from longctx.cli.engine_flags import add_plan_arguments, parallel_plan
-from longctx.cli.process_flags import add_process_arguments, join, spread
+from longctx.cli.process_flags import add_process_arguments, initialize_processes, make_parameter_mesh
 from longctx.models import Llama, load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
@@ -22,14 +22,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N")
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="continuations (needs a temperature)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="completions (needs a temperature)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="text that ends a completion; may be repeated"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
-    parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="prompt tokens read at a time")
+    parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="the most prompt tokens of a step")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="from those that make up probability X")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="from those X times as likely as the top")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most probable tokens")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="X", help="sample from the most probable tokens that add up to X"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="sample from tokens at least X times as probable as the top one",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     add_plan_arguments(parser)
     add_process_arguments(parser)
@@ -42,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
     text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
     plan = parallel_plan(options)
-    with join(options) as group:
+    with initialize_processes(options) as group:
         return _generate(options, text, sampling, plan, group)
 
 
@@ -55,7 +65,7 @@ def _generate(
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    mesh = spread(options, plan, group)
+    mesh = make_parameter_mesh(options, plan, group)
     model, params = load_checkpoint(options.model, mesh, options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)
     engine = Engine(model, params, config, mesh, tokenizer, plan=plan, process_group=group)
@@ -82,14 +92,14 @@ def _generate(
 
 
 def _config(model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size: int) -> EngineConfig:
-    """An engine for this request: two sizes of steps, one to read and one to write, and the pages that it needs."""
+    """Two step sizes, for prefill and for decodes, and the pages that this request needs."""
     longest, context = num_tokens + sampling.max_tokens, model.config.max_positions
     if longest > context:
         raise ValueError(
             f"the prompt's {num_tokens} tokens and --max-tokens {sampling.max_tokens} "
             f"are more than the model's context of {context}"
         )
-    full_pages = (num_tokens - 1) // PAGE_SIZE  # which continuations share
+    full_pages = (num_tokens - 1) // PAGE_SIZE  # shared by all completions
     pages = -(-longest // PAGE_SIZE)
     budget = max(sampling.n, min(chunk_size, -(-num_tokens // 64) * 64))
     return EngineConfig(
@@ -105,12 +115,12 @@ def _config(model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size:
 
 
 class _Printer:
-    """Text on standard output as it comes; of several continuations, a later one waits for those before it."""
+    """Prints text as it is generated; the text of a later completion is held back until those before it have ended."""
 
-    def __init__(self, num_samples: int) -> None:
-        self.outputs: list[Output] = []  # in the order in which they ended
-        self._held = [""] * num_samples
-        self._ended = [False] * num_samples
+    def __init__(self, num_completions: int) -> None:
+        self.outputs: list[Output] = []  # in order of their ends
+        self._held = [""] * num_completions
+        self._ended = [False] * num_completions
         self._current = 0
 
     def show(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The flags of a command that many processes run together."""
+"""Flags of commands that several processes run together, and what commands make from them."""
 
 import argparse
 import sys
@@ -14,27 +14,33 @@ _NAMES = ("coordinator", "num_processes", "process_id", "failure_timeout", "join
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes", "each is started with the same command; the first one prints")
+    group = parser.add_argument_group("processes", "start each with the same command; process 0 prints the results")
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help='where the first one listens; "auto": as Slurm or the like say'
+        "--coordinator",
+        metavar="HOST:PORT",
+        help='where process 0 listens; "auto": found from Slurm, Open MPI or Kubernetes',
     )
     group.add_argument("--num-processes", type=int, metavar="N")
-    group.add_argument("--process-id", type=int, metavar="I", help="of this one, from 0")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this process, from 0")
     group.add_argument(
         "--failure-timeout",
         type=float,
         default=30.0,
         metavar="X",
-        help="seconds to notice that one is gone; default: 30",
+        help="seconds until a lost process is noticed; default: 30",
     )
-    group.add_argument("--ports", metavar="LOW:HIGH", help="where the first one may listen besides; default: any")
+    group.add_argument("--ports", metavar="LOW:HIGH", help="further ports that process 0 may listen on; default: any")
     group.add_argument(
-        "--join-timeout", type=float, default=120.0, metavar="X", help="seconds to wait for each other; default: 120"
+        "--join-timeout",
+        type=float,
+        default=120.0,
+        metavar="X",
+        help="seconds for which processes wait for each other; default: 120",
     )
 
 
-def join(options: argparse.Namespace) -> ProcessGroup:
-    """This process among those that the flags tell of; alone, if they tell of none."""
+def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
+    """Join the process group that the flags describe; without flags, a group of this process only."""
     if options.coordinator is None:
         given = [flag(name) for name in ("num_processes", "process_id") if getattr(options, name) is not None]
         if given:
@@ -53,8 +59,11 @@ def join(options: argparse.Namespace) -> ProcessGroup:
             raise ValueError(str(error)) from None
 
 
-def spread(options: argparse.Namespace, plan: ParallelPlan, group: ProcessGroup) -> Mesh | None:
-    """Where the parameters of `options.model` go, in all processes; the first one shows it."""
+def make_parameter_mesh(options: argparse.Namespace, plan: ParallelPlan, group: ProcessGroup) -> Mesh | None:
+    """Make the mesh that the parameters of `options.model` are sharded over; process 0 prints it.
+
+    None: one device.
+    """
     if group.num_processes == 1:
         return plan_mesh(plan)
     group.agree("checkpoint", checkpoint_fingerprint(options.model))

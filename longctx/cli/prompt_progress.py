@@ -1,4 +1,4 @@
-"""What the commands share: compiling and reading with something to look at, and the rates of what was generated."""
+"""Progress of compilation and prefill on standard error, and decode rates, for all commands."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from longctx.serving import Engine, Event, Output
 
 
 def warm_up(engine: Engine) -> float:
-    """Compile, with a word on standard error about it; seconds."""
+    """Compile an engine's steps, and print which; returns the seconds that it took."""
     sizes = " and ".join(map(str, engine.config.row_buckets))
     print(f"compiling steps of {sizes} tokens", file=sys.stderr)
     start = time.perf_counter()
@@ -19,9 +19,10 @@ def warm_up(engine: Engine) -> float:
 
 
 def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
-    """The events of each step until nothing is left to do.
+    """Run an engine until it has no work, and yield the events of each step.
 
-    A bar on standard error shows how far this request's prompt is read, and closes with its first event.
+    A bar on standard error shows how much of this request's prompt has been prefilled; it closes with the request's
+    first event.
     """
     done, total = engine.progress(request_id)
     with tqdm(total=total, initial=done, desc="reading", unit="tok") as bar:
@@ -29,7 +30,7 @@ def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
         while not is_read:
             events = engine.step()
             is_read = any(event.request_id == request_id for event in events)
-            # Plans run ahead of results: all of it is read only when its first token is there.
+            # Plans run ahead of results, so the prompt counts as prefilled only when its first token has come.
             read = total if is_read else min(engine.progress(request_id)[0], total - 1)
             bar.update(read - done)
             done = read
@@ -41,7 +42,7 @@ def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
 
 
 def decode_rate(outputs: Iterable[Output]) -> str:
-    """Tokens per second after the first of each, over outputs that were generated side by side."""
+    """Tokens per second of outputs generated in one batch, the first token of each not counted."""
     outputs = [output for output in outputs if output.metrics.output_tokens > 1]
     if not outputs:
         return "-"

@@ -1,4 +1,4 @@
-"""How large an engine is and how it admits requests: `EngineConfig`."""
+"""`EngineConfig`: the sizes of an engine, and the rules by which it schedules."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,32 +13,33 @@ MAX_RUN_AHEAD = 8
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine; nothing here changes an answer.
+    """Sizes and rules of an engine. None of them changes an answer.
 
     Attributes:
       page_size: tokens of a page.
-      num_pages: pages of the cache, on each context rank. None: what fits.
-      max_running: sequences that are read or written at a time.
-      max_length: prompt and output of the longest sequence, in tokens. None: the model's context.
-      token_budget: rows of a step at most, on a rank; decodes and chunks of prompts together.
-      policy: whose prompt is read next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"ilrs"`, or a `Policy` of one's own.
+      num_pages: pages of the cache on each context rank. None: as many as fit into memory.
+      max_running: the most sequences that run at a time.
+      max_length: tokens of the longest sequence, prompt and output. None: the model's context.
+      token_budget: the most rows of a step on a rank, decodes and prefill chunks together.
+      policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"ilrs"`, or a custom `Policy`.
       chunking: `"static"` fills the token budget in every step, `"static:N"` N rows of it; `"adaptive"` as many as keep
         the TPOT targets of running decodes, by prediction.
-      max_share: the share of a step that a long prompt leaves to short ones at most, under `ilrs`, 0 to 1.
-      slo: what is due to requests that bring no `ttft_deadline` or `tpot_target`.
-      buckets: numbers of rows that are compiled. None: doubling from 8, and the exact budget. With several context
-        ranks, of each kind of rows (docs/parallel_plans.md), whose combinations are programs: growing by 8 then.
-      run_ahead: steps that are planned before the result of the first is there, 1 to 8, at most; none ahead of steps
-        that should take 50 ms.
-      admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt
-        does, and when memory runs out puts the latest request back, to be recomputed.
-      prefix_cache: share full pages among requests that begin alike.
+      max_share: the largest share of a step that a long prompt leaves to short ones under `ilrs`, 0 to 1.
+      slo: deadlines and targets of requests that have no `ttft_deadline` or `tpot_target` of their own.
+      buckets: numbers of rows that steps are compiled for. None: doubling from 8, and the exact budget. With several
+        context ranks, the numbers of each kind of rows (docs/parallel_plans.md), every combination of which is a
+        program; None: growing by a factor of 8.
+      run_ahead: the most steps that are in flight at a time, 1 to 8. No step is planned ahead of one that is predicted
+        to take 50 ms.
+      admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt fits,
+        and preempts the latest request when memory runs out, to be recomputed.
+      prefix_cache: whether requests with a common prefix share its full pages.
       max_logprobs: the largest `logprobs` that a request may ask for.
-      seed: what the seeds of requests without one are drawn from.
-      hash_key: secret of the page hashes, 16 to 64 bytes. None: random.
+      seed: seed of the generator that draws the seeds of requests without one.
+      hash_key: secret key of the page hashes, 16 to 64 bytes. None: random.
 
     Raises:
-      TypeError, ValueError: a value out of range; the message names it.
+      TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
     """
 
     page_size: int = 64
@@ -91,11 +92,11 @@ class EngineConfig:
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """The numbers of rows that are compiled, ascending."""
+        """Numbers of rows that steps are compiled for on one context rank, ascending."""
         return self.growing_buckets(2)
 
     def growing_buckets(self, factor: int) -> tuple[int, ...]:
-        """`buckets`, or if there are none, growing by a factor from 8 to the token budget."""
+        """`buckets`; if they are None, numbers that grow by a factor from 8, and the token budget."""
         if self.buckets is not None:
             return self.buckets
         rows = [8]

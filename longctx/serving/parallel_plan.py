@@ -1,4 +1,4 @@
-"""How an engine is spread over devices: `ParallelPlan`."""
+"""`ParallelPlan`: how an engine is distributed over devices."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ PLACEMENTS = ("grow", "interleave")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The mesh `(stage, context, tensor)`, where pages go and how chunks attend across `context`. Plain data.
+    """The sizes of the mesh `(stage, context, tensor)`, the placement of pages, and the exchange over `context`.
 
-    No plan changes an answer. Every device has `num_layers / stage` layers and a share 1 / tensor of their heads and
-    feed-forward; each of the `context` ranks has pages of its own and batches short requests of its own.
+    It is plain data, and no plan changes an answer. Every device has `num_layers / stage` layers and a share
+    1 / tensor of their heads and feed-forward. Each of the `context` ranks has pages of its own, and batches short
+    requests of its own.
 
     Attributes:
-      stage: of the sequence pipeline: a chunk is in one stage while the next is in the stage before (Mnemosyne, 4.3).
-      context: ranks that pages are spread over.
+      stage: stages of the sequence pipeline: a chunk is in one stage while the next chunk is in the stage before
+        (Mnemosyne, section 4.3).
+      context: ranks that pages are sharded over.
       tensor: devices that share heads, feed-forward and vocabulary.
-      exchange: how the rows of a request that spans ranks are computed. `"kvp"`: by all of its ranks alike, and states
-        merge (Mnemosyne, 4.4). `"pass_q"`, `"pass_kv"`: sharded over all ranks in zigzag; then queries, or keys and
-        values, go round a ring (context parallelism paper, 3.5), while what is no longer than one rank's step goes by
-        `"kvp"`. `"auto"`: the one of these two that `choose_ring` expects to be faster, in each step.
-      placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, 4.4). `"interleave"`:
-        round over all ranks, decodes too (context parallelism paper, 3.6).
-      rank_tokens: the most tokens of one request on a rank before it grows. None: as many as a rank's memory holds,
-        and as a decode can read within its TPOT target, by prediction.
+      exchange: how the rows of a request that spans ranks are computed. `"kvp"`: replicated on all of its ranks, whose
+        states are merged (Mnemosyne, section 4.4). `"pass_q"`, `"pass_kv"`: sharded over all ranks in zigzag, with
+        queries, or keys and values, going round a ring (context parallelism paper, section 3.5); rows of decodes and of
+        prompts that fit into one rank's step use `"kvp"` under `"grow"`. `"auto"`: in each step the one of these two
+        that `choose_ring` predicts to be faster.
+      placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, section 4.4).
+        `"interleave"`: pages go round robin over all ranks, those of decodes too (context parallelism paper, section
+        3.6).
+      rank_tokens: the most tokens of one request on a rank before it grows onto another. None: as many as fit into a
+        rank's memory, and as a decode is predicted to read within its TPOT target.
 
     Raises:
       TypeError, ValueError: a value is out of range; the message names it.
@@ -68,7 +72,11 @@ class ParallelPlan:
         return self.context > 1 and self.exchange != "kvp"
 
     def check(self, model: LlamaConfig, num_devices: int) -> None:
-        """ValueError, with the numbers, where a model or the devices can't be spread like this."""
+        """Check that a model and a number of devices suit this plan.
+
+        Raises:
+          ValueError: they don't; the message has the numbers.
+        """
         if self.num_devices > num_devices:
             raise ValueError(
                 f"plan needs stage * context * tensor = {self.stage} * {self.context} * {self.tensor} = "
@@ -86,8 +94,11 @@ class ParallelPlan:
             )
 
     def placer(self, page_size: int, rows: int, predicted_tokens: float) -> Placer:
-        """What places pages; `predicted_tokens`: what a decode can read of one rank within its target, or if that is
-        less, a step's rows.
+        """The placer of pages.
+
+        Args:
+          rows: token budget of a step, the least limit of tokens on a rank.
+          predicted_tokens: tokens on one rank that a decode can read within its TPOT target.
         """
         tokens = max(rows, predicted_tokens) if self.rank_tokens is None else self.rank_tokens
         limit = math.inf if tokens == math.inf else max(1, int(tokens) // page_size)
@@ -95,5 +106,5 @@ class ParallelPlan:
 
 
 def is_sharded(plan: ParallelPlan, decodes: bool, remaining: int, rows: int) -> bool:
-    """Whether a sequence's next rows are sharded: all where pages are, else those of prompts longer than a step."""
+    """Whether a sequence's next rows are sharded: all if pages interleave, else those of prompts longer than a step."""
     return plan.shards_rows and (plan.placement == "interleave" or (not decodes and remaining > rows))

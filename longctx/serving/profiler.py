@@ -15,7 +15,7 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.engine import Engine
-from longctx.serving.predictor.fit import Measured, fit
+from longctx.serving.predictor.fit import Measurement, fit
 from longctx.serving.predictor.runtime import RuntimePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.completion import Completion
@@ -27,12 +27,12 @@ from longctx.serving.scheduler.sequence import Sequence
 
 
 def subject(model: Llama, params: Params, config: EngineConfig) -> dict[str, Any]:
-    """What an engine's times depend on, for `save_profile` and `load_profile`."""
+    """Everything that an engine's times depend on, for `save_profile` and `load_profile`."""
     shape = dataclasses.asdict(model.config)
     names = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     devices = params["embed"].devices()
     if len(devices) > 1:
-        raise ValueError(f"profile is of an engine on one device, and the parameters are on {len(devices)}")
+        raise ValueError(f"a profile describes an engine on one device, and the parameters are on {len(devices)}")
     (device,) = devices
     return {name: shape[name] for name in names} | {
         "dtype": str(params["embed"].dtype),
@@ -44,7 +44,7 @@ def subject(model: Llama, params: Params, config: EngineConfig) -> dict[str, Any
 
 
 class BatchShape(NamedTuple):
-    """`decodes` sequences that write a token after `decode_context` others, and a chunk of a prompt."""
+    """A batch of `decodes` sequences with `decode_context` tokens each, and a prefill chunk at `chunk_start`."""
 
     decodes: int
     decode_context: int
@@ -61,19 +61,22 @@ def profile(
     max_context: int | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> tuple[RuntimePredictor, list[Measured]]:
-    """Measure batches of all sizes on an engine that serves nobody, and fit its predictor; also what was measured.
+) -> tuple[RuntimePredictor, list[Measurement]]:
+    """Measure batches of all sizes on an idle engine, and fit its predictor.
 
     Args:
-      max_context: the longest context measured, in tokens; None: 16,384, or what the engine has room for.
-      repeats: each shape runs so often; the median counts.
-      progress: is called with how many shapes are done, and of how many.
+      max_context: the longest context to measure, in tokens. None: 16,384, or less if the engine has no room for it.
+      repeats: how often each batch runs; its median time counts.
+      progress: called with (runs done, all runs).
+
+    Returns:
+      The predictor, and the measured batches.
 
     Raises:
       RuntimeError: the engine has work.
       ValueError: max_context or repeats is out of range, or the engine has no room for a batch of some bucket.
     """
-    room = context_room(engine)
+    room = longest_context(engine)
     if max_context is not None and not 1 <= max_context <= room:
         raise ValueError(f"max_context must be 1 to {room}, the longest sequence of the engine, got {max_context}")
     if repeats < 1:
@@ -83,19 +86,19 @@ def profile(
     return fit(measured, engine.config.row_buckets, tiles(engine)), measured
 
 
-def context_room(engine: Engine) -> int:
-    """Tokens of the longest sequence that it can be measured with."""
+def longest_context(engine: Engine) -> int:
+    """Tokens of the longest sequence that an engine can be measured with."""
     return min(engine.max_length - 1, engine.num_pages * engine.config.page_size)
 
 
 def tiles(engine: Engine) -> tuple[int, ...]:
-    """Sizes into which attention cuts chunks: those of the CPU; a GPU's are these, or near enough."""
+    """Tile sizes of attention on a CPU, in tokens; those of GPU kernels are close enough to fit their times."""
     model = engine.model.config
     return tile_sizes(engine.config.token_budget, model.num_heads // model.num_kv_heads)
 
 
 def shapes_to_measure(engine: Engine, max_context: int) -> list[BatchShape]:
-    """For every bucket: chunks of every tile after short and long contexts, decodes of both, and both in one batch."""
+    """For every bucket: chunks of every tile size and decodes, alone and together, after short and long contexts."""
     config = engine.config
     pool = engine.num_pages * config.page_size
     sizes = tiles(engine)
@@ -116,7 +119,7 @@ def shapes_to_measure(engine: Engine, max_context: int) -> list[BatchShape]:
         if not found:
             raise ValueError(
                 f"no batch of {below + 1} to {rows} rows fits into {engine.num_pages} pages and sequences of "
-                f"{engine.max_length} tokens: num_pages or max_length must be larger, or buckets less"
+                f"{engine.max_length} tokens: num_pages or max_length must be larger, or buckets smaller"
             )
         shapes |= found
         below = rows
@@ -124,7 +127,7 @@ def shapes_to_measure(engine: Engine, max_context: int) -> list[BatchShape]:
 
 
 def random_shapes(engine: Engine, max_context: int, count: int, seed: int = 0) -> list[BatchShape]:
-    """Random batches, none of them among those measured but by chance: what a predictor is to be judged by."""
+    """Random batches on which to evaluate a predictor; the fit rarely has the same ones."""
     rng: Any = np.random.default_rng(seed)
     config = engine.config
     least, most = np.log(min(16, max_context)), np.log(max(1, max_context // 2, min(16, max_context)))
@@ -141,10 +144,10 @@ def random_shapes(engine: Engine, max_context: int, count: int, seed: int = 0) -
 
 
 def _fits(engine: Engine, shape: BatchShape) -> bool:
-    """Whether an engine may ever see such a batch."""
+    """Whether the engine's scheduler could make such a batch."""
     ends = [shape.decode_context + 1] * shape.decodes + [shape.chunk_start + shape.chunk] * (shape.chunk > 0)
     pages = sum(-(-end // engine.config.page_size) for end in ends)
-    within = shape.chunk >= 0 and shape.chunk_start >= 0 and max(ends, default=0) <= context_room(engine)
+    within = shape.chunk >= 0 and shape.chunk_start >= 0 and max(ends, default=0) <= longest_context(engine)
     return within and len(ends) <= engine.config.max_running and pages <= engine.num_pages
 
 
@@ -153,10 +156,14 @@ def measure(
     shapes: List[BatchShape],
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
-) -> list[Measured]:
-    """The features of such batches, and the median seconds of a step of each.
+) -> list[Measurement]:
+    """Run batches on an idle engine; returns the work and the median seconds of each.
 
-    They take turns in random order, so that a machine that is slower for a while is so for all of them.
+    All batches take turns in random order, so that a time in which the machine is slower affects all of them alike.
+
+    Raises:
+      NotImplementedError: the engine has several devices.
+      RuntimeError: it has work.
     """
     rng = np.random.default_rng(0)
     times: list[list[float]] = [[] for _ in shapes]
@@ -167,7 +174,7 @@ def measure(
     with engine.lend_executor() as executor:
         for done, i in enumerate(order):
             batch = _batch(engine, shapes[i])
-            executor.wait(executor.submit(batch))  # compiles, and sets the page tables
+            executor.wait(executor.submit(batch))  # compiles and writes the page tables, which is not timed
             batch = dataclasses.replace(batch, tables=[], admitted=[])
             start = time.perf_counter()
             executor.wait(executor.submit(batch))
@@ -179,7 +186,7 @@ def measure(
 
 
 def _batch(engine: Engine, shape: BatchShape) -> Batch:
-    """Sequences that own the first pages of the pool, side by side, whatever these hold."""
+    """Make a batch of sequences with the first pages of the pool; what these hold does not matter."""
     batch, first_page = Batch(0), 0
     contexts = [(shape.decode_context, 1)] * shape.decodes + [(shape.chunk_start, shape.chunk)] * (shape.chunk > 0)
     for slot, (start, count) in enumerate(contexts):
@@ -189,7 +196,7 @@ def _batch(engine: Engine, shape: BatchShape) -> Batch:
         batch.admitted.append(sequence)
         sequence.pages = list(range(first_page, first_page + pages))
         batch.tables.append(TableRun(slot, 0, sequence.pages))
-        # The chunk is one in the midst of a prompt.
+        # The prefill chunk samples no token, like one inside a prompt.
         batch.chunks.append(Chunk(sequence, slot, start, count, samples=decodes, decodes=decodes))
         first_page += pages
     return batch
@@ -200,5 +207,5 @@ def _sequence(slot: int, length: int) -> Sequence:
     tokens = np.zeros(length + 1, np.int32)
     text, metrics = Detokenizer(None, ()), Metrics(0.0, length)
     request = Request([0], params)
-    sample = Completion(request, f"profile-{slot}", 0, length, tokens, 0, frozenset(), text, metrics, None)
-    return Sequence(sample.request_id, slot, length, 1, completion=sample, slot=slot)
+    completion = Completion(request, f"profile-{slot}", 0, length, tokens, 0, frozenset(), text, metrics, None)
+    return Sequence(completion.request_id, slot, length, 1, completion=completion, slot=slot)

@@ -1,4 +1,4 @@
-"""Checks of arguments: errors name the argument and what it should be."""
+"""Checks of arguments, whose errors name the argument and the values that are allowed."""
 
 import math
 import reprlib
@@ -10,7 +10,7 @@ _SHOWN.maxstring = _SHOWN.maxother = 80
 
 
 def shown(value: object) -> str:
-    """A value as an error tells it, however long it is."""
+    """A short representation of any value for an error message."""
     try:
         return _SHOWN.repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
@@ -18,7 +18,7 @@ def shown(value: object) -> str:
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """A Python or numpy integer from `low` to `high`, as int."""
+    """Check for a Python or numpy integer from `low` to `high`, and return it as int."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {shown(value)}")
     number = int(value)
@@ -29,7 +29,7 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
 
 
 def check_real(name: str, value: object, low: float, high: float = math.inf) -> float:
-    """A finite number from `low` to `high`, as float."""
+    """Check for a finite number from `low` to `high`, and return it as float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     try:
@@ -42,7 +42,7 @@ def check_real(name: str, value: object, low: float, high: float = math.inf) -> 
 
 
 def check_text(name: str, value: object) -> str:
-    """A string that can be written as UTF-8."""
+    """Check for a string that can be encoded as UTF-8, and return it."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {shown(value)}")
     try:
@@ -53,5 +53,6 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_bool(name: str, value: object) -> None:
+    """Check for True or False; numbers are not accepted."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")

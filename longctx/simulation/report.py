@@ -1,4 +1,4 @@
-"""What a served workload came to: figures, a table of them, JSON and plots."""
+"""Reports of a served workload: summary, table, JSON and plots."""
 
 import dataclasses
 import importlib.util
@@ -15,7 +15,7 @@ _PROMISES = ("kept_ttft", "in time"), ("kept_tpot", "within their TPOT")
 
 
 def summarize(record: Record) -> dict[str, Any]:
-    """Figures of a record: counts of tokens, tokens per second, percentiles of TTFT and TPOT in seconds."""
+    """Summarize a record as plain data: token counts, tokens per second, percentiles of TTFT and TPOT in seconds."""
     metrics = [served.metrics for served in record.served]
     output_tokens = sum(m.output_tokens for m in metrics)
     prompt_tokens = sum(m.prompt_tokens for m in metrics)
@@ -37,19 +37,19 @@ def summarize(record: Record) -> dict[str, Any]:
 
 
 def share(kept: List[bool | None]) -> float | None:
-    """Of those to whom something was promised, how many got it."""
-    told = [x for x in kept if x is not None]
-    return sum(told) / len(told) if told else None
+    """The share of promises that were kept, each True or False; None is no promise."""
+    promised = [x for x in kept if x is not None]
+    return sum(promised) / len(promised) if promised else None
 
 
 def _prediction_error(record: Record) -> float | None:
-    """Mean of |predicted / measured - 1| over all steps whose seconds are known."""
+    """Mean of |predicted / measured - 1| over all steps whose time was measured exactly."""
     errors = [abs(step.predicted / step.seconds - 1) for step in record.steps if step.is_exact and step.seconds > 0]
     return float(np.mean(errors)) if errors else None
 
 
 def percentiles(values: List[float]) -> dict[str, float] | None:
-    """Of `PERCENTILES`; None without values."""
+    """The `PERCENTILES` of values, by name such as "p50"; None without values."""
     if not values:
         return None
     found = np.percentile(values, PERCENTILES).tolist()
@@ -57,7 +57,7 @@ def percentiles(values: List[float]) -> dict[str, float] | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A summary as lines of text."""
+    """Format a summary as a table."""
     prompt, cached = summary["prompt_tokens"], summary["cached_tokens"]
     rows = [
         ("requests", f"{summary['requests']:,} in {summary['seconds']:.2f} s"),
@@ -68,8 +68,8 @@ def table(summary: dict[str, Any]) -> str:
     ]
     for name in ("ttft", "tpot"):
         found = summary[name]
-        told = "-" if found is None else "  ".join(f"{p} {1e3 * value:,.1f} ms" for p, value in found.items())
-        rows.append((name.upper(), told))
+        shown = "-" if found is None else "  ".join(f"{p} {1e3 * value:,.1f} ms" for p, value in found.items())
+        rows.append((name.upper(), shown))
     kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
     rows.append(("promises", ", ".join(kept) or "-"))
     if summary["prediction_error"] is not None:
@@ -83,7 +83,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def details(record: Record) -> dict[str, Any]:
-    """Every request, every step, and running and waiting requests after each, for JSON; times in seconds."""
+    """Plain data of every request and step, and of running and waiting requests after each step; times in seconds."""
     requests = [
         {
             "due": served.due,
@@ -106,7 +106,7 @@ def details(record: Record) -> dict[str, Any]:
 
 
 def check_can_plot(path: Path) -> None:
-    """Raises ValueError if `plot` could not write there."""
+    """Check that `plot` can write to a path; ValueError if not."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -114,12 +114,13 @@ def check_can_plot(path: Path) -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """How requests were served, and, where steps were recorded, what the scheduler did, as PNG or SVG.
+    """Plot a record as PNG or SVG.
 
-    Above: TTFT and TPOT as cumulative distributions, running and waiting requests over time. Below: chunks of prompts,
-    seconds of steps against the predicted, and slack at admission against what was left of it with the first token.
+    The upper row shows cumulative distributions of TTFT and TPOT, and running and waiting requests over time. The lower
+    row, if steps were recorded, shows prefill chunks over time, predicted over measured seconds of steps, and relative
+    slack at admission and at the first token.
     """
-    from matplotlib.figure import Figure  # without pyplot: no display, no state
+    from matplotlib.figure import Figure  # pyplot would need a display and keep global state
 
     rows = 2 if record.steps else 1
     figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")

@@ -1,7 +1,8 @@
-"""Workloads as plain data: read from traces or made up, the tokens of a prompt only where they are asked for.
+"""Workloads as plain data: read from traces, or synthetic.
 
-A trace tells lengths, and which prompts begin alike (Mooncake, section 4: an id for each block of 512 tokens, which
-stands for all before it too). Tokens are made up from these ids, so that what was shared is shared again.
+A trace has the lengths of prompts and, for each block of 512 tokens, an id of all tokens up to its end (Mooncake,
+section 4). Tokens are generated from these ids when they are asked for, so prompts share the prefixes that they shared
+in the trace.
 """
 
 import csv
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-TRACE_BLOCK = 512  # tokens that one of a trace's hash ids stands for
+TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class WorkloadRequest:
     """One request of a workload.
 
     Attributes:
-      arrival: seconds from the beginning.
-      prompt_tokens: length of the prompt.
+      arrival: seconds from the beginning of the workload.
+      prompt_tokens: tokens of the prompt.
       output_tokens: tokens to generate.
-      blocks: ids of the prompt's first blocks: where they are equal, so are the tokens. The rest is its own.
+      blocks: ids of the prompt's first blocks; blocks with one id have the same tokens. Tokens after them are unique.
       block_size: tokens of a block.
-      number: of the request in its workload; what its own tokens are drawn from.
-      prompt: the prompt itself, where the workload has it: text, or token ids.
+      number: number of the request in its workload, the seed of its unique tokens.
+      prompt: the prompt itself, text or token ids, if the workload has it.
     """
 
     arrival: float
@@ -48,7 +49,7 @@ class WorkloadRequest:
         return self.prompt_tokens + self.output_tokens
 
     def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
-        """The prompt, int32 `[prompt_tokens]`."""
+        """The tokens of the prompt, int32 `[prompt_tokens]`; TypeError if it is text."""
         if self.prompt is not None:
             if isinstance(self.prompt, str):
                 raise TypeError("prompt is text: encode it first")
@@ -62,7 +63,7 @@ class WorkloadRequest:
 
 
 class Lengths(NamedTuple):
-    """A distribution of lengths: low to high, both included, uniform or (`log`) log-uniform."""
+    """A distribution of lengths from low to high, both included: uniform, or log-uniform with `log`."""
 
     low: int
     high: int
@@ -70,10 +71,10 @@ class Lengths(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """From `N`, `LOW:HIGH` or `LOW:HIGH:log`.
+        """Parse `N`, `LOW:HIGH` or `LOW:HIGH:log`.
 
         Raises:
-          ValueError: it is none of these, or not 1 <= LOW <= HIGH.
+          ValueError: the text has another form, or not 1 <= LOW <= HIGH.
         """
         numbers, log = (text[:-4], True) if text.endswith(":log") else (text, False)
         low, colon, high = numbers.partition(":")
@@ -86,7 +87,7 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Integers `[count]`."""
+        """Draw integers `[count]`."""
         if not self.log:
             return rng.integers(self.low, self.high + 1, count)
         drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high + 1), count))
@@ -96,7 +97,7 @@ class Lengths(NamedTuple):
 def synthesize(
     num_requests: int, prompt_tokens: Lengths, output_tokens: Lengths, shared_prefix: int = 0, seed: int = 0
 ) -> list[WorkloadRequest]:
-    """Requests that arrive at once. All prompts begin with the same `shared_prefix` tokens, before their own."""
+    """Generate requests that all arrive at 0; each prompt is `shared_prefix` common tokens and a unique rest."""
     rng = np.random.default_rng(seed)
     prompts = prompt_tokens.draw(rng, num_requests) + shared_prefix
     outputs = output_tokens.draw(rng, num_requests)
@@ -108,15 +109,16 @@ def synthesize(
 
 
 def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]:
-    """The first `limit` requests of a file, in order of arrival.
+    """Read the first `limit` requests of a file, and sort them by arrival.
 
-    A file named `.csv` has columns `num_prefill_tokens` and `num_decode_tokens`, perhaps `arrived_at` (seconds). Any
-    other has a JSON object on each line: `input_length`, `output_length`, perhaps `hash_ids`; or `prompt` (text or
-    token ids) and `max_tokens`; either perhaps with `timestamp` (milliseconds). Without times all arrive at once.
+    A `.csv` file has columns `num_prefill_tokens` and `num_decode_tokens`, and optionally `arrived_at` (seconds). Any
+    other file has a JSON object on each line, with `input_length`, `output_length` and optionally `hash_ids`, or with
+    `prompt` (text or token ids) and `max_tokens`; both optionally with `timestamp` (milliseconds). A request without a
+    time arrives at 0.
 
     Raises:
-      OSError: it can't be read.
-      ValueError: a row is something else; the message names file and line. Or there is none.
+      OSError: the file can't be read.
+      ValueError: a row has another form, and the message names file and line; or the file has no rows.
     """
     requests: list[WorkloadRequest] = []
     with path.open(encoding="utf-8", newline="") as file:
@@ -133,23 +135,23 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
                 request = parse(row, len(requests))
                 _check(request)
             except KeyError as error:
-                raise ValueError(f"{path}:{number}: there is no {error}") from None
+                raise ValueError(f"{path}:{number}: {error} is missing") from None
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             requests.append(request)
     if not requests:
-        raise ValueError(f"{path}: there is no request in it")
+        raise ValueError(f"{path}: it has no requests")
     return sorted(requests, key=lambda request: request.arrival)
 
 
 def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """All lengths times `factor`, those of shared blocks too; at least one token each."""
+    """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token."""
 
     def scaled(length: int) -> int:
         return max(1, round(length * factor))
 
     if any(request.prompt is not None for request in requests):
-        raise ValueError("prompts that are given can't be scaled, only lengths")
+        raise ValueError("only lengths can be scaled, not given prompts")
     return [
         dataclasses.replace(
             request,
@@ -162,7 +164,7 @@ def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[Worklo
 
 
 def arrive_at_rate(requests: List[WorkloadRequest], rate: float, seed: int = 0) -> list[WorkloadRequest]:
-    """The same requests as a Poisson process of `rate` a second from 0 on; infinite: all at once."""
+    """Give requests the arrival times of a Poisson process of `rate` a second; with an infinite rate all are 0."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, len(requests)) if math.isfinite(rate) else [0.0]
     times = np.broadcast_to(np.cumsum(gaps), len(requests)).tolist()
     return [dataclasses.replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
@@ -190,7 +192,7 @@ def _check(request: WorkloadRequest) -> None:
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"the {name} must have at least one token, got {count!r}")
     if not 0 <= request.arrival < math.inf:
-        raise ValueError(f"it must arrive at a time of at least 0, got {request.arrival}")
+        raise ValueError(f"the arrival must be at least 0 and finite, got {request.arrival}")
     if any(block < 0 for block in request.blocks):
         raise ValueError("hash_ids must not be negative")
 

@@ -1,4 +1,4 @@
-"""The engine's step as compiled for an H100: the cache is updated in place, and nothing of its size is made."""
+"""The engine's step compiled for an H100 updates the cache in place, and makes no array of its size."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ def check_step(config: LlamaConfig, dtype: Any) -> str:
     width = config.num_kv_heads * config.head_dim
     layer = NUM_PAGES * PAGE_SIZE * width
     mesh = h100_mesh(stage=1, context=1, tensor=1)
-    with jax.set_mesh(mesh):  # one device has no `jax.shard_map` to tell the kernels which it is
+    with jax.set_mesh(mesh):  # on one device no `jax.shard_map` gives the kernels their mesh
         compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= NUM_PAGES * page_bytes(config.num_layers * width, PAGE_SIZE, dtype)
@@ -29,9 +29,9 @@ def check_step(config: LlamaConfig, dtype: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-def test_the_step_copies_no_cache(dtype: object) -> None:
+def test_the_step_updates_the_cache_in_place(dtype: object) -> None:
     assert "mosaic_gpu" not in check_step(CONFIG, dtype)  # its head size is 16
 
 
-def test_the_step_takes_the_kernel_and_copies_no_cache() -> None:
+def test_the_step_with_the_kernel_updates_the_cache_in_place() -> None:
     assert "mosaic_gpu" in check_step(dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16)

@@ -1,6 +1,6 @@
-"""The engine's step as compiled for 8 and 128 H100: what is sent, how often, over which axes; and what is held.
+"""The engine's step compiled for 8 and 128 H100: its collectives, their bytes and axes, and its memory.
 
-A case states all of a program's collectives. None of their bytes depends on how long sequences are.
+A case lists all collectives of a program. Their bytes do not depend on the lengths of sequences.
 """
 
 import math
@@ -22,22 +22,22 @@ from longctx.serving.distributed.mesh import arrange_devices
 from longctx.serving.runner.paged_cache import page_bytes
 from longctx.serving.runner.step_inputs import Shape
 
-# Beyond 80 % of a device's 85 GB, XLA's scheduler holds too little back to let messages travel beside work.
+# With more than 80 % of a device's 85 GB in use, XLA's scheduler has too little memory left to overlap messages.
 MEMORY = 68 * 10**9
 BF16, F32 = 2, 4  # bytes
-# Where collectives are, other than in the loop over layers.
-TICK, PLAIN, SAMPLING = "tick", "true_computation", "false_computation"
+# Places of collectives outside the loop over layers: the step itself, and the branches of its sampling.
+STEP, PLAIN, SAMPLING = "step", "true_computation", "false_computation"
 
 
 class Case(NamedTuple):
     model: str
     mesh: tuple[int, int, int]
-    rows: tuple[int, int, int]  # sharded, shared and own, on each rank
-    temp: int  # MiB that the program may take beside its arguments
+    rows: tuple[int, int, int]  # sharded, replicated and local, on each rank
+    temp: int  # MiB that the program may use besides its arguments
     exchange: str = "pass_q"
     message: int = 0
     merge: str = "gather"
-    num_pages: int = 16384  # of each rank: a million tokens
+    num_pages: int = 16384  # of each rank; a million tokens
 
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.mesh)), "+".join(map(str, self.rows)), self.exchange if self.rows[0] else ""]
@@ -70,7 +70,7 @@ MORE_CASES = [
 
 
 def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
-    """All that a device sends in one tick. Over axes of one device that is nothing."""
+    """All messages of a device in one step; their bytes are 0 over axes of size 1."""
     config, sizes = device_config(LlamaConfig.preset(case.model), mesh), dict(mesh.shape)
     stages, ranks, tensor = sizes.values()
     layer = f"body of {config.num_layers // stages}"
@@ -88,14 +88,14 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         return Sent(layer, "all-to-all", ("context",), (ranks - 1) / ranks * numbers * width)
 
     hidden, state = shape.rows * config.hidden_size, heads * (size + 1)
-    for where in (layer, layer, TICK):  # attention's and the feed-forward's; the embedding's
+    for where in (layer, layer, STEP):  # attention, feed-forward, embedding
         yield all_reduce(where, hidden, BF16, "tensor")
-    yield Sent(TICK, "collective-permute", ("stage",), hidden * BF16 if stages > 1 else 0)
-    yield all_reduce(TICK, shape.samples * config.hidden_size, BF16, "stage")
-    for _ in range(2):  # the highest logit, and whose it is
+    yield Sent(STEP, "collective-permute", ("stage",), hidden * BF16 if stages > 1 else 0)
+    yield all_reduce(STEP, shape.samples * config.hidden_size, BF16, "stage")
+    for _ in range(2):  # the highest logit, and its token
         yield all_reduce(PLAIN, shape.samples, F32, "stage", "tensor")
     yield all_gather(SAMPLING, shape.samples * config.vocab_size // (stages * tensor), F32, "stage", "tensor")
-    yield all_gather(TICK, shape.samples * (2 + 2 * TOP), F32, "context")  # tokens and what is told of them
+    yield all_gather(STEP, shape.samples * (2 + 2 * TOP), F32, "context")  # sampled tokens and log probabilities
 
     if shape.replicated and case.merge == "gather":
         yield all_gather(layer, shape.replicated * state, F32, "context")
@@ -108,7 +108,7 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         block = shape.sharded * heads * size
         if shape.exchange == "pass_kv":
             block = shape.message * PAGE_SIZE * key_values
-            yield all_gather(TICK, 2 * shape.message * PAGE_SIZE, F32, "context")  # whose keys, and where they are
+            yield all_gather(STEP, 2 * shape.message * PAGE_SIZE, F32, "context")  # segments and positions of the keys
         else:
             yield all_to_all(ranks * shape.sharded * state, F32)
         for _ in range(ranks - 1):
@@ -123,13 +123,13 @@ def check(case: Case) -> None:
     memory, text = compiled.memory_analysis(), compiled.as_text()
 
     found = collectives(text, mesh.size)
-    sent = [Sent(" in ".join(x.within) or TICK, x.opcode, x.axes(mesh.shape), x.sent) for x in found]
+    sent = [Sent(" in ".join(x.within) or STEP, x.opcode, x.axes(mesh.shape), x.sent) for x in found]
     axes = {name for name in AXES if mesh.shape[name] > 1}
     wanted = [x._replace(axes=tuple(a for a in x.axes if a in axes)) for x in expected(case, mesh, shape) if x.sent]
     assert sorted(sent) == sorted(wanted)
     for x in found:
         if x.opcode == "collective-permute":
-            # Under the stages' one, the embedding and the attention's plan; under a ring's, the attention to a block.
+            # The embedding and the attention plan hide the permute of stages; attention to a block hides a ring's.
             work = "fusion" if x.axes(mesh.shape) == ("stage",) else "custom-call"
             assert x.is_async, x
             assert work in x.hidden_by, x
@@ -145,20 +145,20 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_tick(case: Case) -> None:
+def test_a_step_has_the_expected_collectives(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE_CASES, ids=str)
-def test_more_ticks(case: Case) -> None:
+def test_more_steps_have_the_expected_collectives(case: Case) -> None:
     check(case)
 
 
-def check_hosts(mesh: Mesh, rows: tuple[int, int, int]) -> None:
+def check_host_traffic(mesh: Mesh, rows: tuple[int, int, int]) -> None:
     shape = make_shape(mesh, rows, 4096)
     compiled = compile_step(mesh, shape, jnp.bfloat16, LlamaConfig.preset("llama-3-8b"), sections=rows)
-    # Groups are numbered as devices are in the mesh.
+    # Groups contain indices into the devices of the mesh.
     hosts = [device.process_index for device in mesh.devices.flat]
     across = set()
     for x in collectives(compiled.as_text(), mesh.size):
@@ -171,16 +171,16 @@ def check_hosts(mesh: Mesh, rows: tuple[int, int, int]) -> None:
 
 
 def test_tensor_stays_inside_a_host() -> None:
-    """On 2 hosts of 8, however their devices are listed."""
+    """There are 2 hosts with 8 devices each, listed in reverse."""
     devices = h100_devices(2, 8)
     assert sorted({device.process_index for device in devices}) == [0, 1]
-    check_hosts(arrange_devices(devices[::-1], ["a", "b"], 2, 1, 8), (0, 0, 64))
+    check_host_traffic(arrange_devices(devices[::-1], ["a", "b"], 2, 1, 8), (0, 0, 64))
 
 
 @pytest.mark.slow
-def test_context_goes_across_hosts_too() -> None:
-    check_hosts(arrange_devices(h100_devices(2, 8), ["a", "b"], 2, 2, 4), (512, 64, 64))
-    # Processes that are two on each host.
+def test_context_may_span_hosts() -> None:
+    check_host_traffic(arrange_devices(h100_devices(2, 8), ["a", "b"], 2, 2, 4), (512, 64, 64))
+    # Each host has two processes.
     mesh = arrange_devices(h100_devices(4, 4), ["a", "b", "a", "b"], 2, 1, 8)
     names = np.array(["abab"[device.process_index] for device in mesh.devices.flat]).reshape(2, 8)
     assert names.tolist() == [["a"] * 8, ["b"] * 8]

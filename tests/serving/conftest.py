@@ -1,11 +1,11 @@
-"""What tests of several processes share."""
+"""Fixtures of tests with several processes."""
 
 import pytest
 
 
 @pytest.fixture
 def no_exit(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """With what status processes would have exited."""
+    """Keep processes from exiting; the statuses with which they would have exited."""
     statuses: list[int] = []
     monkeypatch.setattr("os._exit", statuses.append)
     monkeypatch.setattr("atexit.register", lambda act: None)

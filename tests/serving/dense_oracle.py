@@ -1,4 +1,4 @@
-"""Small models and what they answer, computed densely on one device: no cache, no batch, no chunks."""
+"""Small models and their completions, computed densely on one device: no cache, no batch, no chunks."""
 
 import functools
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, draw
+from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, sample_tokens
 
 VOCAB, LENGTH = 50, 176
 EOS = 7
@@ -29,7 +29,7 @@ def make_model(num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, i
 
 
 class Oracle:
-    """What one sequence by itself would get of a model."""
+    """The completions that a model gives to one sequence alone."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model
@@ -42,22 +42,22 @@ class Oracle:
         return np.asarray(self.model(self.params, padded))[len(tokens) - 1]
 
     def continuation(
-        self, prompt: list[int], params: SamplingParams, sample: int = 0, eos: int | None = EOS
+        self, prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = EOS
     ) -> list[int]:
         tokens = list(prompt)
         while len(tokens) < len(prompt) + params.max_tokens:
             seen = np.zeros(VOCAB, np.uint8)
             seen[prompt] = IN_PROMPT
             seen[tokens[len(prompt) :]] |= IN_OUTPUT
-            controls = Controls.row(params, params.seed or 0, sample)
+            controls = Controls.row(params, params.seed or 0, completion)
             tokens.append(int(_draw(self.logits_after(tuple(tokens)), seen, controls, np.int32(len(tokens)))))
             if tokens[-1] == eos and not params.ignore_eos:
                 break
         return tokens[len(prompt) :]
 
-    def agrees(self, tokens: list[int], prompt: list[int], params: SamplingParams, sample: int = 0) -> bool:
-        """Equal, or the two best logits at the first difference are closer than 1e-4."""
-        expected = self.continuation(prompt, params, sample)
+    def agrees(self, tokens: list[int], prompt: list[int], params: SamplingParams, completion: int = 0) -> bool:
+        """Whether tokens are those expected, up to a difference where the two best logits are closer than 1e-4."""
+        expected = self.continuation(prompt, params, completion)
         if tokens == expected:
             return True
         at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b)
@@ -67,7 +67,7 @@ class Oracle:
 
 @jax.jit
 def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax.Array) -> jax.Array:
-    return draw(logits[None], seen[None], Controls.unpack(controls[None]), position[None], 1).tokens[0]
+    return sample_tokens(logits[None], seen[None], Controls.unpack(controls[None]), position[None], 1).tokens[0]
 
 
 ORACLE = Oracle(make_model())
@@ -78,7 +78,7 @@ logits_after, continuation, agrees = ORACLE.logits_after, ORACLE.continuation, O
 def make_engine(
     params: dict | None = None, oracle: Oracle = ORACLE, plan: ParallelPlan | None = None, **options: object
 ) -> Engine:
-    """All with the same shapes, so that all of a plan share their programs."""
+    """Make an engine; all engines have the same shapes, so those with one plan share compiled programs."""
     shapes = {"page_size": 8, "num_pages": 24, "max_running": 6, "token_budget": 32, "buckets": (8, 32)}
     config = EngineConfig(**(shapes | options))  # type: ignore[arg-type]
     return Engine(oracle.model, oracle.params if params is None else params, config, plan=plan)

@@ -1,7 +1,7 @@
-"""Devices on paper: pages hold tokens, and what is sampled depends on every token that a row sees through its tables.
+"""Fake devices: pages hold tokens, and a sampled token is a hash of all tokens that its row sees through its tables.
 
 So a page that is lost, doubled, overwritten or read too early, in any stage or on any rank, changes the tokens of some
-request, as on real devices, at the price of a few list operations. They are told what real ones are told.
+request, as on real devices, at the price of a few list operations. The inputs are those of real devices.
 """
 
 import zlib
@@ -14,31 +14,31 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, StepMetrics
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.executor import DeviceExecutor, Pending, Results
-from longctx.serving.runner.sampler import Controls, Drawn
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.sampler import Controls, SampledTokens
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 
 VOCAB, EOS, LENGTH = 50, 7, 256
 MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 12, 4, 4, 8, max_positions=LENGTH, eos_ids=(EOS,)))
 
 
-def next_token(tokens: np.ndarray, seed: int, sample: int) -> int:
-    """What paper devices sample after tokens `[T]`."""
-    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + sample) % VOCAB
+def next_token(tokens: np.ndarray, seed: int, completion: int) -> int:
+    """The token that fake devices sample after tokens `[T]`."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion) % VOCAB
 
 
-def continuation(prompt: list[int], params: SamplingParams, sample: int = 0, eos: int | None = None) -> list[int]:
-    """The answer to a prompt: the oracle."""
+def continuation(prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = None) -> list[int]:
+    """The expected completion of a prompt."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + params.max_tokens:
-        tokens.append(next_token(np.array(tokens), (params.seed or 0) if params.temperature else 0, sample))
+        tokens.append(next_token(np.array(tokens), (params.seed or 0) if params.temperature else 0, completion))
         if tokens[-1] == eos and not params.ignore_eos:
             break
     return tokens[len(prompt) :]
 
 
 class FakeDevice:
-    """Stages and ranks; a stage's row of tokens goes on to the next."""
+    """A `ModelRunner` of stages and ranks; each stage passes its rows' tokens to the next."""
 
     def __init__(
         self, plan: ParallelPlan, num_pages: int, page_size: int, slots: int, entries: int, sections: tuple[int, ...]
@@ -47,20 +47,20 @@ class FakeDevice:
         each = plan.stage, plan.context
         self.pages = np.full((*each, num_pages, page_size), -1)
         self.table = np.full((*each, slots, entries), -1)
-        self.numbers = np.full((*each, slots, entries), -1)
+        self.page_index = np.full((*each, slots, entries), -1)
         self.last = np.full(slots, -1)
-        # Tokens `[ranks, rows]` by kind, as they leave each stage, and a hash of what each row saw in it.
+        # For each stage, the tokens `[ranks, rows]` by kind that leave it, and a hash of what each row saw in it.
         self.between: list[Any] = [None] * plan.stage
         self.num_rows = 0
         self.shapes: set[Shape] = set()
 
     def clear_slot(self, slot: int) -> None:
-        self.numbers[:, :, slot] = -1
+        self.page_index[:, :, slot] = -1
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, numbers: np.ndarray) -> None:
+    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
         for rank in range(self.plan.context):
             for i in np.flatnonzero(pages[rank] >= 0):
-                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], numbers[rank, i])
+                self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], page_index[rank, i])
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         pass
@@ -72,94 +72,94 @@ class FakeDevice:
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
         pass
 
-    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, None]:
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, None]:
         self.shapes.add(shape)
         arrived = [None, *self.between[:-1]]
         for stage in range(self.plan.stage):
-            self.between[stage] = self._compute(stage, RowPlan.views(rows[stage], shape), shape, arrived[stage])
-        plan = SamplePlan.views(samples, shape)
-        tokens = np.zeros(plan.slots.shape, int)
-        last = RowPlan.views(rows[-1], shape)
-        for rank, number in np.argwhere(plan.slots >= 0):
-            row, slot = plan.rows[rank, number], plan.slots[rank, number]
+            self.between[stage] = self._compute(stage, RowInputs.views(rows[stage], shape), shape, arrived[stage])
+        inputs = SampleInputs.views(samples, shape)
+        tokens = np.zeros(inputs.slots.shape, int)
+        last = RowInputs.views(rows[-1], shape)
+        for rank, number in np.argwhere(inputs.slots >= 0):
+            row, slot = inputs.rows[rank, number], inputs.slots[rank, number]
             assert last.slots[rank, row] == slot
             position = last.positions[rank, row]
-            assert plan.positions[rank, number] == position + 1
+            assert inputs.positions[rank, number] == position + 1
             seen = self._seen(self.plan.stage - 1, rank, row, slot, position, last, shape)
-            controls = dict(zip(Controls._fields, plan.controls[rank, number].tolist(), strict=True))
+            controls = dict(zip(Controls._fields, inputs.controls[rank, number].tolist(), strict=True))
             seed = controls["seed"] if controls["temperature"] else 0
-            tokens[rank, number] = next_token(seen, seed, controls["sample"])
-        for rank, number in np.argwhere(plan.slots >= 0):
-            self.last[plan.slots[rank, number]] = tokens[rank, number]
-        return Drawn(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
+            tokens[rank, number] = next_token(seen, seed, controls["completion"])
+        for rank, number in np.argwhere(inputs.slots >= 0):
+            self.last[inputs.slots[rank, number]] = tokens[rank, number]
+        return SampledTokens(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
 
-    def _compute(self, stage: int, plan: RowPlan, shape: Shape, arrived: Any) -> Any:
-        """Update tables, write tokens; -> the tokens by kind, in places that don't depend on the bucket."""
+    def _compute(self, stage: int, inputs: RowInputs, shape: Shape, arrived: Any) -> Any:
+        """Update tables and write tokens; returns the tokens by kind, padded to be independent of the bucket."""
         for rank in range(self.plan.context):
-            told = set()
-            for slot, entry, page, number in zip(*(part[rank] for part in plan[-4:]), strict=True):
+            entries = set()
+            for slot, entry, page, number in zip(*(part[rank] for part in inputs[-4:]), strict=True):
                 if slot >= 0:
-                    assert (slot, entry) not in told, "an entry of a page table is set twice, in no order"
-                    told.add((slot, entry))
+                    assert (slot, entry) not in entries, "an entry of a page table is set twice, in no order"
+                    entries.add((slot, entry))
                     self._set_entry(stage, rank, slot, entry, page, number)
         if stage == 0:
-            tokens = np.where(plan.tokens < 0, self.last[np.maximum(plan.slots, 0)], plan.tokens)
-            self.num_rows += int((plan.slots >= 0).sum())
+            tokens = np.where(inputs.tokens < 0, self.last[np.maximum(inputs.slots, 0)], inputs.tokens)
+            self.num_rows += int((inputs.slots >= 0).sum())
         else:
             parts = () if arrived is None else (arrived[0][kind][:, :count] for kind, count in enumerate(shape[:3]))
-            tokens = np.zeros_like(plan.tokens) if arrived is None else np.concatenate(list(parts), 1)
+            tokens = np.zeros_like(inputs.tokens) if arrived is None else np.concatenate(list(parts), 1)
         if shape.message:
-            self._check_message(stage, plan, shape)
+            self._check_message(stage, inputs, shape)
         sharded, others = shape.sharded, (shape.ranks - 1) * shape.sharded
         # As on a device, all rows are written before any is read.
         for rank in range(self.plan.context):
             written = np.concatenate([tokens[:, :sharded].reshape(-1), tokens[rank, sharded:]])
-            slots = np.concatenate([plan.slots[:, :sharded].reshape(-1), plan.slots[rank, sharded:]])
+            slots = np.concatenate([inputs.slots[:, :sharded].reshape(-1), inputs.slots[rank, sharded:]])
             assert len(written) == shape.written == others + shape.rows
-            own = plan.pages[rank] >= 0
-            assert (slots[own] >= 0).all()
-            self.pages[stage, rank, plan.pages[rank][own], plan.offsets[rank][own]] = written[own]
+            local = inputs.pages[rank] >= 0
+            assert (slots[local] >= 0).all()
+            self.pages[stage, rank, inputs.pages[rank][local], inputs.offsets[rank][local]] = written[local]
         ends, kinds = np.cumsum(shape[:3]), []
         for end, count in zip(ends, shape[:3], strict=True):
             kinds.append(np.pad(tokens[:, end - count : end], ((0, 0), (0, 1000))))
         seen: dict[Any, int] = {}
         if self.plan.stage > 1:
-            for rank, row in np.argwhere(plan.slots >= 0):
-                slot, position = plan.slots[rank, row], plan.positions[rank, row]
-                seen[slot, position] = next_token(self._seen(stage, rank, row, slot, position, plan, shape), 0, 0)
+            for rank, row in np.argwhere(inputs.slots >= 0):
+                slot, position = inputs.slots[rank, row], inputs.positions[rank, row]
+                seen[slot, position] = next_token(self._seen(stage, rank, row, slot, position, inputs, shape), 0, 0)
             assert arrived is None or seen == arrived[1], "what a row sees is not the same in every stage"
         return kinds, seen
 
-    def _check_message(self, stage: int, plan: RowPlan, shape: Shape) -> None:
-        """That pass-KV's message has room for all that is cached of the sharded sequences."""
-        slots, positions = plan.slots[:, : shape.sharded], plan.positions[:, : shape.sharded]
+    def _check_message(self, stage: int, inputs: RowInputs, shape: Shape) -> None:
+        """Check that pass-KV's message has room for all cached pages of the sharded sequences."""
+        slots, positions = inputs.slots[:, : shape.sharded], inputs.positions[:, : shape.sharded]
         asking = set(slots[slots >= 0].tolist())
-        assert set(plan.message_slots[0]) - {-1} == asking
+        assert set(inputs.message_slots[0]) - {-1} == asking
         for rank in range(self.plan.context):
             pages = 0
             for slot in asking:
-                numbers = self.numbers[stage, rank, slot]
+                numbers = self.page_index[stage, rank, slot]
                 pages += int(((numbers >= 0) & (numbers * self.page_size < positions[slots == slot].min())).sum())
             assert pages <= shape.message
 
     def _set_entry(self, stage: Any, rank: int, slot: int, entry: int, page: int, number: int) -> None:
-        self.table[stage, rank, slot, entry], self.numbers[stage, rank, slot, entry] = page, number
+        self.table[stage, rank, slot, entry], self.page_index[stage, rank, slot, entry] = page, number
 
     def _seen(
-        self, stage: int, rank: int, row: int, slot: int, position: int, plan: RowPlan, shape: Shape
+        self, stage: int, rank: int, row: int, slot: int, position: int, inputs: RowInputs, shape: Shape
     ) -> np.ndarray:
-        """The tokens up to a position that a row sees: on its rank, on those that share it, or on all."""
+        """The tokens up to a position that a row sees: on its rank, on the ranks that replicate it, or on all."""
         if row < shape.sharded:
             ranks = list(range(shape.ranks))
         elif row < shape.sharded + shape.replicated:
-            groups = plan.groups[rank].reshape(shape.ranks, shape.replicated)
+            groups = inputs.groups[rank].reshape(shape.ranks, shape.replicated)
             ranks = np.flatnonzero(groups[:, row - shape.sharded] == slot).tolist()
         else:
             ranks = [rank]
         seen = np.full(position + 1, -2)
         for other in ranks:
             before = -1
-            for page, number in zip(self.table[stage, other, slot], self.numbers[stage, other, slot], strict=True):
+            for page, number in zip(self.table[stage, other, slot], self.page_index[stage, other, slot], strict=True):
                 if number < 0 and shape.ranks > 1:
                     break
                 number = number if shape.ranks > 1 else before + 1
@@ -171,12 +171,12 @@ class FakeDevice:
                 part = self.pages[stage, other, page][: position + 1 - start]
                 assert (seen[start : start + len(part)] == -2).all(), "a page is on two ranks"
                 seen[start : start + len(part)] = part
-        assert (seen >= 0).all(), "a token that is not there"
+        assert (seen >= 0).all(), "a row sees a token that was not written"
         return seen
 
 
 class FakeExecutor(DeviceExecutor):
-    """In virtual time: a step takes as long as its rows say."""
+    """Runs fake devices in virtual time; the seconds of a step follow from its rows."""
 
     def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, seconds: float = 1e-3) -> None:
         def make(slots: int, entries: int, sections: tuple[int, int, int]) -> FakeDevice:

@@ -1,4 +1,4 @@
-"""One of several processes that run an engine, for tests: `process_main.py SCENARIO COORDINATOR PROCESSES ID JSON`."""
+"""Main program of a process in `test_processes`: `process_main.py SCENARIO COORDINATOR PROCESSES ID JSON`."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tu
 
 
 def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """Random requests, sessions, cancels; every token is compared with the dense oracle's."""
+    """Run random requests, sessions and cancels, and compare every token with the dense oracle's."""
     engine, oracle = make_engine(group, options)
     if not group.is_first:
         engine.follow()
@@ -31,14 +31,14 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     from workload import Workload
 
     print(describe_mesh(engine.mesh, group), file=sys.stderr)
-    # Compiling all that may be needed takes minutes here, where processes share cores: what is needed will do.
+    # Processes share cores here, so compiling all shapes would take minutes: "cold" compiles those that come up.
     engine._is_warm = options.get("cold", False)
     Workload(engine, options["seed"], oracle.continuation).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
 def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """Generates until something happens; says when it has begun, after so many events of a workload."""
+    """Generate until the process is ended; print "running" after the first `events` events of a workload."""
     engine, oracle = make_engine(group, options)
     if not group.is_first:
         engine.follow()
@@ -48,7 +48,7 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
 
         workload = Workload(engine, 0, oracle.continuation)
         workload.act(options["events"])
-        while engine.has_work:  # `finish` would empty the cache, in this process alone
+        while engine.has_work:  # without `finish`, which would empty the cache in this process only
             workload.step()
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     engine.generate(Request([1, 2, 3], params))
@@ -59,7 +59,7 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
 
 
 def differs(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """One process plans otherwise than the others."""
+    """Make one process plan otherwise than the others."""
     engine, _ = make_engine(group, options)
     if group.process_id == options["who"]:
         pool = engine.scheduler.pool
@@ -71,7 +71,7 @@ def differs(group: ProcessGroup, options: dict[str, Any]) -> None:
 
 
 def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """An error in one process."""
+    """Raise an error in one process, or let it stand still."""
     engine, _ = make_engine(group, options)
     if group.process_id == options["who"]:
         wait, count = engine._executor.wait, iter(range(1000))
@@ -91,13 +91,13 @@ def breaks(group: ProcessGroup, options: dict[str, Any]) -> None:
 
 
 def contradicts(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """Processes with different configurations."""
+    """Give the processes different configurations."""
     more = options["more"][group.process_id]
     make_engine(group, options, **more)
 
 
 def reads(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """A checkpoint: how many bytes of it this process reads, how many its devices have, and how many there are."""
+    """Load a checkpoint; print how many bytes this process reads, how many its devices hold, and its size."""
     from longctx.models import checkpoint_fingerprint, load_checkpoint
     from longctx.models.builtin import TINY
     from longctx.models.safetensors_reader import SafetensorsReader

@@ -1,4 +1,4 @@
-"""Processes that meet, as threads of one: all but `jax.distributed`."""
+"""Process groups whose processes are threads of the test: everything but `jax.distributed`."""
 
 import socket
 from collections.abc import Callable
@@ -18,13 +18,13 @@ def free_port() -> int:
 def meet(
     coordinator: str, num_processes: int, process_id: int, failure: float = 5.0, join: float = 60.0
 ) -> ProcessGroup:
-    act = rendezvous.lead if process_id == 0 else rendezvous.follow
-    terms = rendezvous.Terms(failure, join, rendezvous.ANY_PORT)
-    return act(ClusterEnv(coordinator, num_processes, process_id), terms, {"num_processes": num_processes})[0]
+    act = rendezvous.lead if process_id == 0 else rendezvous.join
+    options = rendezvous.RendezvousOptions(failure, join, rendezvous.ANY_PORT)
+    return act(ClusterEnv(coordinator, num_processes, process_id), options, {"num_processes": num_processes})[0]
 
 
-def together(num_processes: int, act: Callable[[ProcessGroup], Any], join: float = 60.0) -> list[Any]:
-    """What `act` returns in each process, or raises."""
+def run_processes(num_processes: int, act: Callable[[ProcessGroup], Any], join: float = 60.0) -> list[Any]:
+    """Run `act` in each process of a group; returns what each returned or raised."""
     coordinator = f"127.0.0.1:{free_port()}"
 
     def run(process_id: int) -> Any:
@@ -35,6 +35,8 @@ def together(num_processes: int, act: Callable[[ProcessGroup], Any], join: float
 
 
 def in_threads(acts: list[Callable[[], Any]]) -> list[Any]:
+    """Run callables at the same time; returns what each returned or raised."""
+
     def outcome(act: Callable[[], Any]) -> Any:
         try:
             return act()

@@ -1,4 +1,4 @@
-"""The engine on a device: every request gets the tokens that it would get alone, computed densely."""
+"""The engine on one device: every request gets the tokens that a dense computation of it alone gives."""
 
 from collections import Counter
 from pathlib import Path
@@ -22,16 +22,16 @@ PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (1, 8, 33, 17, 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def test_the_oracle_varies() -> None:
+def test_tokens_of_the_oracle_vary() -> None:
     assert min(len(set(continuation(prompt, GREEDY))) for prompt in PROMPTS) > 3
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"chunking": "static:9"}, {"run_ahead": 1}, {"run_ahead": 5, "admission": "optimistic"}]
 )
-def test_batches_and_chunks_do_not_matter(options: dict) -> None:
+def test_tokens_do_not_depend_on_batches_or_chunks(options: dict) -> None:
     engine = make_engine(**options)
-    for _ in range(2):  # the second time with prefix hits
+    for _ in range(2):  # the second time finds the prompts in the cache
         outputs = engine.generate(PROMPTS, GREEDY)
         assert all(agrees(x.token_ids, prompt, GREEDY) for x, prompt in zip(outputs, PROMPTS, strict=True))
     assert [x.metrics.cached_tokens for x in outputs] == [0, 0, 32, 16, 64]
@@ -39,7 +39,7 @@ def test_batches_and_chunks_do_not_matter(options: dict) -> None:
     assert all(agrees(x.token_ids, prompt, GREEDY) for x, prompt in zip(alone, PROMPTS, strict=True))
 
 
-def test_what_was_put_back_is_computed_again() -> None:
+def test_preempted_requests_are_recomputed() -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     engine = make_engine(admission="optimistic", prefix_cache=False)
     prompts = [prompt[:17] for prompt in PROMPTS[1:]]
@@ -49,7 +49,7 @@ def test_what_was_put_back_is_computed_again() -> None:
     assert all(agrees(x.token_ids, prompt, params) for x, prompt in zip(outputs, prompts, strict=True))
 
 
-def test_draws_depend_on_the_seed_alone() -> None:
+def test_sampled_tokens_depend_on_the_seed_only() -> None:
     params = [
         SamplingParams(max_tokens=12, temperature=1.5, top_k=20, seed=1, ignore_eos=True),
         SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True),
@@ -67,7 +67,7 @@ def test_draws_depend_on_the_seed_alone() -> None:
     assert engine.generate(PROMPTS[0], other)[0].token_ids != expected[0]
 
 
-def test_seeds_that_the_engine_draws_can_be_repeated() -> None:
+def test_engine_seeds_reproduce_sampled_tokens() -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     first, again, other = (
         [x.token_ids for x in make_engine(seed=seed).generate([PROMPTS[1]] * 2, params)] for seed in (0, 0, 1)
@@ -85,7 +85,7 @@ def test_seeds_that_the_engine_draws_can_be_repeated() -> None:
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
 )
-def test_random_workloads(
+def test_random_workloads_give_the_oracles_tokens(
     seed: int, run_ahead: int, admission: str, prefix_cache: bool, policy: str, chunking: str
 ) -> None:
     engine = make_engine(
@@ -103,14 +103,14 @@ def test_nothing_compiles_after_warm_up() -> None:
         compiled[event] += event == "/jax/core/compile/backend_compile_duration"
 
     for params in [GREEDY, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2)]:
-        for prompt in PROMPTS:  # what the oracle would compile
+        for prompt in PROMPTS:  # the oracle compiles programs too
             continuation(prompt, params)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         Workload(engine, 5, oracle=continuation).run(150)
         engine.generate(PROMPTS, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2))
         assert not +compiled
-        jax.jit(lambda x: x + 1)(np.ones(3))  # so the listener does hear of what compiles
+        jax.jit(lambda x: x + 1)(np.ones(3))  # the listener is notified of a compilation
         assert +compiled
     finally:
         jax.monitoring.clear_event_listeners()
@@ -121,8 +121,8 @@ def dense_logprobs(params: dict, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_logprobs(dtype: object) -> None:
-    """Of prompt and output, the prompt read in several chunks; in bf16 within the house's rule."""
+def test_logprobs_match_a_dense_computation(dtype: object) -> None:
+    """The prompt is prefilled in several chunks; bf16 is within 2.5 x the error of a dense run plus 2e-3."""
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     prompt = PROMPTS[4]
     (output,) = make_engine(params, buckets=(32,)).generate(
@@ -131,9 +131,9 @@ def test_logprobs(dtype: object) -> None:
     tokens = np.array(prompt + output.token_ids)
     exact = dense_logprobs(jax.tree.map(lambda x: x.astype(jnp.float32), params), tokens)
     allowed = 1e-4 if dtype == jnp.float32 else 2.5 * np.abs(dense_logprobs(params, tokens) - exact).max() + 2e-3
-    told = [*(output.prompt_logprobs or []), *(output.logprobs or [])]
-    assert len(told) == len(tokens) - 1
-    for position, (logprob, top) in enumerate(told, 1):
+    logprobs = [*(output.prompt_logprobs or []), *(output.logprobs or [])]
+    assert len(logprobs) == len(tokens) - 1
+    for position, (logprob, top) in enumerate(logprobs, 1):
         before = exact[position - 1]
         assert abs(logprob - before[tokens[position]]) <= allowed
         assert len(top) == (2 if position < len(prompt) else 3)
@@ -154,7 +154,7 @@ def test_logprobs(dtype: object) -> None:
     ],
     ids=str,
 )
-def test_as_transformers(case: Case, plan: ParallelPlan, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(case: Case, plan: ParallelPlan, tmp_path: Path) -> None:
     reference = case.write(tmp_path)
     mesh = make_mesh(plan.stage, plan.context, plan.tensor)
     model, params = load_checkpoint(tmp_path, mesh)
@@ -192,8 +192,8 @@ def test_text_ends_at_stop_strings_and_stop_tokens() -> None:
     assert whole.finish_reason == "length"
 
 
-def test_requests_of_all_kinds_at_once() -> None:
-    """A conversation, samples, a cancel in the middle, and text: in one batch."""
+def test_a_cancel_leaves_the_other_requests_of_a_batch_alone() -> None:
+    """A request is cancelled in the middle of a batch, and the others end as usual."""
     engine = make_engine()
     ids = [engine.submit(Request(prompt, GREEDY)) for prompt in PROMPTS[:4]]
     engine.step()

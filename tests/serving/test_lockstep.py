@@ -1,4 +1,4 @@
-"""Engines on paper that decide alike: what is told to them, and what happens when one doesn't."""
+"""Lockstep of engines on fake devices: they decide alike from small messages; all end when one decides otherwise."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from fake_device import make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_threads import together
+from process_threads import run_processes
 from workload import Workload
 
 from longctx.serving import ParallelPlan, Request, SamplingParams
@@ -25,7 +25,7 @@ from longctx.serving.distributed import ProcessGroup
     policy=st.sampled_from(["fcfs", "ilrs", "lrs"]),
     chunking=st.sampled_from(["static", "adaptive"]),
 )
-def test_all_decide_alike(
+def test_all_processes_decide_alike(
     seed: int, processes: int, plan: ParallelPlan, admission: str, policy: str, chunking: str
 ) -> None:
     def act(group: ProcessGroup) -> Any:
@@ -37,13 +37,13 @@ def test_all_decide_alike(
         decisions, stats = engine._lockstep.decisions, engine.stats()
         return decisions.digest, decisions.count, stats.steps, stats.output_tokens, stats.preemptions
 
-    first, *others = together(processes, act)
+    first, *others = run_processes(processes, act)
     assert not isinstance(first, Exception), first
     assert others == [first] * len(others)
 
 
-def test_messages_do_not_grow_with_contexts() -> None:
-    """A step's message is as long for long prompts as for short ones, but for the one that brings the prompt."""
+def test_step_messages_do_not_grow_with_context() -> None:
+    """Only the message that carries the prompt is longer for a longer prompt."""
 
     def act(group: ProcessGroup) -> Any:
         engine = make_engine(40, group=group)
@@ -59,12 +59,12 @@ def test_messages_do_not_grow_with_contexts() -> None:
                 sizes.setdefault(length, []).append(group._channel.bytes_sent - before)
         return sizes
 
-    sizes = together(2, act)[0]
+    sizes = run_processes(2, act)[0]
     assert sizes[100][0] - sizes[2][0] >= 4 * 98
     assert max(sizes[100][1:]) < 160
 
 
-def test_one_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     def act(group: ProcessGroup) -> None:
         engine = make_engine(group=group)
         if group.process_id == 2:
@@ -75,21 +75,21 @@ def test_one_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.
         else:
             engine.follow()
 
-    together(3, act, join=3)
+    run_processes(3, act, join=3)
     assert no_exit.count(70) == 3
-    told = capsys.readouterr().err
-    assert told.count("process 2") >= 3
+    logged = capsys.readouterr().err
+    assert logged.count("process 2") >= 3
     for process in (0, 1, 2):
-        (mine,) = [text for text in told.split("longctx: ") if text.startswith(f"process {process} ")]
+        (mine,) = [text for text in logged.split("longctx: ") if text.startswith(f"process {process} ")]
         assert "decided otherwise than process 0 within 16 steps" in mine
-        assert mine.count("computes slot") >= 4  # of both
+        assert mine.count("computes slot") >= 4  # its own decisions, and those of process 0 or 2
 
 
-def test_configurations_have_to_be_the_same() -> None:
+def test_different_configurations_are_refused_in_every_process() -> None:
     def act(group: ProcessGroup) -> None:
         make_engine(group=group, policy=("ilrs", "fcfs")[group.process_id], run_ahead=2 + group.process_id)
 
-    for error in together(2, act):
+    for error in run_processes(2, act):
         assert isinstance(error, ValueError)
         assert "policy: 'ilrs' in process 0, 'fcfs' in process 1; run_ahead: 2 in process 0, 3" in str(error)
 
@@ -109,4 +109,4 @@ def test_followers_take_no_requests() -> None:
                 engine.cancel("request-0")
             engine.follow()
 
-    assert together(2, act) == [None, None]
+    assert run_processes(2, act) == [None, None]

@@ -1,4 +1,4 @@
-"""Engines on meshes of CPU devices: under every plan the tokens of one device, in float32."""
+"""Engines on meshes of CPU devices: every plan gives the tokens of one device, in float32."""
 
 import functools
 import itertools
@@ -18,26 +18,26 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 
 POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) <= 8]
 ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
-WAYS = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
-ALL = [(sizes, way) for sizes in POWERS + ODD for way in (WAYS if sizes[1] > 1 else WAYS[:1])]
-# The others are slow. Beside these, all three axes at once in random workloads, and sessions under "auto".
+STRATEGIES = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
+ALL = [(sizes, strategy) for sizes in POWERS + ODD for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])]
+# The other cases are slow. Random workloads below use all three axes at once, and sessions use "auto".
 SOME = [((1, 3, 1), ("interleave", "pass_kv"))]
 
 
 @functools.cache
 def oracle_of(stage: int, tensor: int) -> Oracle:
-    """Of a model that can be spread so: 2 KV heads, repeated where there are more devices; or as many as devices."""
+    """The oracle of a model that these sizes divide: 2 KV heads, repeated on more devices, or one for each device."""
     heads = {3: (6, 3, 48), 5: (5, 1, 60)}.get(tensor, (8, 2, 48))
     return Oracle(make_model(stage, *heads))
 
 
-def spread_engine(plan: ParallelPlan, **options: object) -> Engine:
+def make_mesh_engine(plan: ParallelPlan, **options: object) -> Engine:
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
     return make_engine(None, oracle_of(plan.stage, plan.tensor), plan, **(shapes | options))
 
 
-class Recorded:
-    """What an engine's steps consisted of."""
+class ChunkRecorder:
+    """Records the chunks of an engine's steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.chunks: list[Chunk] = []
@@ -50,7 +50,7 @@ class Recorded:
         engine._executor.submit = record  # type: ignore[method-assign]
 
     def grew(self, decodes: bool) -> bool:
-        """Whether a sequence took on one more rank in the midst of its prompt, or of its decodes."""
+        """Whether a sequence grew onto one more rank during its prefill, or during its decodes."""
         ranks: dict[str, tuple[int, ...]] = {}
         for chunk in self.chunks:
             name = chunk.sequence.name
@@ -61,11 +61,11 @@ class Recorded:
         return False
 
 
-def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, events: int = 150) -> None:
-    placement, exchange = way
+def check(sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int = 0, events: int = 150) -> None:
+    placement, exchange = strategy
     plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
-    engine = spread_engine(plan)
-    recorded = Recorded(engine)
+    engine = make_mesh_engine(plan)
+    recorded = ChunkRecorder(engine)
     Workload(engine, seed, oracle_of(plan.stage, plan.tensor).continuation).run(events)
     kinds = {
         "sharded" if chunk.sharded else "replicated" if len(chunk.ranks) > 1 else "local" for chunk in recorded.chunks
@@ -80,19 +80,23 @@ def check(sizes: tuple[int, int, int], way: tuple[str, str], seed: int = 0, even
         assert recorded.grew(decodes=False) or exchange == "auto"
 
 
-@pytest.mark.parametrize(("sizes", "way"), SOME, ids=str)
-def test_tokens_are_those_of_one_device(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
-    """Prompts and decodes mixed, sessions, shared prefixes, several samples, cancels."""
-    check(sizes, way, events=25)
+@pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
+def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
+    """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
+    check(sizes, strategy, events=25)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "way"), [case for case in ALL if case not in SOME], ids=str)
-def test_tokens_on_every_mesh(sizes: tuple[int, int, int], way: tuple[str, str]) -> None:
-    check(sizes, way)
+@pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
+def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
+    check(sizes, strategy)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [STRATEGIES[0], *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in STRATEGIES[1:])],
+    ids=str,
+)
 @settings(max_examples=2)
 @given(
     seed=st.integers(0, 2**20),
@@ -102,24 +106,24 @@ def test_tokens_on_every_mesh(sizes: tuple[int, int, int], way: tuple[str, str])
     rank_tokens=st.sampled_from([8, 16, 40]),
 )
 def test_random_workloads_on_all_three_axes(
-    way: tuple[str, str], seed: int, run_ahead: int, admission: str, policy: str, rank_tokens: int
+    strategy: tuple[str, str], seed: int, run_ahead: int, admission: str, policy: str, rank_tokens: int
 ) -> None:
-    plan = ParallelPlan(2, 2, 2, exchange=way[1], placement=way[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
-    engine = spread_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
+    plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
+    engine = make_mesh_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
     Workload(engine, seed, oracle_of(2, 2).continuation).run(30)
 
 
-def test_four_turns_whatever_made_their_pages() -> None:
+def test_four_turns_of_a_session_find_their_pages() -> None:
     """A session's pages stay where they are between turns, and each turn's prompt finds them."""
     plan = ParallelPlan(1, 2, 1, exchange="auto", rank_tokens=12)
-    engine, oracle = spread_engine(plan), oracle_of(1, 1)
-    recorded, params = Recorded(engine), SamplingParams(max_tokens=7, ignore_eos=True)
+    engine, oracle = make_mesh_engine(plan), oracle_of(1, 1)
+    recorded, params = ChunkRecorder(engine), SamplingParams(max_tokens=7, ignore_eos=True)
     conversation: list[int] = []
     for turn, length in enumerate((40, 3, 30, 1)):
         conversation += [(7 * i + turn) % 50 for i in range(length)]
         (output,) = engine.generate([Request(list(conversation), params, session_id="s")])
         assert output.token_ids == oracle.continuation(conversation, params)
-        # The last token of a turn was never an input, and nothing else is computed again.
+        # The last token of a turn was never an input; everything else is found in the cache.
         assert output.metrics.cached_tokens == (len(conversation) - length - 1 if turn else 0)
         conversation += output.token_ids
     assert {chunk.sharded for chunk in recorded.chunks} == {False, True}
@@ -128,7 +132,7 @@ def test_four_turns_whatever_made_their_pages() -> None:
 @pytest.mark.slow
 def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) -> None:
     plan = ParallelPlan(1, 2, 1, exchange="kvp", rank_tokens=8)
-    engine = spread_engine(plan)
+    engine = make_mesh_engine(plan)
     engine.warm_up()
     with jax.log_compiles():
         Workload(engine, 1, oracle_of(1, 1).continuation).run(40)
@@ -137,8 +141,11 @@ def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2)), 3])
-def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the embedding, of a layer's two products, of the last stage's rows. (A missing one, types see.)"""
+def test_a_doubled_psum_changes_the_logprobs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubles the psum of the embedding, of a layer's two products, or of the last stage's rows, by number.
+
+    A missing psum needs no test, as it is a type error in `shard_map`.
+    """
     sums = itertools.count()
     psum = tensor.psum
 
@@ -152,7 +159,7 @@ def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     def error() -> float:
         jax.clear_caches()
-        (output,) = spread_engine(plan).generate([prompt], params)
+        (output,) = make_mesh_engine(plan).generate([prompt], params)
         return abs(output.logprobs[0].logprob - expected)
 
     assert error() < 1e-4
@@ -162,4 +169,4 @@ def test_a_doubled_sum_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert error() > 1e-3
     finally:
         jax.clear_caches()
-    assert next(sums) > number, "there is no such sum"
+    assert next(sums) > number, "the number of psums is smaller"

@@ -1,4 +1,4 @@
-"""Engines spread over stages and ranks, on paper: right tokens under every plan, nothing lost or read early."""
+"""Engines on fake devices of many stages and ranks: right tokens under every plan, nothing lost or read early."""
 
 import bisect
 import dataclasses
@@ -17,7 +17,7 @@ from longctx.parallel import make_mesh
 from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.engine.resolve import check_memory, param_bytes
 from longctx.serving.executor import exchange_rule
-from longctx.serving.kv_cache.placement import Grown, Interleaved, Need, Placer
+from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
 from longctx.serving.scheduler.batch import Batch
@@ -48,7 +48,7 @@ PLANS = st.builds(
     policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
 )
-def test_random_workloads(
+def test_random_workloads_give_the_oracles_tokens(
     plan: ParallelPlan,
     seed: int,
     num_pages: int,
@@ -76,8 +76,8 @@ def test_random_workloads(
 
 @pytest.mark.parametrize("placement", ["grow", "interleave"])
 @pytest.mark.parametrize("admission", ["reserve", "optimistic"])
-def test_thousands_of_events(admission: str, placement: str) -> None:
-    """With pools so small that memory decides what runs."""
+def test_thousands_of_events_with_little_memory(admission: str, placement: str) -> None:
+    """The pools are so small that memory limits what runs."""
     plan = ParallelPlan(2, 3, exchange="auto", placement=placement, rank_tokens=30)
     engine = make_engine(36, 2, plan, admission=admission, buckets=(4, 16))
     workload = Workload(engine, 3)
@@ -89,7 +89,7 @@ def test_thousands_of_events(admission: str, placement: str) -> None:
 
 
 def test_a_prompt_goes_through_the_stages_without_gaps() -> None:
-    """M chunks take M + S - 1 steps; S * (S - 1) times a stage is idle."""
+    """M chunks take M + S - 1 steps, and stages are idle S * (S - 1) times in all."""
     stages, chunks = 4, 7
     engine = make_engine(60, 2, ParallelPlan(stages))
     batches = record(engine)
@@ -100,8 +100,8 @@ def test_a_prompt_goes_through_the_stages_without_gaps() -> None:
     assert engine.stats().idle_stage_steps == stages * (stages - 1)
 
 
-def test_others_fill_the_gaps_of_decodes() -> None:
-    """A long prompt beside short requests and decodes: stages are idle at the beginning and at the end alone."""
+def test_other_requests_fill_the_gaps_of_decodes() -> None:
+    """With a long prompt, short requests and decodes, stages are idle only at the beginning and at the end."""
     stages = 4
     engine = make_engine(300, 2, ParallelPlan(stages))
     batches = record(engine)
@@ -119,8 +119,8 @@ def test_others_fill_the_gaps_of_decodes() -> None:
     assert after <= 4 * stages
 
 
-def test_completions_of_a_prompt_that_are_preempted() -> None:
-    """Under every number of stages, with memory that runs out again and again."""
+def test_preempted_completions_of_a_prompt_are_recomputed() -> None:
+    """Memory runs out again and again, with 1, 3 and 4 stages."""
     for stages in (1, 3, 4):
         engine = make_engine(14, 2, ParallelPlan(stages), admission="optimistic", prefix_cache=stages != 3)
         params = SamplingParams(max_tokens=8, temperature=1.0, n=2, seed=5, ignore_eos=True)
@@ -131,7 +131,7 @@ def test_completions_of_a_prompt_that_are_preempted() -> None:
         assert engine.stats().preemptions > 0
 
 
-def test_found_pages_that_leave_no_room_for_the_rest_are_computed_again() -> None:
+def test_cached_pages_that_leave_no_room_for_the_rest_are_recomputed() -> None:
     engine = make_engine(4, 4, ParallelPlan(1, 2, placement="interleave"))
     first = Request([1] * 9, SamplingParams(max_tokens=7, ignore_eos=True))
     for prompt in ([1] * 9, [2] * 3, [1] * 12, [1] * 20):
@@ -140,7 +140,7 @@ def test_found_pages_that_leave_no_room_for_the_rest_are_computed_again() -> Non
 
 
 def test_a_token_comes_after_all_stages() -> None:
-    """So a sequence decodes once in as many steps, and others fill the steps between."""
+    """A sequence decodes once in as many steps as there are stages, and others fill the steps between."""
     stages = 3
     engine = make_engine(60, 2, ParallelPlan(stages))
     batches = record(engine)
@@ -171,14 +171,14 @@ def test_in_flight_rows_grow_by_one_bucket_in_as_many_steps_as_stages() -> None:
     sizes = [
         bisect.bisect_left(buckets, batch.num_tokens) if batch.chunks else -1 for batch in batches[begin - stages :]
     ]
-    shapes = [max(sizes[max(0, i - stages + 1) : i + 1]) for i in range(len(sizes))]  # of a step: its stages' largest
+    shapes = [max(sizes[max(0, i - stages + 1) : i + 1]) for i in range(len(sizes))]  # a step's largest
     for i in range(stages, len(shapes)):
         assert shapes[i] <= max(shapes[i - stages], 0) + 1
     assert max(shapes) == len(buckets) - 1
 
 
-def test_short_requests_go_where_there_is_least_to_do() -> None:
-    """While ranks cooperate on nothing, each batches its own."""
+def test_short_requests_go_to_the_least_loaded_rank() -> None:
+    """While no request spans ranks, each rank batches requests of its own."""
     engine = make_engine(60, 2, ParallelPlan(1, 3, exchange="kvp"))
     batches = record(engine)
     prompts = [[i] * 12 for i in range(6)]
@@ -193,7 +193,7 @@ def test_short_requests_go_where_there_is_least_to_do() -> None:
 
 
 def record(engine: Engine) -> list[Batch]:
-    """The batches that an engine submits from now on."""
+    """Record the batches that an engine submits from now on."""
     batches: list[Batch] = []
     submit = engine._executor.submit
 
@@ -215,7 +215,9 @@ def record(engine: Engine) -> list[Batch]:
         (ParallelPlan(1, 1, 4), {"num_heads": 12, "num_kv_heads": 6}, 8, "6 KV heads or be a multiple of them, got 4"),
     ],
 )
-def test_plans_that_do_not_fit(plan: ParallelPlan, model: dict[str, int], devices: int, message: str) -> None:
+def test_plans_that_do_not_suit_a_model_are_refused(
+    plan: ParallelPlan, model: dict[str, int], devices: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan.check(dataclasses.replace(MODEL.config, **model), devices)
 
@@ -230,13 +232,13 @@ def test_plans_that_do_not_fit(plan: ParallelPlan, model: dict[str, int], device
         ({"rank_tokens": 0}, ValueError, "rank_tokens must be"),
     ],
 )
-def test_what_is_no_plan(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_plans_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ParallelPlan(**options)
 
 
 class Gpu:
-    """That has so many bytes."""
+    """A GPU of `limit` bytes, a tenth of them in use."""
 
     platform, device_kind = "gpu", "tiny"
 
@@ -247,7 +249,7 @@ class Gpu:
         return {"bytes_limit": self.limit, "bytes_in_use": self.limit // 10}
 
 
-def test_what_does_not_fit_into_memory() -> None:
+def test_parameters_and_pages_that_exceed_memory_are_refused() -> None:
     mesh = make_mesh(2, 1, 2)
     needed = param_bytes(MODEL, mesh, np.float32)
     check_memory(MODEL, mesh, np.float32, Gpu(needed))  # type: ignore[arg-type]
@@ -256,17 +258,17 @@ def test_what_does_not_fit_into_memory() -> None:
             check_memory(MODEL, mesh, np.float32, Gpu(limit), pages, 4)  # type: ignore[arg-type]
 
 
-def test_room_for_pages_beside_what_is_yet_to_be_placed() -> None:
+def test_default_num_pages_leaves_room_for_reserved_bytes() -> None:
     page = page_bytes(8, 4, np.float32)
-    for besides, pages in ((0, 81), (100 * page // 2, 36)):
-        assert default_num_pages(8, 4, np.float32, Gpu(100 * page), 1000, besides) == pages  # type: ignore[arg-type]
+    for reserved_bytes, pages in ((0, 81), (100 * page // 2, 36)):
+        assert default_num_pages(8, 4, np.float32, Gpu(100 * page), 1000, reserved_bytes) == pages  # type: ignore[arg-type]
     assert default_num_pages(8, 4, np.float32, Gpu(100 * page), 7) == 7  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no memory left for a page of 4 tokens"):
         default_num_pages(8, 4, np.float32, Gpu(100 * page), 7, 95 * page)  # type: ignore[arg-type]
 
 
-def test_there_is_room_for_what_is_on_a_rank_of_its_own() -> None:
-    """A prompt that will span two ranks, beside a step's worth of another's rows on the second of them."""
+def test_a_rank_has_room_beside_rows_on_other_ranks() -> None:
+    """A prompt will span two ranks, and another one fills a step of the second of them."""
     step = StepBudget(
         ParallelPlan(context=2, exchange="kvp"), 16, CurvePredictor((1, 2), (0.0, 0.0), 0.0, 0.0, 0.0), 64, []
     )
@@ -276,35 +278,3 @@ def test_there_is_room_for_what_is_on_a_rank_of_its_own() -> None:
     assert step.room(here) == 64
     step.take(here, 64)
     assert step.room(here) == step.room(there) == 0
-
-
-@given(stop=st.integers(0, 30), first=st.integers(0, 30), home=st.integers(0, 3), seed=st.integers(0, 1000))
-def test_placements_count_what_they_place(stop: int, first: int, home: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    starts = sorted({0, *rng.integers(1, 30, 3).tolist()})
-    for placement in (Interleaved(4, home), Grown(4, [(at, int(rng.integers(4))) for at in starts])):
-        ranks = [placement.rank(number) for number in range(80)]
-        assert placement.counts(first, stop) == [ranks[first:stop].count(rank) for rank in range(4)]
-        some = tuple(set(ranks[first : first + 2]))
-        other = next((number for number in range(first, 80) if ranks[number] not in some), np.inf)
-        assert placement.until(first, some) == other
-
-
-@given(
-    pages=st.integers(1, 60),
-    limit=st.sampled_from([1, 3, 10, np.inf]),
-    seed=st.integers(0, 1000),
-    interleave=st.booleans(),
-)
-def test_what_is_placed_fits_and_what_fits_is_placed(pages: int, limit: float, seed: int, interleave: bool) -> None:
-    rng = np.random.default_rng(seed)
-    available, load = rng.integers(0, 40, 3).tolist(), rng.random(3).tolist()
-    placement = Placer(3, interleave, limit).place(0, Need(0, pages, (0, 0, 0), None), available, load)
-    if placement is None:
-        assert interleave or sum(available) < pages
-        return
-    needed = placement.counts(0, pages)
-    assert sum(needed) == pages
-    assert all(x <= y for x, y in zip(needed, available, strict=True))
-    if not interleave and limit * 3 >= pages and min(available) >= limit:
-        assert max(needed) <= limit

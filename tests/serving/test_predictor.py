@@ -1,4 +1,4 @@
-"""The runtime predictor: sums, fits, what is refused, and the published tables where they are."""
+"""Predictors: their sums and fits, what they refuse, and the published tables if they are on this machine."""
 
 import dataclasses
 import json
@@ -22,9 +22,9 @@ from longctx.serving.predictor.tables import (
     curve,
     fit_attention,
     from_tables,
-    layer_seconds,
     milliseconds,
     read_table,
+    seconds_per_layer,
 )
 
 TILES = (1, 16, 64, 256)
@@ -39,7 +39,7 @@ PROGRAMS = RuntimePredictor(
 CURVE = CurvePredictor((1, 128, 512), (5e-3, 6e-3, 2e-2), 3e-8, 1e-7, 1e-4)
 
 
-def test_work_is_that_of_the_chunks() -> None:
+def test_work_adds_up_over_chunks() -> None:
     work = Work.of([(99, 1, True), (1000, 50, False), (0, 1, True)])
     assert work == Work(2, 2, 101).with_chunk(1000, 50, False)
     assert work == Work().with_chunk(99, 1, True).with_chunk(1000, 50, False).with_chunk(0, 1, True)
@@ -48,7 +48,7 @@ def test_work_is_that_of_the_chunks() -> None:
 
 
 @given(start=st.integers(0, 10**7), count=st.integers(2, 5000))
-def test_a_chunk_is_cut_into_tiles(start: int, count: int) -> None:
+def test_a_chunk_is_split_into_tiles(start: int, count: int) -> None:
     tiles, expected = (1, 16, 64, 256), [0, 0, 0, 0]
     for first in range(0, count, 256):
         size = min(256, count - first)
@@ -58,7 +58,7 @@ def test_a_chunk_is_cut_into_tiles(start: int, count: int) -> None:
 
 @pytest.mark.parametrize("predictor", [PROGRAMS, CURVE])
 @given(start=st.integers(0, 10**6), length=st.integers(1, 20_000), chunk=st.integers(1, 512))
-def test_a_prompt_takes_what_its_steps_take(
+def test_prefill_seconds_equal_the_sum_of_its_steps(
     predictor: RuntimePredictor | CurvePredictor, start: int, length: int, chunk: int
 ) -> None:
     stop = start + length
@@ -67,14 +67,14 @@ def test_a_prompt_takes_what_its_steps_take(
         for at in range(start, stop, chunk)
     ]
     found = predictor.prefill_seconds(start, stop, chunk)
-    # A prompt that is cut evenly into chunks of one token sees decode_keys; else sums are the same.
+    # Chunks of one token count as decode_keys; otherwise the sums are the same.
     assert found == pytest.approx(sum(steps), rel=1e-9)
     assert predictor.prefill_seconds(stop, stop, chunk) == 0
     assert predictor.seconds(Work()) == 0
 
 
 @given(seed=st.integers(0, 2**20))
-def test_a_fit_finds_what_times_were_made_of(seed: int) -> None:
+def test_a_fit_finds_the_coefficients_of_the_times(seed: int) -> None:
     rng = np.random.default_rng(seed)
     works = []
     for _ in range(200):
@@ -85,7 +85,7 @@ def test_a_fit_finds_what_times_were_made_of(seed: int) -> None:
     measured = [(work, PROGRAMS.seconds(work)) for work in works if work.rows]
     found = fit(measured, (8, 128, 512), TILES)
     assert np.abs(relative_errors(found, measured)).max() < 1e-6
-    # Beyond what it was fitted to, and despite noise.
+    # It extrapolates, despite noise.
     noisy = [(work, seconds * float(rng.uniform(0.9, 1.1))) for work, seconds in measured]
     far = [Work(20, 20, 10**6).with_chunk(10**6, 300, True), Work().with_chunk(500_000, 512, True)]
     errors = relative_errors(fit(noisy, (8, 128, 512), TILES), [(work, PROGRAMS.seconds(work)) for work in far])
@@ -94,7 +94,7 @@ def test_a_fit_finds_what_times_were_made_of(seed: int) -> None:
     assert all(x >= 0 for program in noisy_programs for x in (program.fixed, *program.per_key, program.per_sample))
 
 
-def test_fit_refuses() -> None:
+def test_fit_refuses_incomplete_measurements() -> None:
     good = (Work(4, 1, 10), 1.0)
     with pytest.raises(ValueError, match="no batch for the buckets of \\[16\\] rows"):
         fit([good], (8, 16), TILES)
@@ -115,7 +115,7 @@ def test_fit_refuses() -> None:
         ({"rows": 0}, "positive"),
     ],
 )
-def test_programs_refuse(change: dict, message: str) -> None:
+def test_invalid_programs_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PROGRAMS.programs[0], **change)
     with pytest.raises(ValueError, match="ascending numbers of rows"):
@@ -124,7 +124,7 @@ def test_programs_refuse(change: dict, message: str) -> None:
         PROGRAMS.seconds(Work(513))
 
 
-def test_what_is_no_predictor() -> None:
+def test_invalid_predictors_are_refused() -> None:
     assert check_predictor(CURVE, 512) is CURVE
     with pytest.raises(TypeError, match="predictor must have `seconds` and `prefill_seconds`, got 3"):
         check_predictor(3, 512)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_what_is_no_predictor() -> None:
             check_predictor(fake, 512)
 
 
-def test_correction_follows_a_device_that_is_slower_and_no_accident() -> None:
+def test_correction_follows_a_slower_device_and_ignores_outliers() -> None:
     corrected = Corrected(CURVE)
     work = Work().with_chunk(1000, 100, True)
     for _ in range(20):
@@ -155,7 +155,7 @@ def test_correction_follows_a_device_that_is_slower_and_no_accident() -> None:
     assert corrected.factor == 1
 
 
-def test_roofline_is_the_arithmetic_of_the_data_sheet() -> None:
+def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
     sheet = Hardware(300e12, 100e9, memory_bandwidth=2e12)
     predictor = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0)
     # Llama-3 8B has 6.98e9 weights in its layers, and 5.25e8 in its head.
@@ -166,7 +166,7 @@ def test_roofline_is_the_arithmetic_of_the_data_sheet() -> None:
     attention = 4 * 32 * 32 * 128 * pairs / 300e12 + 2 * 32 * 8 * 128 * 2 * keys / 2e12
     chunk = Work().with_chunk(0, 4096, False)
     assert predictor.seconds(chunk) - predictor.seconds(Work(4096)) == pytest.approx(attention)
-    # A stage of two has half of the layers; a device of eight an eighth of their weights, and reduces.
+    # One of two stages has half of the layers; one of eight devices has an eighth of their weights, and all-reduces.
     half = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, stage=2)
     assert half.seconds(chunk) == pytest.approx(predictor.seconds(chunk) / 2, rel=0.05)
     eighth = roofline(LLAMA_8B, sheet, 4096, efficiency=1.0, tensor=8)
@@ -180,7 +180,7 @@ def test_roofline_is_the_arithmetic_of_the_data_sheet() -> None:
         roofline(LLAMA_8B, sheet, 512, efficiency=0.0)
 
 
-def test_a_profile_is_of_one_engine(tmp_path: Path) -> None:
+def test_a_profile_is_valid_for_one_engine(tmp_path: Path) -> None:
     file, subject = tmp_path / "profile.json", {"num_layers": 4, "buckets": (8, 128, 512)}
     save_profile(file, PROGRAMS, subject, {"error": 0.05})
     assert load_profile(file, subject) == PROGRAMS
@@ -191,20 +191,20 @@ def test_a_profile_is_of_one_engine(tmp_path: Path) -> None:
         load_profile(file, subject | {"device": "TPU"})
     for wrong in ("{}", "nonsense", '{"format": "other"}', file.read_text().replace('"fixed": ', '"fixed": -')):
         file.write_text(wrong)
-        with pytest.raises(ValueError, match="is no profile as `longctx profile` writes it"):
+        with pytest.raises(ValueError, match="is not a profile as `longctx profile` writes it"):
             load_profile(file, subject)
     with pytest.raises(OSError, match="nowhere"):
         load_profile(tmp_path / "nowhere", subject)
 
 
-# Published measurements of others, which are not part of this project.
+# Published measurements by others, which are not part of this repository.
 
 VIDUR = Path(__file__).parents[3] / "shared" / "data" / "vidur"
 needs_tables = pytest.mark.skipif(not VIDUR.is_dir(), reason=f"the published tables are not at {VIDUR}")
 
 
 def halves(rows: list) -> tuple[list, list]:
-    """Drawn at random: what a predictor is made of, and what it is judged by."""
+    """Split rows at random, into those that a predictor is made from and those that evaluate it."""
     first = np.random.default_rng(0).random(len(rows)) < 0.5
     return [x for x, own in zip(rows, first, strict=True) if own], [
         x for x, own in zip(rows, first, strict=True) if not own
@@ -220,11 +220,11 @@ def halves(rows: list) -> tuple[list, list]:
     ]
     + [("h100_meta-llama_Llama-2-70b-hf_mlp.csv", 8)],
 )
-def test_linear_layers_of_the_tables(table: str, tensor: int) -> None:
+def test_linear_layers_of_the_tables_are_predicted(table: str, tensor: int) -> None:
     rows, others = halves(read_table(VIDUR / table, num_tensor_parallel_workers=tensor))
-    numbers, seconds = curve(rows, "num_tokens", layer_seconds)
+    numbers, seconds = curve(rows, "num_tokens", seconds_per_layer)
     found = np.interp([float(x["num_tokens"]) for x in others], numbers, seconds)
-    errors = np.abs(found / [layer_seconds(x) for x in others] - 1)
+    errors = np.abs(found / [seconds_per_layer(x) for x in others] - 1)
     print(f"{table}, tensor={tensor}: mean {errors.mean():.1%}, at most {errors.max():.1%}")
     assert errors.mean() < 0.1
 
@@ -235,7 +235,7 @@ def test_linear_layers_of_the_tables(table: str, tensor: int) -> None:
     [(f"{gpu}_dgx_all_reduce.csv", "all_reduce", 8) for gpu in ("a100", "h100")]
     + [(f"{gpu}_dgx_send_recv.csv", "send_recv", 2) for gpu in ("a100", "h100")],
 )
-def test_collectives_of_the_tables(table: str, operator: str, workers: int) -> None:
+def test_collectives_of_the_tables_are_predicted(table: str, operator: str, workers: int) -> None:
     rows = read_table(VIDUR / table, num_workers=workers)
     rows = [x for x in rows if x["devices_per_node"] == rows[0]["devices_per_node"]]
     some, others = halves(rows)
@@ -250,7 +250,7 @@ def test_collectives_of_the_tables(table: str, operator: str, workers: int) -> N
 
 
 @needs_tables
-def test_attention_of_the_tables() -> None:
+def test_attention_of_the_tables_is_predicted() -> None:
     rows, others = halves(read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv"))
     coefficients = fit_attention(rows)
     assert (coefficients >= 0).all()
@@ -262,7 +262,7 @@ def test_attention_of_the_tables() -> None:
 
 
 @needs_tables
-def test_a_predictor_from_the_tables() -> None:
+def test_from_tables_adds_up_the_operators() -> None:
     linear = read_table(VIDUR / "a100_meta-llama_Meta-Llama-3-8B_mlp.csv", num_tensor_parallel_workers=8)
     attention = read_table(VIDUR / "a100_70b-shape_tp2_4k_attention.csv")
     reduce = read_table(VIDUR / "a100_dgx_all_reduce.csv", num_workers=8, devices_per_node=8)
@@ -282,7 +282,7 @@ def test_a_predictor_from_the_tables() -> None:
         from_tables(LLAMA_8B, linear, attention, reduce, tensor=8, stage=5)
 
 
-def test_tables_refuse(tmp_path: Path) -> None:
+def test_tables_without_matching_rows_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "table.csv"
     file.write_text("num_tokens,time_stats.add.median\n1,0.5\n2,0.75\n")
     assert milliseconds(read_table(file, num_tokens=2)[0], "add") == 0.75

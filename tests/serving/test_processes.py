@@ -1,4 +1,4 @@
-"""Real processes: tokens of one device on meshes over them, and how all end when one of them does."""
+"""Real processes: the tokens of one device on meshes over them, and the end of all when one of them ends."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FAILURE = 6.0  # seconds, in place of 30
 
 
 class Processes:
-    """Some that run one scenario."""
+    """Processes that run one scenario of `process_main`."""
 
     def __init__(self, folder: Path, scenario: str, count: int, **options: Any) -> None:
         self.folder, coordinator = folder, f"127.0.0.1:{free_port()}"
@@ -39,20 +39,22 @@ class Processes:
     def _path(self, process: int) -> Path:
         return self.folder / f"process-{process}.txt"
 
-    def told(self, process: int) -> str:
+    def output(self, process: int) -> str:
         return self._path(process).read_text(errors="replace")
 
     def wait_until(self, process: int, text: str, timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
-        while text not in self.told(process):
-            assert self.running[process].poll() is None, self.told(process)
-            assert time.monotonic() < deadline, f"{text!r} was not said: {self.told(process)}"
+        while text not in self.output(process):
+            assert self.running[process].poll() is None, self.output(process)
+            assert time.monotonic() < deadline, f"{text!r} was not printed: {self.output(process)}"
             time.sleep(0.05)
 
-    def statuses(self, timeout: float, but: int | None = None) -> list[int]:
+    def statuses(self, timeout: float, without: int | None = None) -> list[int]:
         deadline = time.monotonic() + timeout
         return [
-            running.wait(max(0.1, deadline - time.monotonic())) for i, running in enumerate(self.running) if i != but
+            running.wait(max(0.1, deadline - time.monotonic()))
+            for i, running in enumerate(self.running)
+            if i != without
         ]
 
 
@@ -68,43 +70,46 @@ def processes(folder: Path, scenario: str, count: int, **options: Any) -> Iterat
 
 
 SIZES = [(2, 2, 1), (1, 4, 1), (2, 1, 2), (4, 2, 1)]
-WAYS = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
+STRATEGIES = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
 ALL = [
-    (count, sizes, way, seed)
-    for seed, (count, sizes, way) in enumerate(
-        (count, sizes, way) for count in (2, 4) for sizes in SIZES for way in (WAYS if sizes[1] > 1 else WAYS[:1])
+    (count, sizes, strategy, seed)
+    for seed, (count, sizes, strategy) in enumerate(
+        (count, sizes, strategy)
+        for count in (2, 4)
+        for sizes in SIZES
+        for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])
     )
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "sizes", "way", "seed"), ALL, ids=str)
-def test_tokens_are_those_of_one_device(
-    count: int, sizes: tuple[int, int, int], way: tuple[str, str], seed: int, tmp_path: Path
+@pytest.mark.parametrize(("count", "sizes", "strategy", "seed"), ALL, ids=str)
+def test_tokens_equal_those_of_one_device(
+    count: int, sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int, tmp_path: Path
 ) -> None:
-    """Prompts and decodes mixed, sessions, shared prefixes, several samples, cancels."""
+    """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
     stage, context, tensor = sizes
-    plan = {"stage": stage, "context": context, "tensor": tensor, "placement": way[0], "exchange": way[1]}
+    plan = {"stage": stage, "context": context, "tensor": tensor, "placement": strategy[0], "exchange": strategy[1]}
     plan |= {"rank_tokens": 16}
     options = {"plan": plan, "seed": seed, "events": 40, "failure_timeout": 120, "join_timeout": 120}
-    options["cold"] = way[1] != "kvp"
-    with processes(tmp_path, "workload", count, **options) as all_:
-        assert all_.statuses(500) == [0] * count, "\n".join(map(all_.told, range(count)))
-        steps = [json.loads(all_.told(i).splitlines()[-1])["steps"] for i in range(count)]
+    options["cold"] = strategy[1] != "kvp"
+    with processes(tmp_path, "workload", count, **options) as group:
+        assert group.statuses(500) == [0] * count, "\n".join(map(group.output, range(count)))
+        steps = [json.loads(group.output(i).splitlines()[-1])["steps"] for i in range(count)]
         assert len(set(steps)) == 1
         assert steps[0] > 20
-        parts = re.findall(r"cpu \d+ of process (\d)", all_.told(0))
+        parts = re.findall(r"cpu \d+ of process (\d)", group.output(0))
         assert parts == [str(i * count // (stage * context * tensor)) for i in range(stage * context * tensor)]
 
 
-def test_tokens_of_one_device_until_one_is_killed(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_device_until_a_process_is_killed(tmp_path: Path) -> None:
     """Two processes of two devices."""
     plan = {"stage": 2, "tensor": 2}
-    with processes(tmp_path, "forever", 2, plan=plan, events=25) as all_:
-        all_.wait_until(0, "running")
-        all_.running[1].kill()
-        assert all_.statuses(FAILURE, but=1) == [70]
-        assert re.search(r"longctx: process 0 .* ends: process 1 .* is gone", all_.told(0))
+    with processes(tmp_path, "forever", 2, plan=plan, events=25) as group:
+        group.wait_until(0, "running")
+        group.running[1].kill()
+        assert group.statuses(FAILURE, without=1) == [70]
+        assert re.search(r"longctx: process 0 .* ends: process 1 .* is gone", group.output(0))
 
 
 PIPELINE = {2: {"stage": 2}, 3: {"stage": 3}}
@@ -125,70 +130,72 @@ DEATHS = [
     ("sign", "count", "who", "idle"),
     [DEATHS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DEATHS[1:])],
 )
-def test_others_end_when_one_is_gone(sign: signal.Signals, count: int, who: int, idle: bool, tmp_path: Path) -> None:
-    with processes(tmp_path, "forever", count, plan=PIPELINE[count], idle=idle) as all_:
-        all_.wait_until(0, "running")
+def test_all_processes_end_when_one_is_gone(
+    sign: signal.Signals, count: int, who: int, idle: bool, tmp_path: Path
+) -> None:
+    with processes(tmp_path, "forever", count, plan=PIPELINE[count], idle=idle) as group:
+        group.wait_until(0, "running")
         time.sleep(0.5)
-        all_.running[who].send_signal(sign)
+        group.running[who].send_signal(sign)
         began = time.monotonic()
-        statuses = all_.statuses(FAILURE, but=who)
+        statuses = group.statuses(FAILURE, without=who)
         seconds = time.monotonic() - began
         print(
             f"{sign.name} of process {who} of {count}, {'idle' if idle else 'generating'}: {seconds:.1f} s, {statuses}"
         )
         for process in {*range(count)} - {who}:
-            told = all_.told(process)
-            # Where process 0 dies, JAX may be the first to say so.
-            by_us = f"longctx: process {process}" in told and f"process {who}" in told
-            assert by_us or (who == 0 and "JAX distributed service detected fatal errors" in told), told
+            output = group.output(process)
+            # When process 0 dies, JAX may notice it first.
+            by_us = f"longctx: process {process}" in output and f"process {who}" in output
+            assert by_us or (who == 0 and "JAX distributed service detected fatal errors" in output), output
         assert all(status not in (0, None) for status in statuses)
         if sign == signal.SIGSTOP:
-            all_.running[who].send_signal(signal.SIGCONT)
-            assert all_.running[who].wait(3 * FAILURE) != 0
+            group.running[who].send_signal(signal.SIGCONT)
+            assert group.running[who].wait(3 * FAILURE) != 0
 
 
 @pytest.mark.slow
-def test_a_restart_serves_again(tmp_path: Path) -> None:
+def test_restarted_processes_serve_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with processes(tmp_path, "forever", 2, plan=PIPELINE[2]) as all_:
-            all_.wait_until(0, "running")
-            all_.running[1].kill()
-            assert all_.statuses(FAILURE)[0] != 0
+        with processes(tmp_path, "forever", 2, plan=PIPELINE[2]) as group:
+            group.wait_until(0, "running")
+            group.running[1].kill()
+            assert group.statuses(FAILURE)[0] != 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("stand_still", [False, True])
-def test_an_error_in_one_is_the_end_of_all(who: int, stand_still: bool, tmp_path: Path) -> None:
+def test_an_error_in_one_process_ends_all(who: int, stand_still: bool, tmp_path: Path) -> None:
     options = {"plan": PIPELINE[2], "who": who, "stand_still": stand_still}
-    with processes(tmp_path, "breaks", 2, **options) as all_:
-        assert all(status != 0 for status in all_.statuses(120))
-        assert "longctx: process" in all_.told(1 - who)
+    with processes(tmp_path, "breaks", 2, **options) as group:
+        assert all(status != 0 for status in group.statuses(120))
+        assert "longctx: process" in group.output(1 - who)
         expected = "has waited for the results of a step" if stand_still else "RuntimeError: the roof is on fire"
-        assert expected in all_.told(1 - who)
+        assert expected in group.output(1 - who)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "most"), [({"stage": 2}, 0.75), ({"tensor": 2}, 0.55), ({"context": 2}, 1.0)], ids=str
 )
-def test_each_reads_its_shards_alone(plan: dict[str, int], most: float, tmp_path: Path) -> None:
-    with processes(tmp_path, "reads", 2, plan=plan, failure_timeout=120) as all_:
-        assert all_.statuses(200) == [0, 0], all_.told(0) + all_.told(1)
-        for told in (json.loads(all_.told(i).splitlines()[-1]) for i in (0, 1)):
-            assert told["read"] == told["here"]
-            assert 0.4 < told["read"] / told["whole"] <= most
+def test_each_process_reads_only_its_shards(plan: dict[str, int], most: float, tmp_path: Path) -> None:
+    with processes(tmp_path, "reads", 2, plan=plan, failure_timeout=120) as group:
+        assert group.statuses(200) == [0, 0], group.output(0) + group.output(1)
+        for sizes in (json.loads(group.output(i).splitlines()[-1]) for i in (0, 1)):
+            assert sizes["read"] == sizes["here"]
+            assert 0.4 < sizes["read"] / sizes["whole"] <= most
 
 
 @pytest.mark.slow
-def test_the_first_may_go_on_by_itself(tmp_path: Path) -> None:
-    """For longer than others wait at their exit."""
-    with processes(tmp_path, "reads", 2, plan={"stage": 2}, failure_timeout=20, afterwards=30) as all_:
-        assert all_.statuses(200) == [0, 0], all_.told(0) + all_.told(1)
+def test_process_0_may_outlive_the_others(tmp_path: Path) -> None:
+    """It goes on for longer than the others wait at their exit."""
+    with processes(tmp_path, "reads", 2, plan={"stage": 2}, failure_timeout=20, afterwards=30) as group:
+        assert group.statuses(200) == [0, 0], group.output(0) + group.output(1)
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_runs_in_two_processes(tmp_path: Path) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-c", "import sys; from longctx.cli import main; sys.exit(main())"]
     flags = ["generate", "--model", str(TINY), "--prompt", "The pass key of castle is", "--max-tokens", "8"]
@@ -206,24 +213,24 @@ def test_the_command_line(tmp_path: Path) -> None:
     alone, *both = run(0), run(0, "--stage", "2"), run(1, "--stage", "2")
     texts = [each.communicate(timeout=200) for each in (alone, *both)]
     assert [each.returncode for each in (alone, *both)] == [0, 0, 0], texts
-    # Gloo says on standard output how it is connected.
-    told = [re.sub(r"\[Gloo\].*\n", "", out) for out, _ in texts]
-    assert told[1].split("\nprompt")[0] == told[0].split("\nprompt")[0]
-    assert told[2] == ""
+    # Gloo logs its connections to standard output.
+    printed = [re.sub(r"\[Gloo\].*\n", "", out) for out, _ in texts]
+    assert printed[1].split("\nprompt")[0] == printed[0].split("\nprompt")[0]
+    assert printed[2] == ""
     assert "cpu 0 of process 0" in texts[1][1]
-    for flag, value, said in (
+    for flag, value, error in (
         ("--dtype", "bfloat16", "same engine, and differ in dtype: 'float32' in process 0, 'bfloat16' in process 1"),
         ("--model", str(other), f"same checkpoint, and differ in {SINGLE_FILE}"),
     ):
         for each in [run(0, "--stage", "2"), run(1, "--stage", "2", flag, value)]:
-            assert f"longctx: processes must have the {said}" in each.communicate(timeout=100)[1]
+            assert f"longctx: processes must have the {error}" in each.communicate(timeout=100)[1]
             assert each.returncode == 2
 
 
 @pytest.mark.slow
-def test_sizes_are_compared(tmp_path: Path) -> None:
+def test_different_configurations_are_refused(tmp_path: Path) -> None:
     more = [{}, {"max_running": 5}]
-    with processes(tmp_path, "contradicts", 2, plan=PIPELINE[2], more=more) as all_:
-        assert all_.statuses(100) == [1, 1]
-        assert all("ValueError: processes must have the same engine" in all_.told(i) for i in (0, 1))
-        assert all("max_running: 6 in process 0, 5 in process 1" in all_.told(i) for i in (0, 1))
+    with processes(tmp_path, "contradicts", 2, plan=PIPELINE[2], more=more) as group:
+        assert group.statuses(100) == [1, 1]
+        assert all("ValueError: processes must have the same engine" in group.output(i) for i in (0, 1))
+        assert all("max_running: 6 in process 0, 5 in process 1" in group.output(i) for i in (0, 1))

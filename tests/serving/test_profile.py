@@ -1,4 +1,4 @@
-"""Measuring an engine: all of its programs, nothing of what it knows, and never while it serves."""
+"""The profiler: it measures every program of an idle engine, and leaves the engine usable."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 PROMPT = list(range(1, 40))
 
 
-def test_every_program_has_its_coefficients_and_the_engine_goes_on() -> None:
+def test_every_program_gets_coefficients_and_the_engine_stays_usable() -> None:
     engine = make_engine()
     (before,) = engine.generate(PROMPT, GREEDY)
     calls = []
@@ -24,7 +24,7 @@ def test_every_program_has_its_coefficients_and_the_engine_goes_on() -> None:
     assert min(rows) == 1
     assert max(rows) == 32
     assert {bool(work.chunks) for work, _ in measured if work.decode_keys} == {True, False}
-    # Pages were written to: what the cache held is forgotten, and what it holds from now on is right.
+    # Measuring wrote to pages, so the prefix cache is empty, and what it holds from now on is right.
     (after,) = engine.generate(PROMPT, GREEDY)
     assert after.metrics.cached_tokens == 0
     assert after.token_ids == before.token_ids
@@ -36,9 +36,9 @@ def test_shapes_fit_into_the_engine() -> None:
     engine = make_engine()
     shapes = shapes_to_measure(engine, 64)
     assert len(set(shapes)) == len(shapes)
-    drawn = random_shapes(engine, 64, 50)
-    assert len(drawn) == 50
-    for shape in shapes + drawn:
+    random = random_shapes(engine, 64, 50)
+    assert len(random) == 50
+    for shape in shapes + random:
         assert 1 <= shape.rows <= 32
         assert shape.decodes + (shape.chunk > 0) <= 6
         assert shape.decodes * (shape.decode_context // 8 + 1) + -(-(shape.chunk_start + shape.chunk) // 8) <= 24
@@ -52,7 +52,7 @@ def test_shapes_fit_into_the_engine() -> None:
         shapes_to_measure(small, 8)
 
 
-def test_features_are_those_of_the_batch() -> None:
+def test_measured_work_equals_that_of_the_batch() -> None:
     shapes = [BatchShape(3, 10, 5, 20), BatchShape(0, 0, 8, 0), BatchShape(2, 7, 0, 0)]
     measured = measure(make_engine(), shapes, repeats=1)
     assert [work for work, _ in measured] == [
@@ -63,7 +63,7 @@ def test_features_are_those_of_the_batch() -> None:
     assert all(seconds > 0 for _, seconds in measured)
 
 
-def test_profile_refuses() -> None:
+def test_invalid_profiling_is_refused() -> None:
     engine = make_engine()
     for wrong, message in (({"max_context": 0}, "max_context must be 1 to 192"), ({"repeats": 0}, "repeats must be")):
         with pytest.raises(ValueError, match=message):
@@ -78,7 +78,7 @@ def test_profile_refuses() -> None:
         profile(engine)
 
 
-def test_an_engine_wants_a_predictor_of_all_its_steps() -> None:
+def test_a_predictor_must_support_all_steps_of_an_engine() -> None:
     engine = make_engine()
     predictor, _ = profile(engine, max_context=16, repeats=1)
     larger = dataclasses.replace(engine.config, token_budget=64, buckets=None)

@@ -1,11 +1,11 @@
-"""How processes meet, what they refuse, and what each says about it."""
+"""Rendezvous of processes: who may join, what is refused, and the error that each process raises."""
 
 import re
 import time
 from typing import Any
 
 import pytest
-from process_threads import free_port, in_threads, meet, together
+from process_threads import free_port, in_threads, meet, run_processes
 
 from longctx.serving.distributed import ProcessGroup, initialize, rendezvous
 from longctx.serving.distributed.cluster_env import ClusterEnv
@@ -17,118 +17,118 @@ def coordinator() -> str:
 
 
 @pytest.mark.parametrize("num_processes", [2, 3, 5])
-def test_values_are_gathered(num_processes: int) -> None:
-    def act(hosts: ProcessGroup) -> Any:
-        assert hosts.num_processes == num_processes
-        hosts.barrier("first")
-        return hosts.is_first, hosts.gather("number", {"mine": hosts.process_id})
+def test_values_are_gathered_in_every_process(num_processes: int) -> None:
+    def act(group: ProcessGroup) -> Any:
+        assert group.num_processes == num_processes
+        group.barrier("first")
+        return group.is_first, group.gather("number", {"mine": group.process_id})
 
     numbers = [{"mine": i} for i in range(num_processes)]
-    assert together(num_processes, act) == [(i == 0, numbers) for i in range(num_processes)]
+    assert run_processes(num_processes, act) == [(i == 0, numbers) for i in range(num_processes)]
 
 
-def test_alone_there_is_nobody_to_ask() -> None:
-    with ProcessGroup.alone() as hosts:
-        assert hosts.gather("number", 3) == [3]
-        hosts.agree("number", {"a": 1})
-        assert hosts.is_first
+def test_a_group_of_one_process_gathers_its_own_value() -> None:
+    with ProcessGroup.alone() as group:
+        assert group.gather("number", 3) == [3]
+        group.agree("number", {"a": 1})
+        assert group.is_first
 
 
-def test_what_differs_is_said_everywhere() -> None:
-    def act(hosts: ProcessGroup) -> None:
-        hosts.agree("sizes", {"same": [1, 2], "rows": 8 + (hosts.process_id == 2), "extra"[hosts.process_id :]: 1})
+def test_every_process_raises_the_same_differences() -> None:
+    def act(group: ProcessGroup) -> None:
+        group.agree("sizes", {"same": [1, 2], "rows": 8 + (group.process_id == 2), "extra"[group.process_id :]: 1})
 
-    for error in together(3, act):
+    for error in run_processes(3, act):
         assert isinstance(error, ValueError)
         assert re.search(
             "must have the same sizes.*rows: 8 in process 0, 9 in process 2.*tra: nothing in process 0", str(error)
         )
 
 
-def test_they_come_to_different_places(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    def act(hosts: ProcessGroup) -> None:
-        hosts.barrier("here" if hosts.is_first else "there")
+def test_different_barriers_are_an_error(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    def act(group: ProcessGroup) -> None:
+        group.barrier("here" if group.is_first else "there")
 
-    error = together(2, act, join=1.5)[0]
+    error = run_processes(2, act, join=1.5)[0]
     assert isinstance(error, RuntimeError)
     assert "came to there, process 0 to here" in str(error)
     assert no_exit == [70]
     assert "process 1" in capsys.readouterr().err
 
 
-def test_a_wrong_number_of_processes(coordinator: str) -> None:
+def test_a_wrong_num_processes_is_refused(coordinator: str) -> None:
     errors = in_threads([lambda: meet(coordinator, 2, 0), lambda: meet(coordinator, 3, 1)])
     assert all("has num_processes 3, and process 0 has 2" in str(error) for error in errors)
     assert all(isinstance(error, ValueError) for error in errors)
 
 
-def test_two_with_one_id(coordinator: str) -> None:
+def test_two_processes_with_one_id_are_refused(coordinator: str) -> None:
     errors = in_threads([lambda i=i: meet(coordinator, 3, i) for i in (0, 1, 1)])
     assert all(isinstance(error, ValueError) and "has already" in str(error) for error in errors)
 
 
-def test_one_does_not_come(coordinator: str) -> None:
+def test_missing_processes_are_named(coordinator: str) -> None:
     errors = in_threads([lambda i=i: meet(coordinator, 4, i, join=1) for i in (0, 2)])
     assert all("process 1, 3 did not come within 1 s" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("host", ["[::1]", "localhost"])
-def test_any_family_of_addresses(host: str) -> None:
+def test_coordinators_may_be_ipv6_addresses_or_names(host: str) -> None:
     coordinator = f"{host}:{free_port()}"
-    first, second = in_threads([lambda i=i: closed(meet(coordinator, 2, i)) for i in (0, 1)])
+    first, second = in_threads([lambda i=i: close_group(meet(coordinator, 2, i)) for i in (0, 1)])
     assert (first, second) == (0, 1)
 
 
-def closed(hosts: ProcessGroup) -> int:
-    hosts.close()
-    return hosts.process_id
+def close_group(group: ProcessGroup) -> int:
+    group.close()
+    return group.process_id
 
 
-def test_the_first_may_come_last(coordinator: str) -> None:
+def test_process_0_may_start_last(coordinator: str) -> None:
     def late() -> int:
         time.sleep(1.5)
-        return closed(meet(coordinator, 2, 0))
+        return close_group(meet(coordinator, 2, 0))
 
-    assert in_threads([late, lambda: closed(meet(coordinator, 2, 1))]) == [0, 1]
+    assert in_threads([late, lambda: close_group(meet(coordinator, 2, 1))]) == [0, 1]
 
 
-def test_who_went_while_it_waited_may_come_again(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_GONE", 0.6)
-    monkeypatch.setattr(rendezvous, "_AGAIN", 0.2)
+def test_a_process_that_gave_up_may_join_again(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_EXPIRY_SECONDS", 0.6)
+    monkeypatch.setattr(rendezvous, "_RETRY_SECONDS", 0.2)
 
     def again() -> int:
         with pytest.raises(TimeoutError):
             meet(coordinator, 3, 1, join=-1.5)
         time.sleep(1)
-        return closed(meet(coordinator, 3, 1))
+        return close_group(meet(coordinator, 3, 1))
 
     def last() -> int:
         time.sleep(2.5)
-        return closed(meet(coordinator, 3, 2))
+        return close_group(meet(coordinator, 3, 2))
 
-    assert in_threads([lambda: closed(meet(coordinator, 3, 0)), again, last]) == [0, 1, 2]
+    assert in_threads([lambda: close_group(meet(coordinator, 3, 0)), again, last]) == [0, 1, 2]
 
 
-def test_ports_are_those_that_are_given(coordinator: str) -> None:
+def test_all_ports_are_in_the_given_range(coordinator: str) -> None:
     low = free_port()
 
     def run(process: int) -> int:
-        terms = rendezvous.Terms(5, 5, (low, low + 9))
-        act = rendezvous.lead if process == 0 else rendezvous.follow
-        hosts, jax_address = act(ClusterEnv(coordinator, 2, process), terms, {})
+        options = rendezvous.RendezvousOptions(5, 5, (low, low + 9))
+        act = rendezvous.lead if process == 0 else rendezvous.join
+        group, jax_address = act(ClusterEnv(coordinator, 2, process), options, {})
         assert low <= int(jax_address.rpartition(":")[2]) <= low + 9
-        assert process or low <= hosts._channel.port <= low + 9
-        return closed(hosts)
+        assert process or low <= group._channel.port <= low + 9
+        return close_group(group)
 
     assert in_threads([lambda: run(0), lambda: run(1)]) == [0, 1]
 
 
-def test_nobody_is_there(coordinator: str) -> None:
+def test_a_coordinator_that_does_not_answer_times_out(coordinator: str) -> None:
     with pytest.raises(TimeoutError, match=f"coordinator {coordinator} did not answer within 0.5 s"):
         meet(coordinator, 2, 1, join=0.5)
 
 
-def test_the_port_is_taken(coordinator: str) -> None:
+def test_a_taken_coordinator_port_is_an_error(coordinator: str) -> None:
     first, second = in_threads([lambda: meet(coordinator, 2, 0, join=1)] * 2)
     assert {type(first), type(second)} == {TimeoutError, ValueError}
     assert "can't listen on port" in str(first) + str(second)
@@ -151,17 +151,17 @@ def test_the_port_is_taken(coordinator: str) -> None:
         (("no such host.invalid:7", 2, 1, 30, 0.5), "coordinator no such host.invalid:7: "),
     ],
 )
-def test_arguments(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_arguments_are_named(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         initialize(*arguments)
 
 
-def test_what_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_environment_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     from longctx.serving.distributed.cluster_env import detect
 
     environment = {"JOB_ID": "77", "STEP_NODELIST": "node[3-4]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    place = detect()
-    assert place.coordinator.startswith("node3:")
-    assert place[1:] == (2, 1)
+    cluster_env = detect()
+    assert cluster_env.coordinator.startswith("node3:")
+    assert cluster_env[1:] == (2, 1)

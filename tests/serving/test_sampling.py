@@ -1,4 +1,4 @@
-"""Drawing tokens: what may be drawn, how often, from which seed, and that each row minds its own parameters."""
+"""Sampling: which tokens are possible, how often, from which seed, each row with its own parameters."""
 
 from typing import Any
 
@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from longctx.serving import SamplingParams
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, _kept, _penalise, draw, token_logprobs
+from longctx.serving.runner.sampler import (
+    IN_OUTPUT,
+    IN_PROMPT,
+    Controls,
+    _kept,
+    _penalise,
+    sample_tokens,
+    token_logprobs,
+)
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
 
-jit_draw = jax.jit(draw, static_argnums=4)
+jit_sample = jax.jit(sample_tokens, static_argnums=4)
 jit_kept, jit_penalise = jax.jit(_kept), jax.jit(_penalise)
 
 
@@ -27,7 +35,7 @@ def controls_of(params: list[SamplingParams], samples: list[int] | None = None) 
 
 
 def random_rows(seed: int, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Logits, and what has been seen."""
+    """Logits `[R, V]`, and which tokens have been seen, `[R, V]`."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
     return np.round(logits) if ties else logits, rng.integers(0, 4, (ROWS, VOCAB)).astype(np.uint8)
@@ -53,7 +61,7 @@ def random_params(seed: int, **fixed: Any) -> list[SamplingParams]:
 
 
 def kept(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    """The rule in plain words, for one row of logits after penalties; ties with the last that is kept stay."""
+    """The rule in plain Python for one row of logits after penalties; ties with the last kept token are kept."""
     logits = logits.astype(float) / params.temperature
     order = np.argsort(-logits, kind="stable")
     count = min(params.top_k or VOCAB, len(logits))
@@ -78,14 +86,14 @@ def kept_by_us(logits: np.ndarray, params: list[SamplingParams]) -> list[set[int
 
 
 @given(st.integers(0, 2**31 - 1))
-def test_what_may_be_drawn(seed: int) -> None:
+def test_possible_tokens_follow_the_rule(seed: int) -> None:
     logits, _ = random_rows(seed)
     params = random_params(seed)
     assert kept_by_us(logits, params) == [kept(row, p) for row, p in zip(logits, params, strict=True)]
 
 
 @given(st.integers(0, 2**31 - 1))
-def test_cuts_and_penalties_are_those_of_transformers(seed: int) -> None:
+def test_filters_and_penalties_equal_those_of_transformers(seed: int) -> None:
     logits, seen = random_rows(seed)
     params = random_params(seed)
     ours = np.asarray(jit_penalise(logits, seen, controls_of(params)))
@@ -107,7 +115,7 @@ def test_cuts_and_penalties_are_those_of_transformers(seed: int) -> None:
 
 @given(st.integers(0, 2**31 - 1))
 @settings(max_examples=10)
-def test_ties_with_the_last_token_stay(seed: int) -> None:
+def test_ties_with_the_last_token_are_kept(seed: int) -> None:
     logits, _ = random_rows(seed, ties=True)
     params = random_params(seed, top_p=1.0)
     assert kept_by_us(logits, params) == [kept(row, p) for row, p in zip(logits, params, strict=True)]
@@ -130,14 +138,14 @@ def test_frequencies_follow_the_temperature(temperature: float, seed: int) -> No
     controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 8)))
     logits = np.broadcast_to(np.log(PROBABILITIES).astype(np.float32), (count, 4))
     seen = np.zeros((count, 4), np.uint8)
-    tokens = jit_draw(logits, seen, controls, jnp.arange(count), 0).tokens
+    tokens = jit_sample(logits, seen, controls, jnp.arange(count), 0).tokens
     weights = np.where(PROBABILITIES > 0.1, PROBABILITIES, 0) ** (1 / temperature)
     frequencies = np.bincount(tokens, minlength=4) / count
     np.testing.assert_allclose(frequencies, weights / weights.sum(), rtol=0, atol=0.05)
     assert frequencies[0] == 0
 
 
-def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
+def test_a_token_depends_on_seed_completion_and_position_only() -> None:
     def draws(seed: int, sample: int, others: int) -> list[int]:
         logits, seen = random_rows(others)
         logits[2], seen[2] = np.linspace(0, 2, VOCAB), 0
@@ -145,7 +153,7 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
         params[2] = SamplingParams(temperature=1.0, seed=seed)
         controls = controls_of(params, [0, 0, sample, 0, 0, 0])
         positions = np.arange(20)[:, None] + np.array([5, 9, 0, 1, 1, 3])
-        return [int(jit_draw(logits, seen, controls, at, 0).tokens[2]) for at in positions]
+        return [int(jit_sample(logits, seen, controls, at, 0).tokens[2]) for at in positions]
 
     assert draws(1, 0, others=0) == draws(1, 0, others=7)
     assert draws(1, 0, 0) != draws(2, 0, 0)
@@ -153,29 +161,29 @@ def test_a_draw_depends_on_seed_sample_and_position_alone() -> None:
     assert len(set(draws(1, 0, 0))) > 3
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_most_probable_token() -> None:
     logits, seen = random_rows(0, ties=True)
     params = [SamplingParams()] * ROWS
-    drawn = jit_draw(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
+    drawn = jit_sample(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
     np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
 
 
-def test_penalties_move_the_likeliest_token() -> None:
+def test_penalties_change_the_most_probable_token() -> None:
     logits = np.tile(np.array([2.0, 1.9, -1.0, 0.0], np.float32), (3, 1))
     seen = np.zeros((3, 4), np.uint8)
     seen[:, 0] = [IN_PROMPT, IN_PROMPT, IN_OUTPUT]
     params = [
         SamplingParams(repetition_penalty=1.5),
-        SamplingParams(presence_penalty=1.0),  # which heeds the output alone
+        SamplingParams(presence_penalty=1.0),  # applies to tokens of the output only
         SamplingParams(presence_penalty=1.0),
     ]
-    tokens = jit_draw(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
+    tokens = jit_sample(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
     assert tokens.tolist() == [1, 0, 1]
 
 
-def test_log_probabilities_are_those_before_any_cut() -> None:
+def test_log_probabilities_ignore_filters_and_penalties() -> None:
     logits, seen = random_rows(4)
-    drawn = jit_draw(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
+    drawn = jit_sample(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(drawn.logprobs, expected[np.arange(ROWS), drawn.tokens], atol=1e-5)
     np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :3])

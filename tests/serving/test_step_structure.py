@@ -9,13 +9,13 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 from longctx.parallel import make_mesh
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.paged_cache import page_bytes
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
 
 
 @pytest.mark.parametrize(("dtype", "unrolled"), [(jnp.float32, True), (jnp.bfloat16, False)])
-def test_the_step_copies_no_cache(dtype: object, unrolled: bool) -> None:
+def test_the_step_updates_the_cache_in_place(dtype: object, unrolled: bool) -> None:
     mesh = make_mesh()
     compiled = compile_step(mesh, make_shape(mesh), dtype, unrolled=unrolled)
     memory = compiled.memory_analysis()
@@ -24,11 +24,11 @@ def test_the_step_copies_no_cache(dtype: object, unrolled: bool) -> None:
     assert memory.alias_size_in_bytes >= cache_bytes + table_bytes
     assert memory.temp_size_in_bytes < LAYER * jnp.dtype(dtype).itemsize / 4
     assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE
-    assert not collectives(compiled.as_text(), 1)  # on one device there is nobody to talk to
+    assert not collectives(compiled.as_text(), 1)  # one device needs none
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_done_now_and_then_copies_no_cache_either(dtype: object) -> None:
+def test_state_updates_copy_no_cache(dtype: object) -> None:
     mesh = make_mesh()
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     pages, seen = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((CONFIG.vocab_size,), jnp.uint8)
@@ -43,8 +43,8 @@ def test_what_is_done_now_and_then_copies_no_cache_either(dtype: object) -> None
         assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE
 
 
-def test_what_is_sent_in_a_step_depends_on_its_rows_alone() -> None:
+def test_bytes_sent_in_a_step_depend_on_its_rows_only() -> None:
     shapes = [make_shape(make_mesh(), (0, 0, 64), num_pages) for num_pages in (16, 1 << 24)]
-    sizes = {4 * (RowPlan.length(shape) + SamplePlan.length(shape)) for shape in shapes}
+    sizes = {4 * (RowInputs.length(shape) + SampleInputs.length(shape)) for shape in shapes}
     assert len(sizes) == 1
     assert sizes.pop() < 4096

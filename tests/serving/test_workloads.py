@@ -1,4 +1,4 @@
-"""The engine under random workloads, in virtual time: right tokens, one end for each request, nothing lost."""
+"""The engine under random workloads on a fake device: right tokens, one end for each request, nothing lost."""
 
 import pytest
 from fake_device import make_engine
@@ -21,7 +21,7 @@ from longctx.serving import Slo
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
     max_share=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_random_workloads(
+def test_random_workloads_give_the_oracles_tokens(
     seed: int,
     num_pages: int,
     page_size: int,
@@ -41,7 +41,7 @@ def test_random_workloads(
         policy=policy,
         chunking=chunking,
         max_share=max_share,
-        # Some keep their targets, some are pressed, in a device that takes 1 to 1.25 ms a step.
+        # A step takes 1 to 1.25 ms, so some of these targets are easy to keep and some are not.
         slo=Slo(ttft_least=1e-4 if seed % 2 else 1.0, tpot=2e-3 if seed % 3 else 1.1e-3),
     )
     workload = Workload(engine, seed)
@@ -51,7 +51,7 @@ def test_random_workloads(
 @pytest.mark.parametrize("events", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("admission", ["reserve", "optimistic"])
 def test_thousands_of_events_with_little_memory(admission: str, events: int) -> None:
-    """With a pool so small that memory decides what runs."""
+    """The pool is so small that memory limits what runs."""
     engine = make_engine(90, 2, admission=admission)
     workload = Workload(engine, 3)
     workload.run(events)

@@ -1,4 +1,4 @@
-"""Random requests, cancels and steps against an engine, whose every event is checked."""
+"""`Workload`: runs random requests, cancels and steps on an engine, and checks every event."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from fake_device import EOS, VOCAB, continuation
 from longctx.serving import Engine, Event, Request, SamplingParams
 
 Oracle = Callable[[list[int], SamplingParams, int, int], list[int]]
-"""Of a prompt, its parameters, the number of the sample and the end token: what is to be generated."""
+"""`oracle(prompt, params, index of the completion, end token) -> expected tokens`"""
 
 
 class Workload:
-    """Random requests, cancels and steps against one engine; every event is looked at as it comes."""
+    """Random requests, cancels and steps on one engine; every event is checked as it comes."""
 
     def __init__(self, engine: Engine, seed: int, oracle: Oracle = continuation) -> None:
         self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
@@ -27,21 +27,21 @@ class Workload:
 
     def submit(self) -> None:
         rng = self.rng
-        samples = int(rng.choice([1, 1, 1, 2, 3]))
+        completions = int(rng.choice([1, 1, 1, 2, 3]))
         prompt = (
             self.documents[rng.integers(3)][: rng.integers(1, 40)] + rng.integers(0, VOCAB, rng.integers(0, 9)).tolist()
         )
         prompt = [int(t) for t in prompt] or [1]
         session = None
-        if samples == 1 and self.engine.config.prefix_cache and rng.random() < 0.3:
+        if completions == 1 and self.engine.config.prefix_cache and rng.random() < 0.3:
             session = f"session-{rng.integers(2)}"
             before = self.conversations.get(session, [])
             prompt = before + prompt if len(before) < 60 else prompt
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 20)),
-            temperature=1.0 if samples > 1 else 0.0,
+            temperature=1.0 if completions > 1 else 0.0,
             seed=int(rng.integers(1000)),
-            n=samples,
+            n=completions,
             ignore_eos=bool(rng.random() < 0.3),
         )
         request = Request(
@@ -63,13 +63,13 @@ class Workload:
             request_id = str(self.rng.choice(sorted(self.open)))
             self.cancelled.add(request_id)
             assert self.engine.cancel(request_id)
-            self.look(self.engine.step())
+            self.check_events(self.engine.step())
 
     def step(self) -> None:
-        self.look(self.engine.step())
-        self.check()
+        self.check_events(self.engine.step())
+        self.check_scheduler()
 
-    def look(self, events: list[Event]) -> None:
+    def check_events(self, events: list[Event]) -> None:
         for event in events:
             at = event.request_id, event.index
             request = self.open.get(event.request_id)
@@ -78,9 +78,9 @@ class Workload:
             self.tokens.setdefault(at, []).extend(event.token_ids)
             if event.output is not None:
                 self.ends[at] += 1
-                self.end(at, event)
+                self.check_output(at, event)
 
-    def end(self, at: tuple[str, int], event: Event) -> None:
+    def check_output(self, at: tuple[str, int], event: Event) -> None:
         request, output = self.open[at[0]], event.output
         assert output is not None
         assert output.token_ids == self.tokens[at]
@@ -95,8 +95,8 @@ class Workload:
         if sum(self.ends[at[0], i] for i in range(request.sampling.n)) == request.sampling.n:
             del self.open[at[0]]
 
-    def check(self) -> None:
-        """Reference counts are those of the running sequences' pages, promises are theirs, slots are not shared."""
+    def check_scheduler(self) -> None:
+        """Check that pages, promises and slots in use are exactly those of the running sequences."""
         scheduler = self.engine.scheduler
         running = list(scheduler.running)
         held = Counter(page for sequence in running for page in sequence.pages)

@@ -1,4 +1,4 @@
-"""One engine in many processes: they meet, hear in every step what is new, and end together."""
+"""One engine in many processes, which meet, plan every step from the same messages, and end together."""
 
 import lazy_loader
 

@@ -1,23 +1,26 @@
-"""Where this process is among many, as the cluster's own environment tells it. The one user of a private name.
+"""Detects this process's place in a cluster from the environment of Slurm, Open MPI or Kubernetes.
 
-`jax.distributed.initialize()` finds this out by itself, but tells nobody; and we have to meet before it is called,
-since where a process is missing or contradicts the others, it aborts. The name: `jax._src.clusters.ClusterEnv`.
+`jax.distributed.initialize()` detects it too, but does not return it, and aborts where a process is missing or
+contradicts the others; so processes meet before that call. This is the only module that uses a private name of JAX,
+`jax._src.clusters.ClusterEnv`.
 """
 
 from typing import NamedTuple
 
 
 class ClusterEnv(NamedTuple):
-    coordinator: str  # host:port, of process 0
+    """Which of a cluster's processes this one is, and where to find process 0."""
+
+    coordinator: str  # host:port of process 0
     num_processes: int
     process_id: int
 
 
 def detect() -> ClusterEnv:
-    """From Slurm, Open MPI, Kubernetes or what else JAX knows.
+    """Detect the cluster from the environment variables of any launcher that JAX knows.
 
     Raises:
-      ValueError: nothing of the kind is there.
+      ValueError: there are none.
     """
     from jax._src.clusters import ClusterEnv as JaxClusterEnv
 

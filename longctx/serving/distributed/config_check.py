@@ -1,4 +1,4 @@
-"""Checks that the engines of all processes are configured alike before they begin."""
+"""Checks before the first step that the engines of all processes are configured alike."""
 
 import dataclasses
 import hashlib
@@ -27,15 +27,18 @@ def check_config(
     max_length: int,
     num_pages: int,
 ) -> tuple[EngineConfig, int]:
-    """Check that the engines of all processes are alike; returns the configuration with one secret for all, and pages.
+    """Check that the engines of all processes are alike.
+
+    Returns:
+      The configuration with a hash key that all processes share, and the smallest of their numbers of pages.
 
     Raises:
-      ValueError: they are not, with what differs.
+      ValueError: they are not; the message lists the differences.
     """
     settings = dataclasses.asdict(config)
     secret = settings.pop("hash_key")
     if not isinstance(config.policy, str):
-        # Not `repr`, which may have an address.
+        # Not its `repr`, which may contain a memory address.
         settings["policy"] = [type(config.policy).__qualname__, repr(sorted(vars(config.policy).items()))]
     group.agree(
         "engine",
@@ -44,18 +47,18 @@ def check_config(
         | {f"model.{name}": value for name, value in dataclasses.asdict(model.config).items()}
         | {
             "dtype": None if params is None else str(params["embed"].dtype),
-            "predictor": None if predictor is None else [predictor.seconds(work) for work in _works(config)],
+            "predictor": None if predictor is None else [predictor.seconds(work) for work in _probes(config)],
             "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
             "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
             "max_length": max_length,
             "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
         },
     )
-    told = group.gather("pages", [num_pages, os.urandom(32).hex()])
-    secret = bytes.fromhex(told[0][1]) if secret is None else secret
-    return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in told)
+    gathered = group.gather("pages", [num_pages, os.urandom(32).hex()])
+    secret = bytes.fromhex(gathered[0][1]) if secret is None else secret
+    return dataclasses.replace(config, hash_key=secret), min(pages for pages, _ in gathered)
 
 
-def _works(config: EngineConfig) -> list[Work]:
-    """Some steps: of each number of rows, with and without context."""
+def _probes(config: EngineConfig) -> list[Work]:
+    """Steps on which predictors are compared: one of each number of rows, with and without context."""
     return [Work().with_chunk(start, rows, True) for rows in config.row_buckets for start in (0, 4096)]

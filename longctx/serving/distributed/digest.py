@@ -1,4 +1,4 @@
-"""A digest of what an engine decided, to be compared between processes, and the last decisions to be shown."""
+"""A digest of an engine's decisions, which processes compare, and the last decisions for error messages."""
 
 from collections import deque
 from collections.abc import Sequence as List
@@ -6,36 +6,38 @@ from typing import Any
 
 from longctx.serving.scheduler.batch import Batch
 
-_KEPT = 8
+_NUM_SHOWN = 8
 
 
 class DecisionDigest:
-    """A hash of all that was planned and drawn, and the last of it."""
+    """A running hash of all planned batches and sampled tokens, and the last few of them as text."""
 
     def __init__(self) -> None:
         self.digest, self.count = 0, 0
-        self._last: deque[Any] = deque(maxlen=_KEPT)
+        self._last: deque[Any] = deque(maxlen=_NUM_SHOWN)
 
-    def plan(self, batch: Batch) -> None:
+    def add_plan(self, batch: Batch) -> None:
+        """Add a planned batch: its chunks and its new page table entries."""
         chunks = tuple((c.slot, c.start, c.num_tokens, *c.ranks, c.samples, c.sharded) for c in batch.chunks)
         pages = tuple((run.slot, run.first, *run.pages) for run in batch.tables)
-        self._note(("plan", batch.index), chunks, pages)
+        self._add(("plan", batch.index), chunks, pages)
 
-    def draw(self, batch: Batch, tokens: List[int]) -> None:
-        self._note(("draw", batch.index), tuple(tokens))
+    def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
+        """Add the tokens sampled from a batch."""
+        self._add(("tokens", batch.index), tuple(tokens))
 
-    def _note(self, name: tuple[str, int], *what: Any) -> None:
-        # Of integers alone: Python's hash of strings is another in every process.
-        self.digest = hash((self.digest, name[1], *what))
+    def _add(self, name: tuple[str, int], *decision: Any) -> None:
+        # The hash covers integers only: Python's hash of a string differs from process to process.
+        self.digest = hash((self.digest, name[1], *decision))
         self.count += 1
-        self._last.append((name, what))
+        self._last.append((name, decision))
 
     def __str__(self) -> str:
         lines = []
-        for (name, index), what in tuple(self._last):
-            if name == "draw":
-                lines.append(f"  step {index} drew {list(what[0])}")
+        for (name, index), decision in tuple(self._last):
+            if name == "tokens":
+                lines.append(f"  step {index} sampled {list(decision[0])}")
             else:
-                rows = "; ".join(f"slot {c[0]}: {c[2]} from {c[1]} on ranks {list(c[3:-2])}" for c in what[0])
-                lines.append(f"  step {index} computes {rows or 'nothing'}; tables {list(what[1])}")
+                rows = "; ".join(f"slot {c[0]}: {c[2]} from {c[1]} on ranks {list(c[3:-2])}" for c in decision[0])
+                lines.append(f"  step {index} computes {rows or 'nothing'}; tables {list(decision[1])}")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`initialize`: processes find each other, compare what they are, and then make their devices one system."""
+"""`initialize`: processes find each other, compare their software, and make their devices one JAX system."""
 
 import contextlib
 import hashlib
@@ -24,51 +24,53 @@ def initialize(
     join_timeout: float = 120.0,
     ports: tuple[int, int] | None = None,
 ) -> ProcessGroup:
-    """Become one of the processes that run an engine together; call it before anything else asks JAX for devices.
+    """Join the processes that run an engine together; call it before anything else asks JAX for devices.
 
-    They meet at process 0 by ZeroMQ, and where all have come and agree, `jax.distributed.initialize` is called. (It
-    would abort the process otherwise.) A process that is alone on its host takes all of its GPUs, or those of
-    `CUDA_VISIBLE_DEVICES` or `JAX_LOCAL_DEVICE_IDS`. Where there are several and none of these is set, each takes the
-    one of its local id, as Slurm or Open MPI give it.
+    The processes meet at process 0 by ZeroMQ. When all have come and agree, each calls `jax.distributed.initialize`,
+    which would abort a process otherwise. A process that is alone on its host takes all of the host's GPUs, or those
+    in `CUDA_VISIBLE_DEVICES` or `JAX_LOCAL_DEVICE_IDS`. Where a host has several processes and neither variable is
+    set, each takes the GPU with its local id, as Slurm or Open MPI give it.
 
     Args:
-      coordinator: `host:port` where process 0 listens, or `"auto"`: as Slurm, Open MPI or Kubernetes say.
-      num_processes, process_id: how many there are, and which this is; with `"auto"`, None.
-      failure_timeout: seconds within which all exit when one of them is gone, or when a step's results don't come.
-      join_timeout: seconds within which all have to come; and later, that they wait for each other to load and compile.
-      ports: (first, last) where process 0 may listen besides, on one port more than there are processes. None: any.
+      coordinator: `host:port` where process 0 listens, or `"auto"`: taken from Slurm, Open MPI or Kubernetes.
+      num_processes, process_id: number of processes, and the id of this one, from 0; None with `"auto"`.
+      failure_timeout: seconds within which all exit when one process is gone or a step yields no results, at least 2.
+      join_timeout: seconds within which all processes have to come, and for which they later wait for each other to
+        load and compile; at least 0.5.
+      ports: (first, last) of the further ports that process 0 may listen on; it needs one more than there are
+        processes. None: any.
 
     Raises:
       TypeError, ValueError: an argument is wrong, or contradicts another process's.
       ModuleNotFoundError: pyzmq is not installed.
-      TimeoutError: process 0 does not answer, or some did not come.
+      TimeoutError: process 0 did not answer, or some process did not come.
     """
     failure_timeout = check_real("failure_timeout", failure_timeout, 2)
     join_timeout = check_real("join_timeout", join_timeout, 0.5)
-    place = _place(coordinator, num_processes, process_id)
+    cluster_env = _cluster_env(coordinator, num_processes, process_id)
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] < ports[1] < 65536):
-        raise ValueError(f"ports must be the first and the last of some, got {ports!r}")
-    if place.num_processes == 1:
+        raise ValueError(f"ports must be the first and the last of a range, got {ports!r}")
+    if cluster_env.num_processes == 1:
         return ProcessGroup.alone()
     try:
         from longctx.serving.distributed import rendezvous
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[distributed]'") from None
-    terms = rendezvous.Terms(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
-    meet = rendezvous.lead if place.process_id == 0 else rendezvous.follow
-    traits = _traits() | {"num_processes": place.num_processes, **terms._asdict(), "ports": None}
-    group, jax_address = meet(place, terms, traits)
-    with contextlib.suppress(AttributeError):  # it would swallow SIGTERM
+    options = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
+    meet = rendezvous.lead if cluster_env.process_id == 0 else rendezvous.join
+    shared = _software() | {"num_processes": cluster_env.num_processes, **options._asdict(), "ports": None}
+    group, jax_address = meet(cluster_env, options, shared)
+    with contextlib.suppress(AttributeError):  # JAX's preemption service would swallow SIGTERM
         jax.config.update("jax_enable_preemption_service", False)
-    takes_all = group.names.count(group.name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
+    takes_all = group.host_names.count(group.host_name) == 1 or "CUDA_VISIBLE_DEVICES" in os.environ
     try:
         jax.distributed.initialize(
             jax_address,
-            place.num_processes,
-            place.process_id,
+            cluster_env.num_processes,
+            cluster_env.process_id,
             cluster_detection_method="deactivate" if takes_all else None,
             initialization_timeout=int(join_timeout) + 1,
-            # Later than we: it can't say why.
+            # Longer than the watchdog's timeout, as JAX does not report the cause.
             heartbeat_timeout_seconds=int(2 * failure_timeout) + 1,
             shutdown_timeout_seconds=int(failure_timeout) + 1,
         )
@@ -78,7 +80,7 @@ def initialize(
     return group
 
 
-def _place(coordinator: str, num_processes: int | None, process_id: int | None) -> ClusterEnv:
+def _cluster_env(coordinator: str, num_processes: int | None, process_id: int | None) -> ClusterEnv:
     if not isinstance(coordinator, str):
         raise TypeError(f'coordinator must be host:port or "auto", got {coordinator!r}')
     if coordinator == "auto":
@@ -97,8 +99,8 @@ def _place(coordinator: str, num_processes: int | None, process_id: int | None) 
     return ClusterEnv(coordinator, num_processes, process_id)
 
 
-def _traits() -> dict[str, Any]:
-    """Of this program: with other code, processes might decide otherwise."""
+def _software() -> dict[str, Any]:
+    """Versions of the software, and a hash of this package: processes with other code might decide otherwise."""
     code, folder = hashlib.blake2b(digest_size=8), Path(longctx.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         code.update(path.read_bytes())

@@ -1,10 +1,10 @@
-"""An engine in many processes: what the first one tells the others, and how they see that all decide alike.
+"""Keeps the engines of many processes in lockstep: what process 0 sends, and how diverging decisions are noticed.
 
-Every process runs the same scheduler on the same inputs. Those are requests and cancels, the time at which a step is
-planned, and how long the one before took: they go to all others before the step that they matter to. Nothing else that
-a decision depends on may differ, as a clock or the order of a set would.
+Every process runs the same scheduler on the same inputs: requests, cancels, the time at which a step is planned, and
+how long the step before took. Process 0 sends these before the step that depends on them. Decisions may depend on
+nothing that differs between processes, such as a clock or the order of a set.
 
-Source: Mnemosyne, 5, and Medha, 4.4.
+Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
 import dataclasses
@@ -21,140 +21,156 @@ from longctx.serving.executor.interface import Executor
 from longctx.serving.request.request import Request, SamplingParams
 from longctx.serving.scheduler.batch import Batch
 
-COMPARED = 16  # steps after which decisions are compared
+DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next
 
 
 class Arrival(NamedTuple):
+    """A request that process 0 has accepted, the id that it got, and its time of arrival."""
+
     request: Request
     request_id: str
     now: float
 
 
 class Cancel(NamedTuple):
+    """A request that process 0 has cancelled."""
+
     request_id: str
 
 
-News = Arrival | Cancel
+RequestUpdate = Arrival | Cancel
 
 
 class StepOrder(NamedTuple):
-    """Plan at time `now`; `seconds`: how long the last step that was waited for took, None if nobody knows."""
+    """Plan a step at time `now`, after these updates."""
 
     now: float
-    seconds: float | None
-    news: list[News]
+    seconds: float | None  # how long the last step that was waited for took; None: unknown
+    updates: list[RequestUpdate]
 
 
 class WarmUpOrder(NamedTuple):
-    pass
+    """Compile and run all programs."""
 
 
 class Lockstep:
-    """One process's part in it; alone, it has none.
+    """One process's part in the lockstep of a process group; a process alone does nothing for it.
 
     Attributes:
-      now: on others than the first: its time, as told last.
+      now: the time that process 0 sent last, on the other processes.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.decisions, self.now = group, DecisionDigest(), 0.0
         self.is_alone = group.num_processes == 1
-        self._news: list[dict[str, Any]] = []
+        self._updates: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
         self._num_steps = 0
-        if group.watch is not None:
-            group.watch.explain = self.decisions.__str__
+        if group.watchdog is not None:
+            group.watchdog.explain = self.decisions.__str__
 
     @property
     def leads(self) -> bool:
         return self.group.is_first
 
     def warm_up(self, executor: Executor) -> None:
-        """Compile all, wait until all processes have, then run: JAX's CPU collectives wait 30 s for a late one."""
+        """Compile all programs, wait for the other processes, then run them.
+
+        The wait is needed as JAX's CPU collectives give up after 30 s, and some processes may compile for longer.
+        """
         executor.compile()
         self.group.barrier("that all is compiled")
         with self.limit("a first run", self.group.join_timeout):
             executor.warm_up()
 
     def limit(self, what: str, seconds: float | None = None) -> AbstractContextManager[None]:
-        """Around what must not take longer, than the failure timeout if nothing is said."""
-        watch = self.group.watch
-        if watch is None:
+        """A context that ends the process if its body takes longer, by default than the failure timeout."""
+        watchdog = self.group.watchdog
+        if watchdog is None:
             return nullcontext()
-        return watch.limit(what, watch.failure_timeout if seconds is None else seconds)
+        return watchdog.limit(what, watchdog.failure_timeout if seconds is None else seconds)
 
     def note_plan(self, batch: Batch) -> None:
+        """Add a planned batch to the digest."""
         if not self.is_alone:
-            self.decisions.plan(batch)
+            self.decisions.add_plan(batch)
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None:
+        """Add the tokens sampled from a batch to the digest."""
         if not self.is_alone:
-            self.decisions.draw(batch, tokens)
+            self.decisions.add_tokens(batch, tokens)
 
-    # In the first process.
+    # In process 0.
 
     def note_arrival(self, request: Request, tokens: np.ndarray, request_id: str, now: float) -> None:
+        """Queue a request, with its prompt as tokens, for the next step's message."""
         if self.is_alone:
             return
-        fields = {name: getattr(request, name) for name in _REQUEST}
-        self._news.append(fields | {"sampling": dataclasses.asdict(request.sampling), "id": request_id, "now": now})
+        fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+        self._updates.append(fields | {"sampling": dataclasses.asdict(request.sampling), "id": request_id, "now": now})
         self._frames.append(tokens.astype("<i4").tobytes())
 
     def note_cancel(self, request_id: str) -> None:
+        """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
-            self._news.append({"id": request_id})
+            self._updates.append({"id": request_id})
 
-    def tell_step(self, now: float, seconds: float | None) -> None:
+    def send_step(self, now: float, seconds: float | None) -> None:
+        """Order all other processes to plan the next step, see `StepOrder`."""
         if self.is_alone:
             return
         header: dict[str, Any] = {"kind": "step", "now": now, "seconds": seconds}
-        if self._num_steps % COMPARED == 0:
+        if self._num_steps % DIGEST_INTERVAL == 0:
             header["digest"] = self.decisions.digest
-        if self._news:
-            header["news"] = self._news
-        self.group.tell(header, self._frames)
-        self._news, self._frames = [], []
+        if self._updates:
+            header["news"] = self._updates
+        self.group.broadcast(header, self._frames)
+        self._updates, self._frames = [], []
         self._num_steps += 1
 
-    def tell_warm_up(self) -> None:
+    def send_warm_up(self) -> None:
+        """Order all other processes to warm up."""
         if not self.is_alone:
-            self.group.tell({"kind": "warm_up"})
+            self.group.broadcast({"kind": "warm_up"})
 
-    # In the others.
+    # In the other processes.
 
     def orders(self) -> Iterator[StepOrder | WarmUpOrder]:
-        """What the first process does, until it ends."""
+        """The orders of process 0, until it closes its process group."""
         while True:
-            header, frames = self.group.hear()
+            header, frames = self.group.receive()
             if header["kind"] == "end":
                 return
             if header["kind"] == "warm_up":
                 yield WarmUpOrder()
                 continue
             if header.get("digest", self.decisions.digest) != self.decisions.digest:
-                self._differ()
-            news, rest = [], iter(frames)
-            for told in header.get("news", ()):
-                news.append(_arrival(told, next(rest)) if "sampling" in told else Cancel(told["id"]))
+                self._fail_for_difference()
+            updates, prompts = [], iter(frames)
+            for fields in header.get("news", ()):
+                updates.append(_arrival(fields, next(prompts)) if "sampling" in fields else Cancel(fields["id"]))
             self.now = header["now"]
-            yield StepOrder(self.now, header["seconds"], news)
+            yield StepOrder(self.now, header["seconds"], updates)
 
-    def _differ(self) -> None:
-        watch = self.group.watch
-        assert watch is not None
-        text = f"{watch.me} decided otherwise than process 0 within {COMPARED} steps. It decided:\n{self.decisions}"
-        watch.send(watch.peers[0], "differs", text)
-        # Process 0 answers with its own, and ends both.
-        watch.wait_for_end(watch.failure_timeout)
+    def _fail_for_difference(self) -> None:
+        watchdog = self.group.watchdog
+        assert watchdog is not None
+        text = (
+            f"{watchdog.me} decided otherwise than process 0 within {DIGEST_INTERVAL} steps. "
+            f"It decided:\n{self.decisions}"
+        )
+        watchdog.send(watchdog.peers[0], "differs", text)
+        # Process 0 adds its own decisions to the message, and ends all processes.
+        watchdog.wait_for_end(watchdog.failure_timeout)
         raise RuntimeError(text)
 
 
-# What a request says besides: its prompt goes as bytes, its sampling as a dictionary, its id as the engine gave it.
-_REQUEST = [x.name for x in dataclasses.fields(Request) if x.name not in ("prompt", "sampling", "request_id")]
+# The prompt travels as bytes, sampling as a dictionary, and the id is the one that the engine has chosen.
+_REQUEST_FIELDS = [x.name for x in dataclasses.fields(Request) if x.name not in ("prompt", "sampling", "request_id")]
 
 
-def _arrival(told: dict[str, Any], tokens: bytes) -> Arrival:
-    sampling = SamplingParams(**told["sampling"])
-    fields = {name: told[name] for name in _REQUEST}
+def _arrival(fields: dict[str, Any], tokens: bytes) -> Arrival:
+    sampling = SamplingParams(**fields["sampling"])
+    others = {name: fields[name] for name in _REQUEST_FIELDS}
     prompt: Any = np.frombuffer(tokens, "<i4")
-    return Arrival(Request(prompt, sampling, told["id"], **fields), told["id"], told["now"])
+    return Arrival(Request(prompt, sampling, fields["id"], **others), fields["id"], fields["now"])

@@ -1,4 +1,4 @@
-"""The mesh over hosts: `tensor` stays inside one, `context` and then `stage` go across."""
+"""The mesh over many hosts: `tensor` stays inside a host, `context` and then `stage` span hosts."""
 
 from collections.abc import Sequence
 
@@ -11,49 +11,50 @@ from longctx.serving.distributed.process_group import ProcessGroup
 
 
 def make_process_mesh(group: ProcessGroup, stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-    """All devices of all processes, in the order of hosts, so that `tensor`, which runs fastest, stays inside one.
+    """Make a mesh of all devices of all processes, ordered by host, so that `tensor`, the fastest axis, stays inside.
 
     Args:
-      group: may be several processes on one host; a host is known by its name.
+      group: several of its processes may be on one host; hosts are identified by name.
 
     Raises:
-      ValueError: the sizes are not those of all devices, or a group of `tensor` would be on two hosts.
+      ValueError: the sizes do not multiply to the number of devices, or `tensor` would span two hosts.
     """
-    return arrange_devices(jax.devices(), group.names, stage, context, tensor)
+    return arrange_devices(jax.devices(), group.host_names, stage, context, tensor)
 
 
-def arrange_devices(devices: Sequence[jax.Device], names: Sequence[str], stage: int, context: int, tensor: int) -> Mesh:
-    """`make_process_mesh` of given devices; `names` are the hosts of their processes."""
-    # (`mesh_utils.create_hybrid_device_mesh` does the same where every host has one process, and no other.)
-    first = {name: process for process, name in reversed([*enumerate(names)])}
+def arrange_devices(
+    devices: Sequence[jax.Device], host_names: Sequence[str], stage: int, context: int, tensor: int
+) -> Mesh:
+    """Arrange given devices like `make_process_mesh`; `host_names` are the hosts of their processes."""
+    # `mesh_utils.create_hybrid_device_mesh` supports hosts with one process only.
+    first_process = {name: process for process, name in reversed([*enumerate(host_names)])}
 
-    def place(device: jax.Device) -> tuple[int, int, int]:
-        return first[names[device.process_index]], device.process_index, device.id
+    def host_order(device: jax.Device) -> tuple[int, int, int]:
+        return first_process[host_names[device.process_index]], device.process_index, device.id
 
     shape, count = (stage, context, tensor), stage * context * tensor
     if count != len(devices):
         raise ValueError(
             f"plan needs stage * context * tensor = {stage} * {context} * {tensor} = {count} devices, and the "
-            f"{len(names)} processes have {len(devices)}: a mesh over processes takes all"
+            f"{len(host_names)} processes have {len(devices)}: a mesh over processes takes all"
         )
-    ordered = np.array(sorted(devices, key=place)).reshape(shape)
+    ordered = np.array(sorted(devices, key=host_order)).reshape(shape)
     for group in ordered.reshape(-1, tensor):
-        on = sorted({names[device.process_index] for device in group})
-        if len(on) > 1:
-            each = sum(names[device.process_index] == on[0] for device in devices)
+        hosts = sorted({host_names[device.process_index] for device in group})
+        if len(hosts) > 1:
+            each = sum(host_names[device.process_index] == hosts[0] for device in devices)
             raise ValueError(
                 f"plan's tensor must divide the {each} devices of a host, got {tensor}, which would be on "
-                f"{' and '.join(on)}: stages, and context, go across hosts"
+                f"{' and '.join(hosts)}: only stage and context may span hosts"
             )
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def describe_mesh(mesh: Mesh, group: ProcessGroup) -> str:
-    """Which device has which part, a line for each."""
+    """A table of the devices and their coordinates in the mesh, a line for each."""
     lines = ["stage  context  tensor  device"]
     for (stage, context, tensor), device in np.ndenumerate(mesh.devices):
-        where = (
-            f"{device.device_kind} {device.id} of process {device.process_index} on {group.names[device.process_index]}"
-        )
-        lines.append(f"{stage:>5}  {context:>7}  {tensor:>6}  {where}")
+        host = group.host_names[device.process_index]
+        name = f"{device.device_kind} {device.id} of process {device.process_index} on {host}"
+        lines.append(f"{stage:>5}  {context:>7}  {tensor:>6}  {name}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`ProcessGroup`: this process among those that run one engine together."""
+"""`ProcessGroup`: the processes that run one engine together, as one of them sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-if TYPE_CHECKING:  # pyzmq need not be there for one process alone
+if TYPE_CHECKING:  # a process alone works without pyzmq
     from longctx.serving.distributed.channel import Context, Message, Receiver, Sender
     from longctx.serving.distributed.watchdog import Watchdog
 
@@ -24,41 +24,41 @@ _END = "the end"
 class ProcessGroup:
     """Processes that run one engine, each on devices of its own; made by `initialize`. A context manager.
 
-    Process 0 takes requests, the others follow it. When one dies, is stopped or loses its connection, all others log
-    that within `failure_timeout` and exit with status 70. When one leaves the `with` block by an exception, so do the
-    others; it exits with status 1 then. There is one engine to a `ProcessGroup`.
+    Process 0 takes requests, and the others follow it. When a process dies, is stopped or loses its connection, all
+    others log that within `failure_timeout` and exit with status 70. A process that leaves the `with` block by an
+    exception exits with status 1, and the others exit too. A `ProcessGroup` serves one engine.
 
     Attributes:
-      process_id, num_processes: this process, and how many there are.
-      names: host of each process.
+      process_id, num_processes: id of this process, and how many there are.
+      host_names: the host of each process.
     """
 
     def __init__(
         self,
         process_id: int,
-        names: list[str],
-        watch: Watchdog | None,
+        host_names: list[str],
+        watchdog: Watchdog | None,
         channel: Sender | Receiver | None,
         context: Context | None,
         join_timeout: float,
     ) -> None:
-        self.process_id, self.names, self.join_timeout = process_id, names, join_timeout
-        self.watch, self._channel, self._context = watch, channel, context
-        self._all_know = False  # of an error: every process raises it by itself
+        self.process_id, self.host_names, self.join_timeout = process_id, host_names, join_timeout
+        self.watchdog, self._channel, self._context = watchdog, channel, context
+        self._error_is_everywhere = False  # every process raises the same error, so none needs to be told
 
     @classmethod
     def alone(cls) -> Self:
-        """A process without others."""
+        """A group of this process only."""
         return cls(0, [platform.node()], None, None, None, 0.0)
 
     @property
     def num_processes(self) -> int:
-        return len(self.names)
+        return len(self.host_names)
 
     @property
-    def name(self) -> str:
-        """Of this process's host."""
-        return self.names[self.process_id]
+    def host_name(self) -> str:
+        """The host of this process."""
+        return self.host_names[self.process_id]
 
     @property
     def is_first(self) -> bool:
@@ -66,32 +66,35 @@ class ProcessGroup:
         return self.process_id == 0
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Everybody's value, plain data, in the order of processes. All have to call it; so it is a barrier too.
+        """Gather a value of plain data from every process, in their order.
+
+        All processes have to call it with the same `what`, so it is a barrier too.
 
         Raises:
-          TimeoutError: some process did not within the time for joining.
+          TimeoutError: a process did not call it within `join_timeout`.
+          RuntimeError: a process called it with another `what`.
         """
-        if self.watch is None:
+        if self.watchdog is None:
             return [value]
-        deadline, peers, watch = time.monotonic() + self.join_timeout, self.watch.peers, self.watch
+        deadline, peers, watchdog = time.monotonic() + self.join_timeout, self.watchdog.peers, self.watchdog
         if self.is_first:
             values = [value]
             for peer in peers:
-                said, theirs = watch.receive(peer, max(0.0, deadline - time.monotonic()), what)
-                if said != what:
-                    raise RuntimeError(f"{peer} came to {said}, process 0 to {what}: do they run the same program?")
-                values.append(theirs)
+                theirs, their_value = watchdog.receive(peer, max(0.0, deadline - time.monotonic()), what)
+                if theirs != what:
+                    raise RuntimeError(f"{peer} came to {theirs}, process 0 to {what}: do they run the same program?")
+                values.append(their_value)
             for peer in peers:
-                watch.send(peer, "value", values)
+                watchdog.send(peer, "value", values)
             return values
-        watch.send(peers[0], "value", [what, value])
-        return watch.receive(peers[0], self.join_timeout, what)
+        watchdog.send(peers[0], "value", [what, value])
+        return watchdog.receive(peers[0], self.join_timeout, what)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:
-        """See to it that a value, plain data, is the same in all processes.
+        """Check that a value of plain data is the same in all processes.
 
         Raises:
-          ValueError: it is not; the message, the same everywhere, says what differs.
+          ValueError: it is not; all processes raise the same message, which lists the differences.
         """
         values = [json.loads(json.dumps(value)) for value in self.gather(what, value)]
         differences = [
@@ -101,22 +104,22 @@ class ProcessGroup:
             if values[0].get(name) != other.get(name) or (name in values[0]) != (name in other)
         ]
         if differences:
-            self._all_know = True
+            self._error_is_everywhere = True
             raise ValueError(f"processes must have the same {what}, and differ in {'; '.join(differences)}")
 
     def barrier(self, what: str) -> None:
-        """Until all have come here."""
+        """Wait until all processes have called it with the same `what`."""
         self.gather(what, None)
 
-    # Steps.
+    # Step messages.
 
-    def tell(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
-        """All others, as process 0."""
+    def broadcast(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
+        """Send a message from process 0 to all others; does nothing in other processes."""
         if self.is_first and self._channel is not None:
             self._channel.send(header, frames)  # type: ignore[union-attr]
 
-    def hear(self) -> Message:
-        """What process 0 tells next."""
+    def receive(self) -> Message:
+        """Wait for the next message that process 0 broadcasts."""
         assert self._channel is not None
         return self._channel.receive()  # type: ignore[union-attr]
 
@@ -132,42 +135,42 @@ class ProcessGroup:
             self.fail(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """End well, all together: process 0 lets the others' `follow` return, and waits for them."""
-        if self.watch is not None and self._channel is not None:
-            self.tell({"kind": "end"})
-            self._part(self.watch)
+        """End all processes in order: process 0 lets the others' `follow` return, and waits for them."""
+        if self.watchdog is not None and self._channel is not None:
+            self.broadcast({"kind": "end"})
+            self._leave_together(self.watchdog)
 
     def fail(self, cause: str) -> None:
-        """End badly: all others exit. This process goes on with its own error."""
-        if self.watch is None or self._channel is None:
+        """End all other processes for an error in this one, which the caller goes on to raise."""
+        if self.watchdog is None or self._channel is None:
             return
-        if self._all_know:
-            self._part(self.watch)
+        if self._error_is_everywhere:
+            self._leave_together(self.watchdog)
             return
-        self.watch.tell_failure(cause)
-        self._shut(self.watch)
-        atexit.register(_leave)  # before JAX's own, which would wait for all
+        self.watchdog.broadcast_failure(cause)
+        self._close_sockets(self.watchdog)
+        atexit.register(_exit_now)  # runs before JAX's handler, which would wait for all processes
 
-    def _part(self, watch: Watchdog) -> None:
-        """Go when all are ready to: whoever went before would seem to be dead."""
+    def _leave_together(self, watchdog: Watchdog) -> None:
+        """Disconnect when all processes are ready to: one that left early would seem to be dead."""
         try:
             if self.is_first:
-                for peer in watch.peers:
-                    while watch.receive(peer, self.join_timeout, "that it ends")[0] != _END:
+                for peer in watchdog.peers:
+                    while watchdog.receive(peer, self.join_timeout, "that it ends")[0] != _END:
                         pass
-                watch.is_parting = True
-                for peer in watch.peers:
-                    watch.send(peer, "bye", None)
+                watchdog.allows_disconnects = True
+                for peer in watchdog.peers:
+                    watchdog.send(peer, "bye", None)
             else:
-                watch.send(watch.peers[0], "value", [_END, None])
-                watch.wait_for_end(self.join_timeout)
+                watchdog.send(watchdog.peers[0], "value", [_END, None])
+                watchdog.wait_for_end(self.join_timeout)
         finally:
-            self._shut(watch)
-        # At the exit of one process, JAX would wait for the others', and abort all if that took too long.
+            self._close_sockets(watchdog)
+        # Otherwise JAX would wait for the others at the exit of one process, and abort all if that took too long.
         jax.distributed.shutdown()
 
-    def _shut(self, watch: Watchdog) -> None:
-        watch.close()
+    def _close_sockets(self, watchdog: Watchdog) -> None:
+        watchdog.close()
         assert self._channel is not None
         assert self._context is not None
         self._channel.close()
@@ -175,7 +178,7 @@ class ProcessGroup:
         self._context.term()
 
 
-def _leave() -> None:
+def _exit_now() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

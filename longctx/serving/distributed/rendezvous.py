@@ -1,4 +1,4 @@
-"""How processes meet: all others come to process 0, which lets them in together, or says why not."""
+"""How processes meet: all others ask process 0 to join, and it admits all together or refuses with a reason."""
 
 import json
 import platform
@@ -14,145 +14,159 @@ from longctx.serving.distributed.cluster_env import ClusterEnv
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.distributed.watchdog import Peer, Watchdog, make_pair
 
-# Others say every second that they are there; who does not for so many seconds is gone, and may come again.
-_AGAIN, _GONE = 1.0, 5.0
-# What the system gives to programs that don't care.
+# Seconds between two requests of a process to join, and until process 0 forgets one that sends no more.
+_RETRY_SECONDS, _EXPIRY_SECONDS = 1.0, 5.0
+
 ANY_PORT = (49152, 65535)
+"""The ephemeral ports, from which the system chooses for programs that ask for no port."""
 
 
-class Terms(NamedTuple):
-    """Seconds, as of `initialize`, and from where to where process 0 may listen besides."""
+class RendezvousOptions(NamedTuple):
+    """Timeouts in seconds, and the range of further ports that process 0 may listen on, as in `initialize`."""
 
     failure_timeout: float
     join_timeout: float
     ports: tuple[int, int]
 
 
-class _Guest(NamedTuple):
-    """A process that waits for an answer; `nonce` tells it from another that claims the same id."""
+class _Joiner(NamedTuple):
+    """A process that waits for an answer; `nonce` distinguishes it from another that claims the same id."""
 
     envelope: bytes
-    name: str
+    host_name: str
     nonce: int
-    heard: float
+    last_heard: float
 
 
-def lead(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
-    """As process 0: its `ProcessGroup`, and the address for `jax.distributed`.
+def lead(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, Any]) -> tuple[ProcessGroup, str]:
+    """Meet the other processes as process 0.
 
     Args:
-      traits: what has to be the same in all processes.
+      shared: what has to be the same in all processes.
+
+    Returns:
+      This process's `ProcessGroup`, and the coordinator address for `jax.distributed`.
 
     Raises:
-      ValueError: a port is taken, or a process has other traits. All that have come are told so.
-      TimeoutError: some did not come. The others are told so.
+      ValueError: a port is taken, or what is shared differs in a process. All that have come get the error too.
+      TimeoutError: some process did not come. The others get the error too.
     """
     context = make_context()
-    address, _, port = place.coordinator.rpartition(":")
-    door = context.socket(zmq.ROUTER)
-    door.setsockopt(zmq.LINGER, 1000)
+    address, _, port = cluster_env.coordinator.rpartition(":")
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 1000)
     try:
-        door.bind(f"tcp://*:{port}")
+        router.bind(f"tcp://*:{port}")
     except zmq.ZMQError as error:
         context.destroy()
-        raise ValueError(f"coordinator {place.coordinator}: process 0 can't listen on port {port}: {error}") from None
-    guests: dict[int, _Guest] = {}
+        raise ValueError(
+            f"coordinator {cluster_env.coordinator}: process 0 can't listen on port {port}: {error}"
+        ) from None
+    joiners: dict[int, _Joiner] = {}
     peers: list[Peer] = []
     try:
-        _await_all(place, door, guests, terms, traits)
-        names = [platform.node(), *(guests[i].name for i in range(1, place.num_processes))]
-        sender, pair_ports = Sender(context, terms.ports, terms.failure_timeout), []
-        for process in range(1, place.num_processes):
-            pair = make_pair(context, terms.failure_timeout)
-            peers.append(Peer(process, names[process], pair))
-            pair_ports.append(bind(pair, terms.ports))
-        jax_port = _free_port(terms.ports)  # the last, so that none of the others takes it
-        welcome = {"names": names, "steps": sender.port, "jax": jax_port}
+        _await_all(cluster_env, router, joiners, options, shared)
+        host_names = [platform.node(), *(joiners[i].host_name for i in range(1, cluster_env.num_processes))]
+        sender, pair_ports = Sender(context, options.ports, options.failure_timeout), []
+        for process in range(1, cluster_env.num_processes):
+            pair = make_pair(context, options.failure_timeout)
+            peers.append(Peer(process, host_names[process], pair))
+            pair_ports.append(bind(pair, options.ports))
+        jax_port = _free_port(options.ports)  # chosen last, so that no socket above takes it
+        answer = {"names": host_names, "steps": sender.port, "jax": jax_port}
         for peer, pair_port in zip(peers, pair_ports, strict=True):
-            _answer(door, guests[peer.process].envelope, welcome | {"pair": pair_port})
-        sender.wait_for({*guests}, terms.join_timeout)
+            _answer(router, joiners[peer.process].envelope, answer | {"pair": pair_port})
+        sender.wait_for({*joiners}, options.join_timeout)
     except BaseException as error:
-        for guest in guests.values():
-            _answer(door, guest.envelope, {"error": f"{type(error).__name__}: {error}"})
+        for joiner in joiners.values():
+            _answer(router, joiner.envelope, {"error": f"{type(error).__name__}: {error}"})
         for peer in peers:
             peer.close()
         context.destroy(linger=1000)
         raise
-    door.close()
-    watch = Watchdog(f"process 0 ({names[0]})", peers, terms.failure_timeout)
-    return ProcessGroup(0, names, watch, sender, context, terms.join_timeout), f"{address}:{jax_port}"
+    router.close()
+    watchdog = Watchdog(f"process 0 ({host_names[0]})", peers, options.failure_timeout)
+    group = ProcessGroup(0, host_names, watchdog, sender, context, options.join_timeout)
+    return group, f"{address}:{jax_port}"
 
 
 def _await_all(
-    place: ClusterEnv, door: Socket, guests: dict[int, _Guest], terms: Terms, traits: dict[str, Any]
+    cluster_env: ClusterEnv,
+    router: Socket,
+    joiners: dict[int, _Joiner],
+    options: RendezvousOptions,
+    shared: dict[str, Any],
 ) -> None:
-    deadline, others = time.monotonic() + terms.join_timeout, {*range(1, place.num_processes)}
-    while guests.keys() != others:
+    """Wait until all other processes have asked to join, and add them to `joiners` by id."""
+    deadline, others = time.monotonic() + options.join_timeout, {*range(1, cluster_env.num_processes)}
+    while joiners.keys() != others:
         now = time.monotonic()
-        for process in [i for i, guest in guests.items() if now - guest.heard > _GONE]:
-            del guests[process]
+        for process in [i for i, joiner in joiners.items() if now - joiner.last_heard > _EXPIRY_SECONDS]:
+            del joiners[process]
         if now > deadline:
-            missing = ", ".join(map(str, sorted(others - guests.keys())))
+            missing = ", ".join(map(str, sorted(others - joiners.keys())))
             raise TimeoutError(
-                f"num_processes is {place.num_processes}, and process {missing} did not come within "
-                f"{terms.join_timeout:g} s"
+                f"num_processes is {cluster_env.num_processes}, and process {missing} did not come within "
+                f"{options.join_timeout:g} s"
             )
-        if not door.poll(100):
+        if not router.poll(100):
             continue
-        envelope, body = door.recv_multipart()
-        hello: dict[str, Any] = json.loads(body)
-        process, name, nonce = int(hello["process_id"]), str(hello["host"]), int(hello.get("nonce", 0))
-        theirs = hello.get("traits", {})
+        envelope, body = router.recv_multipart()
+        request: dict[str, Any] = json.loads(body)
+        process, host_name = int(request["process_id"]), str(request["host"])
+        nonce, theirs = int(request.get("nonce", 0)), request.get("traits", {})
         wrong = [
-            f"{key} {theirs.get(key)}, and process 0 has {traits.get(key)}"
-            for key in sorted({*traits, *theirs})
-            if theirs.get(key) != traits.get(key)
+            f"{key} {theirs.get(key)}, and process 0 has {shared.get(key)}"
+            for key in sorted({*shared, *theirs})
+            if theirs.get(key) != shared.get(key)
         ]
-        if not wrong and (process == 0 or (process in guests and guests[process].nonce != nonce)):
-            wrong = [f"a process_id that another on {guests[process].name if process else platform.node()} has already"]
+        if not wrong and (process == 0 or (process in joiners and joiners[process].nonce != nonce)):
+            owner = joiners[process].host_name if process else platform.node()
+            wrong = [f"a process_id that another on {owner} has already"]
         if wrong:
-            error = f"process {process} ({name}) has {'; '.join(wrong)}"
-            _answer(door, envelope, {"error": f"ValueError: {error}"})
+            error = f"process {process} ({host_name}) has {'; '.join(wrong)}"
+            _answer(router, envelope, {"error": f"ValueError: {error}"})
             raise ValueError(error)
-        guests[process] = _Guest(envelope, name, nonce, now)
+        joiners[process] = _Joiner(envelope, host_name, nonce, now)
 
 
-def _answer(door: Socket, envelope: bytes, answer: dict[str, Any]) -> None:
-    door.send_multipart([envelope, json.dumps(answer).encode()])
+def _answer(router: Socket, envelope: bytes, answer: dict[str, Any]) -> None:
+    router.send_multipart([envelope, json.dumps(answer).encode()])
 
 
-def follow(place: ClusterEnv, terms: Terms, traits: dict[str, Any]) -> tuple[ProcessGroup, str]:
-    """As another process.
+def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, Any]) -> tuple[ProcessGroup, str]:
+    """Meet process 0 as another process; arguments and results as in `lead`.
 
     Raises:
-      ValueError: there is no such host, or process 0 refuses this one, or another.
+      ValueError: the coordinator's host does not exist, or process 0 refuses this process or another.
       TimeoutError: process 0 does not answer.
     """
-    # Process 0 may wait as long for others, and then say who is missing.
-    host, deadline = place.coordinator.rpartition(":")[0], time.monotonic() + terms.join_timeout + 2
-    _await_name(place.coordinator, deadline)
+    # Process 0 may wait for others as long as this process would, and then send an error that names them.
+    host, deadline = cluster_env.coordinator.rpartition(":")[0], time.monotonic() + options.join_timeout + 2
+    _await_name(cluster_env.coordinator, deadline)
     context, me = make_context(), platform.node()
-    hello = {"process_id": place.process_id, "host": me, "nonce": random.getrandbits(52), "traits": traits}
-    welcome = _knock(context, place.coordinator, json.dumps(hello).encode(), deadline)
-    if welcome is None or "error" in welcome:
+    request = {"process_id": cluster_env.process_id, "host": me, "nonce": random.getrandbits(52), "traits": shared}
+    answer = _ask_to_join(context, cluster_env.coordinator, json.dumps(request).encode(), deadline)
+    if answer is None or "error" in answer:
         context.term()
-        if welcome is not None:
-            raise ValueError(f"process 0 refuses: {welcome['error']}")
+        if answer is not None:
+            raise ValueError(f"process 0 refuses: {answer['error']}")
         raise TimeoutError(
-            f"coordinator {place.coordinator} did not answer within {terms.join_timeout:g} s: is process 0 running "
-            "there, and can it be reached from here?"
+            f"coordinator {cluster_env.coordinator} did not answer within {options.join_timeout:g} s: is process 0 "
+            "running there, and can it be reached from here?"
         )
-    pair = make_pair(context, terms.failure_timeout)
-    peer = Peer(0, welcome["names"][0], pair)
-    pair.connect(f"tcp://{host}:{welcome['pair']}")
-    receiver = Receiver(context, f"tcp://{host}:{welcome['steps']}", place.process_id, terms.failure_timeout)
-    watch = Watchdog(f"process {place.process_id} ({me})", [peer], terms.failure_timeout)
-    group = ProcessGroup(place.process_id, welcome["names"], watch, receiver, context, terms.join_timeout)
-    return group, f"{host}:{welcome['jax']}"
+    process, host_names = cluster_env.process_id, answer["names"]
+    pair = make_pair(context, options.failure_timeout)
+    peer = Peer(0, host_names[0], pair)
+    pair.connect(f"tcp://{host}:{answer['pair']}")
+    receiver = Receiver(context, f"tcp://{host}:{answer['steps']}", process, options.failure_timeout)
+    watchdog = Watchdog(f"process {process} ({me})", [peer], options.failure_timeout)
+    group = ProcessGroup(process, host_names, watchdog, receiver, context, options.join_timeout)
+    return group, f"{host}:{answer['jax']}"
 
 
 def _await_name(coordinator: str, deadline: float) -> None:
-    """Until it can be resolved: what is about to start may have no name yet."""
+    """Wait until the host name can be resolved: a container that is about to start may have no name yet."""
     host, _, port = coordinator.rpartition(":")
     while True:
         try:
@@ -161,21 +175,21 @@ def _await_name(coordinator: str, deadline: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(f"coordinator {coordinator}: {error}") from None
-            time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic()) + 0.01))
+            time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic()) + 0.01))
 
 
-def _knock(context: Context, coordinator: str, hello: bytes, deadline: float) -> dict[str, Any] | None:
-    """Say hello again and again, as process 0 may start later, or anew; its answer."""
-    door = context.socket(zmq.DEALER)
-    door.setsockopt(zmq.LINGER, 0)
-    door.connect(f"tcp://{coordinator}")
+def _ask_to_join(context: Context, coordinator: str, request: bytes, deadline: float) -> dict[str, Any] | None:
+    """Send the request again and again, as process 0 may start later or restart; return its answer, or None."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(f"tcp://{coordinator}")
     try:
         while (left := deadline - time.monotonic()) > 0:
-            door.send(hello)
-            if door.poll(int(1000 * min(_AGAIN, left))):
-                return json.loads(door.recv())
+            dealer.send(request)
+            if dealer.poll(int(1000 * min(_RETRY_SECONDS, left))):
+                return json.loads(dealer.recv())
     finally:
-        door.close()
+        dealer.close()
     return None
 
 

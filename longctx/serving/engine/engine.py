@@ -337,7 +337,7 @@ class Engine:
             self._warm_up()
         now = self._clock()
         with self._failing(), self._lockstep.limit("a step"):
-            self._lockstep.tell_step(now, self._seconds)
+            self._lockstep.send_step(now, self._seconds)
             self._seconds = None
             while (batch := self.core.begin(now)) is not None:
                 self._lockstep.note_plan(batch)
@@ -361,7 +361,7 @@ class Engine:
 
     def _warm_up(self) -> None:
         with self._failing():
-            self._lockstep.tell_warm_up()
+            self._lockstep.send_warm_up()
             self._lockstep.warm_up(self._executor)
             self._is_warm = True
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from longctx.serving.distributed.lockstep import Arrival, Lockstep, News, StepOrder
+from longctx.serving.distributed.lockstep import Arrival, Lockstep, RequestUpdate, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.stream import Job
@@ -37,7 +37,7 @@ class Follower:
                 continue
             if ended is not None:
                 self._end(ended, order.now, order.seconds)
-            for news in order.news:
+            for news in order.updates:
                 self._hear(news)
             with self._lockstep.limit("a step"):
                 ended = self._step(order.now)
@@ -61,7 +61,7 @@ class Follower:
             if not job.open:
                 del self._jobs[event.request_id]
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: RequestUpdate) -> None:
         if isinstance(news, Arrival):
             prepared = self._input_processor.prepare(news.request)
             sequences = self._sequence_maker.make(prepared, news.request_id, news.now)

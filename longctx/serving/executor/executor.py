@@ -23,7 +23,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import CPU, hardware_of
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
@@ -133,8 +133,8 @@ class DeviceExecutor:
         self._stages.append(self._lay_out(batch))
         shape = self._shape()
         empty = self._plan.stage - len(self._stages)
-        rows = [*(pending.pack(shape) for pending in reversed(self._stages)), *[RowPlan.empty(shape)[0]] * empty]
-        samples = SamplePlan.empty(shape)[0]
+        rows = [*(pending.pack(shape) for pending in reversed(self._stages)), *[RowInputs.empty(shape)[0]] * empty]
+        samples = SampleInputs.empty(shape)[0]
         if not empty:
             samples = self._stages[0].layout.pack_samples(shape, self._controls, self._plain)
         return np.stack(rows), samples, shape

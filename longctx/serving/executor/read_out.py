@@ -10,7 +10,7 @@ from longctx.serving.executor.interface import Results
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.runner.model_runner import ModelRunner
-from longctx.serving.runner.sampler import Drawn
+from longctx.serving.runner.sampler import SampledTokens
 from longctx.serving.runner.step_inputs import Shape
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.sequence import completion_of
@@ -23,12 +23,14 @@ Place = tuple[int, int, int]
 class ReadOut:
     """What a batch in the last stage has made, on its way to the host."""
 
-    drawn: Drawn
+    drawn: SampledTokens
     num_samples: int  # of a rank, in the arrays of `drawn`
     prompts: list[tuple[Chunk, list[Place], Any]] = field(default_factory=list)  # where logprobs were asked for
 
     @classmethod
-    def begin(cls, runner: ModelRunner, layout: RowLayout, drawn: Drawn, hidden: Any, shape: Shape) -> "ReadOut":
+    def begin(
+        cls, runner: ModelRunner, layout: RowLayout, drawn: SampledTokens, hidden: Any, shape: Shape
+    ) -> "ReadOut":
         """Ask for what the host wants to know besides the tokens."""
         asked: list[tuple[Chunk, list[Place]]] = []
         targets = np.zeros((shape.ranks, shape.rows), np.int32)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.parallel.varseq import shard_tokens
-from longctx.serving.runner.step_inputs import RowPlan, SamplePlan, Shape
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import completion_of
 
@@ -164,8 +164,8 @@ class RowLayout:
     # From rows to arrays.
 
     def pack_rows(self, shape: Shape) -> np.ndarray:
-        """A `RowPlan` of each rank, int32 `[ranks, length]`."""
-        packed, plan = RowPlan.empty(shape)
+        """A `RowInputs` of each rank, int32 `[ranks, length]`."""
+        packed, plan = RowInputs.empty(shape)
         firsts = self._firsts(shape)
         for first, kind in zip(firsts, self._rows, strict=True):
             for rank, rows in enumerate(kind):
@@ -188,7 +188,7 @@ class RowLayout:
                     part[rank, : len(entries)] = column
         return packed
 
-    def _pack_sharded(self, plan: RowPlan, shape: Shape) -> None:
+    def _pack_sharded(self, plan: RowInputs, shape: Shape) -> None:
         positions, slots = (x[:, : shape.sharded].reshape(-1) for x in (plan.positions, plan.slots))
         plan.sharded_positions[:], plan.sharded_slots[:] = positions, slots
         plan.sharded_order[:] = np.lexsort((positions, np.where(slots < 0, np.iinfo(np.int32).max, slots)))
@@ -204,8 +204,8 @@ class RowLayout:
             plan.message_slots[:, : len(asking)] = asking
 
     def pack_samples(self, shape: Shape, controls: np.ndarray, plain: np.ndarray) -> np.ndarray:
-        """A `SamplePlan`, int32 `[length]`; controls and plain are the slots'."""
-        packed, plan = SamplePlan.empty(shape)
+        """A `SampleInputs`, int32 `[length]`; controls and plain are the slots'."""
+        packed, plan = SampleInputs.empty(shape)
         if self.sampled:
             firsts = self._firsts(shape)
             chunks, ranks, kinds, rows, numbers = zip(*self.sampled, strict=True)

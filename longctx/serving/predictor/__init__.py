@@ -1,6 +1,7 @@
-"""How long a batch takes, said before it runs.
+"""Predictors of the time that a batch takes, before it runs.
 
-Here is what deciding needs, plain Python; `fit`, `roofline`, `tables` and `file` are where predictors come from.
+This package exports what deciding needs, in plain Python. `fit`, `roofline`, `tables` and `file` make predictors from
+measurements, from data sheets, from published tables and from profiles on disk.
 """
 
 from longctx.serving.predictor.correction import Corrected

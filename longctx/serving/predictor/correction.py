@@ -1,4 +1,4 @@
-"""A predictor that is put right by what it is told of batches that have run."""
+"""`Corrected`: a predictor that is corrected by the measured times of batches."""
 
 import math
 from collections import deque
@@ -7,19 +7,20 @@ from collections.abc import Iterable
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 
-_MEMORY, _ENOUGH = 32, 8  # batches
+_WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
 
 
 class Corrected:
-    """A predictor times one factor: the median of measured against predicted over the last batches, weighted by time.
+    """A predictor times a factor: the median of measured over predicted seconds of the last batches, weighted by time.
 
-    From the eighth batch on. A median, so that a compilation or another process does not count; by time, because long
-    steps are what it is asked about. The same reports in the same order give the same predictions.
+    The factor is 1 before the eighth batch. The median ignores outliers, such as a compilation or a busy machine, and
+    the weights favour long steps, whose predictions matter most. The same observations in the same order give the same
+    predictions.
     """
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor, self.factor = predictor, 1.0
-        self._seen: deque[tuple[float, float]] = deque(maxlen=_MEMORY)  # measured / predicted, and predicted
+        self._seen: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # measured / predicted, and predicted
 
     def seconds(self, work: Work) -> float:
         return self.factor * self.predictor.seconds(work)
@@ -28,16 +29,16 @@ class Corrected:
         return self.factor * self.predictor.prefill_seconds(start, stop, chunk)
 
     def observe(self, work: Work, seconds: float) -> None:
-        """A batch took that long."""
+        """Add the measured time of a batch."""
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
             self._seen.append((seconds / predicted, predicted))
-            if len(self._seen) >= _ENOUGH:
+            if len(self._seen) >= _LEAST:
                 self.factor = _weighted_median(self._seen)
 
 
 def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
-    """The least value that, with those below it, has half of the weight."""
+    """The smallest value such that it and those below it have half of the weight; values are (value, weight)."""
     ascending = sorted(values)
     half, below = sum(weight for _, weight in ascending) / 2, 0.0
     for value, weight in ascending:

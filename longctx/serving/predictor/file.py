@@ -1,4 +1,4 @@
-"""A profile on disk: a predictor, and of what: no other engine shall be scheduled by it."""
+"""Profiles on disk: a predictor, and the engine that it was measured on, as it is valid for no other."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ _FORMAT = "longctx profile 1"
 def save_profile(
     path: Path, predictor: RuntimePredictor, subject: Mapping[str, Any], notes: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a predictor as JSON; `subject` says what was measured, `notes` whatever else is worth keeping."""
+    """Write a predictor as JSON; `subject` describes the measured engine, `notes` is any further plain data."""
     contents = {"format": _FORMAT, "subject": dict(subject), "predictor": dataclasses.asdict(predictor)}
     if notes:
         contents["notes"] = dict(notes)
@@ -22,11 +22,11 @@ def save_profile(
 
 
 def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
-    """The predictor of a file that was measured on such a subject.
+    """Read the predictor of a profile that was measured on this subject.
 
     Raises:
-      OSError: it can't be read.
-      ValueError: it is no profile, or one of something else; the message says what differs.
+      OSError: the file can't be read.
+      ValueError: it is not a profile, or it is of another subject; the message names the difference.
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -35,7 +35,7 @@ def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
         measured, fields = dict(contents["subject"]), dict(contents["predictor"])
         predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no profile as `longctx profile` writes it: {error}") from None
+        raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
     expected = json.loads(json.dumps(dict(subject)))
     for name in sorted(measured.keys() | expected.keys()):
         if measured.get(name) != expected.get(name):

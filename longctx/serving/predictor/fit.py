@@ -1,4 +1,4 @@
-"""Fits a predictor to batches that were measured."""
+"""Fits a predictor to measured batches."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -9,24 +9,25 @@ from scipy.optimize import nnls
 from longctx.serving.predictor.runtime import Predictor, Program, RuntimePredictor, keys_by_tile
 from longctx.serving.predictor.work import Work
 
-Measured = tuple[Work, float]
+Measurement = tuple[Work, float]
 """A batch, and its seconds."""
 
 
-def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
-    """The predictor with the least squared relative error, all of its coefficients being non-negative.
+def fit(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence[int]) -> RuntimePredictor:
+    """Fit the predictor with the least squared relative error whose coefficients are all non-negative.
 
     Args:
-      measured: batches, some for each bucket.
+      measured: batches and their seconds, at least one batch for each bucket.
       buckets: numbers of rows that the engine's steps are compiled for, ascending.
-      tiles: into which attention cuts chunks, in tokens, ascending; in a bucket, those that it has rows for.
+      tiles: sizes of the tiles into which attention divides chunks, in tokens, ascending. A bucket uses those that are
+        no larger than itself.
 
     Raises:
-      ValueError: a time is not positive and finite, a bucket has no batch, or a batch no bucket.
+      ValueError: a time is not positive and finite, a bucket has no batch, or a batch has more rows than any bucket.
     """
     if not buckets or not tiles:
         raise ValueError("buckets and tiles must not be empty")
-    of_bucket: list[list[Measured]] = [[] for _ in buckets]
+    of_bucket: list[list[Measurement]] = [[] for _ in buckets]
     for work, seconds in measured:
         if not 0 < seconds < np.inf:
             raise ValueError(f"measured seconds must be positive and finite, got {seconds}")
@@ -40,23 +41,23 @@ def fit(measured: Sequence[Measured], buckets: Sequence[int], tiles: Sequence[in
     )
 
 
-def _fit_program(rows: int, measured: Sequence[Measured], sizes: Sequence[int]) -> Program:
+def _fit_program(rows: int, measured: Sequence[Measurement], sizes: Sequence[int]) -> Program:
     largest = min(rows, sizes[-1])
     tiles = (*(size for size in sizes if size < largest), largest)
     seconds = np.array([time for _, time in measured])
     features = np.array([(1, *keys_by_tile(tiles, work), work.samples) for work, _ in measured], float)
-    fixed, *per_key, per_sample = non_negative(features, seconds)
+    fixed, *per_key, per_sample = fit_non_negative(features, seconds)
     return Program(rows, fixed, tiles, tuple(per_key), per_sample)
 
 
-def non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Coefficients `[n]` of features `[m, n]` that give seconds `[m]` with the least squared relative error."""
+def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Fit seconds `[m]` by features `[m, n]` times non-negative coefficients `[n]`, by least squared relative error."""
     scale = features.max(axis=0)
     scale[scale == 0] = 1
     coefficients, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
     return (coefficients / scale).tolist()
 
 
-def relative_errors(predictor: Predictor, measured: Iterable[Measured]) -> np.ndarray:
-    """predicted / measured - 1 of each."""
+def relative_errors(predictor: Predictor, measured: Iterable[Measurement]) -> np.ndarray:
+    """predicted / measured - 1 of each batch, `[m]`."""
     return np.array([predictor.seconds(work) / seconds - 1 for work, seconds in measured])

@@ -1,6 +1,6 @@
-"""A predictor from data sheets: a model's products and bytes against what a device can do at best.
+"""A predictor from data sheets: a model's products and bytes over a device's peak rates.
 
-Source: Mnemosyne, 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
+Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
 import dataclasses
@@ -10,18 +10,18 @@ from longctx.models import LlamaConfig
 from longctx.parallel.cost import Hardware, check_count
 from longctx.serving.predictor.runtime import CurvePredictor
 
-# Dense bf16 products, memory and one direction of NVLink to all others, by NVIDIA's data sheets; latency is a guess.
+# Dense bf16 products, memory bandwidth and one direction of NVLink, from NVIDIA's data sheets; latency is a guess.
 GPUS = {
     "H200": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=4.8e12),
     "H100": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=3.35e12),
     "A100": Hardware(312e12, 300e9, latency=10e-6, memory_bandwidth=2.0e12),
 }
-# Of a few cores. Whoever schedules by it corrects it by what batches take.
+# A few cores. It is rough, so schedulers correct it by measured batches (`Corrected`).
 CPU = Hardware(100e9, 10e9, bytes_per_element=4, memory_bandwidth=15e9)
 
 
 def hardware_of(device: Any) -> Hardware:
-    """The data sheet of a `jax.Device` (or None), by its name; one that is not known passes for an H100, or a CPU."""
+    """The data sheet of a `jax.Device`, by name; None counts as a CPU, and an unknown accelerator as an H100."""
     if device is None or device.platform == "cpu":
         return CPU
     return next((sheet for name, sheet in GPUS.items() if name in device.device_kind), GPUS["H100"])
@@ -37,17 +37,18 @@ def roofline(
     efficiency: float = 0.6,
     overhead: float = 0.0,
 ) -> CurvePredictor:
-    """The predictor of a model on `stage * tensor` devices, each as the hardware says.
+    """Make the predictor of a model on `stage * tensor` devices.
 
-    Linear layers take the longer of their products and of reading the weights; then come two all-reduces a layer over
-    `tensor`. Attention takes its products and the reading of keys and values, one after the other. With several
-    stages a batch takes one stage's time: others are in the other stages meanwhile, and a token comes that many times
-    later. The head's rows are spread over all devices.
+    The time of a linear layer is the longer of its products and of reading its weights, plus two all-reduces a layer
+    over `tensor`. The time of attention is its products plus reading keys and values. With several stages the predicted
+    time is that of one stage: other batches are in the other stages meanwhile, and a token takes `stage` times as
+    long. The head's vocabulary is sharded over all devices.
 
     Args:
-      max_rows: of the largest batch that matters.
-      efficiency: the share of the data sheet's FLOP/s and bytes/s that is reached.
-      overhead: seconds that a batch takes besides.
+      hardware: of each device.
+      max_rows: rows of the largest batch that is predicted exactly.
+      efficiency: the share of peak FLOP/s and bytes/s that is reached.
+      overhead: further seconds of each batch.
 
     Raises:
       ValueError: stage or tensor do not divide the layers or heads, or a number is out of range.
@@ -70,7 +71,7 @@ def roofline(
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     weights = layers * model.hidden_size * (attention + 3 * model.intermediate_size) / tensor
     head = model.vocab_size * model.hidden_size / (tensor * stage)
-    # Both halves of an all-reduce send all but a share of the rows.
+    # Bytes a row that each half of an all-reduce, reduce-scatter and all-gather, sends: all but the device's own share.
     message = 2 * (tensor - 1) / tensor * model.hidden_size * element
 
     def linear(count: int) -> float:
@@ -80,7 +81,7 @@ def roofline(
         return overhead + products + 2 * layers * reduce + move + head * element / hardware.memory_bandwidth
 
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
-    # Straight lines, but for where the products come to take longer than the weights.
+    # Linear between these knots but for the row count where products begin to take longer than reading the weights.
     rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows)})
     return CurvePredictor(
         tuple(rows),

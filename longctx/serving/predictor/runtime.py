@@ -1,6 +1,6 @@
-"""The runtime predictor: seconds of a batch from its features, non-negative and linear, so that it extrapolates.
+"""Runtime predictors: seconds of a batch, linear in its features with non-negative coefficients, so they extrapolate.
 
-Source: Mnemosyne, 4.2, and Medha, 4.1 (which take Vidur's).
+Source: Mnemosyne, section 4.2, and Medha, section 4.1, which both use Vidur's predictor.
 """
 
 import dataclasses
@@ -12,23 +12,23 @@ from longctx.serving.predictor.work import Work
 
 
 class Predictor(Protocol):
-    """Pure functions."""
+    """Predicts the time of batches; both methods are pure functions."""
 
     def seconds(self, work: Work) -> float:
-        """Of one batch; 0 for an empty one."""
+        """Seconds of a batch; 0 for an empty one."""
         ...
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Of reading a prompt's tokens from `start` to `stop` alone, in chunks of `chunk` tokens."""
+        """Seconds of prefilling a prompt's tokens from `start` to `stop` alone, in chunks of `chunk` tokens."""
         ...
 
 
 def check_predictor(predictor: Predictor, rows: int) -> Predictor:
-    """A predictor of steps of up to so many rows.
+    """Check that a predictor predicts steps of up to `rows` rows, and return it.
 
     Raises:
       TypeError: it lacks a method.
-      ValueError: it knows no step so large, or says something that is no number of seconds.
+      ValueError: it does not support so many rows, or predicts a time that is negative or not finite.
     """
     if not all(callable(getattr(predictor, name, None)) for name in ("seconds", "prefill_seconds")):
         raise TypeError(f"predictor must have `seconds` and `prefill_seconds`, got {predictor!r}")
@@ -39,11 +39,12 @@ def check_predictor(predictor: Predictor, rows: int) -> Predictor:
 
 
 def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most: int) -> float:
-    """How many tokens one decode alone can read within its target, which `stages` steps share.
+    """The longest context in tokens that a single decode can read within its TPOT target `tpot`, in seconds.
 
-    Infinite beyond `most`, and where it can't be met with one either: then more ranks don't help.
+    A token takes `stages` steps, which share the target. The result is infinite without a target, if it exceeds
+    `most`, and if not even one token can be read in time, as more ranks don't help then.
 
-    Source: the limit at which a request takes on one more rank, Mnemosyne 4.4.
+    Source: Mnemosyne, section 4.4 (the limit at which a request grows onto one more rank).
     """
 
     def is_met(tokens: int) -> bool:
@@ -60,18 +61,20 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The step compiled for so many rows: seconds = fixed + per_key . keys by tile + per_sample * samples.
+    """The step compiled for a number of rows.
+
+    seconds = fixed + sum(per_key * keys of each tile size) + per_sample * samples
 
     Attributes:
-      rows: computed in any case, whatever a batch has.
-      fixed: seconds of the linear layers and all else that only the rows decide.
-      tiles: attention cuts a chunk into tiles of so many tokens, ascending: of the largest, and of the least that holds
-        what is left.
-      per_key: seconds of a tile of each size for each key that it sees; its rows beyond the chunk cost like others.
+      rows: rows that the program computes, padding included.
+      fixed: seconds of the linear layers and of everything else that depends on the rows only.
+      tiles: sizes of attention's tiles in tokens, ascending. A chunk is divided into tiles of the largest size, and a
+        last one of the smallest size that holds the rest.
+      per_key: for each tile size, seconds for each key that a tile attends to. Padding in a tile costs like its rows.
       per_sample: seconds of a row of logits.
 
     Raises:
-      ValueError: lengths differ, or something is not finite, negative, or out of order.
+      ValueError: lengths differ, or a number is negative, not finite or out of order.
     """
 
     rows: int
@@ -92,13 +95,17 @@ class Program:
     def seconds(self, work: Work) -> float:
         total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
         for start, count in work.chunks:
-            keys, at, rest = cut(self.tiles, start, count)
+            keys, at, rest = split_into_tiles(self.tiles, start, count)
             total += self.per_key[-1] * keys + self.per_key[at] * rest
         return total
 
 
-def cut(tiles: tuple[int, ...], start: int, count: int) -> tuple[int, int, int]:
-    """The keys that all of a chunk's tiles of the largest size see, the last tile's size (its index), and its keys."""
+def split_into_tiles(tiles: tuple[int, ...], start: int, count: int) -> tuple[int, int, int]:
+    """Divide a chunk of `count` tokens after `start` others into tiles, see `Program.tiles`.
+
+    Returns:
+      (keys that its tiles of the largest size attend to, summed; index of the last tile's size; keys of the last tile).
+    """
     size = tiles[-1]
     whole, rest = divmod(count, size)
     keys = whole * start + size * whole * (whole + 1) // 2
@@ -106,11 +113,11 @@ def cut(tiles: tuple[int, ...], start: int, count: int) -> tuple[int, int, int]:
 
 
 def keys_by_tile(tiles: tuple[int, ...], work: Work) -> list[int]:
-    """What `Program.per_key` is multiplied by."""
+    """Keys attended to by tiles of each size, `[len(tiles)]`: the factors of `Program.per_key`."""
     found = [0] * len(tiles)
     found[0] += work.decode_keys
     for start, count in work.chunks:
-        keys, at, rest = cut(tiles, start, count)
+        keys, at, rest = split_into_tiles(tiles, start, count)
         found[-1] += keys
         found[at] += rest
     return found
@@ -118,9 +125,10 @@ def keys_by_tile(tiles: tuple[int, ...], work: Work) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class RuntimePredictor:
-    """Of an engine whose steps are compiled for a few numbers of rows: a batch runs in the least that holds it.
+    """Predicts an engine whose steps are compiled for a few numbers of rows.
 
-    Each is a program of its own and has coefficients of its own. `programs` ascend in rows; ValueError otherwise.
+    A batch runs in the smallest program that holds it. Each program has coefficients of its own. `programs` must ascend
+    in rows, else ValueError.
     """
 
     programs: tuple[Program, ...]
@@ -141,13 +149,13 @@ class RuntimePredictor:
         last = self.seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
         if not steps:
             return last
-        # Steps differ in their context only, and linearly: as many of the mean.
+        # Seconds of the full steps are linear in their context, so the mean of the first and the last counts for all.
         program = self._program(chunk)
         ends = [program.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
         return steps * sum(ends) / 2 + last + (0.0 if rest else program.per_sample)
 
     def _program(self, rows: int) -> Program:
-        """ValueError for more rows than there is a program for."""
+        """The program that a batch runs in; ValueError if it has more rows than any."""
         at = bisect_left(self._rows, rows)  # type: ignore[attr-defined]
         if at == len(self.programs):
             raise ValueError(f"a batch of {rows} rows is more than the {self.programs[-1].rows} that can be predicted")
@@ -156,16 +164,16 @@ class RuntimePredictor:
 
 @dataclasses.dataclass(frozen=True)
 class CurvePredictor:
-    """Of operators that run for just the rows there are: from data sheets (`roofline`) or tables (`from_tables`).
+    """Predicts operators that run without padding, from data sheets (`roofline`) or tables (`from_tables`).
 
     seconds = linear(rows) + per_pair * pairs + per_key * keys + per_sample * samples, see `Work`.
 
     Attributes:
-      rows, linear: numbers of rows, ascending, and the seconds of each in all but attention and logits. What lies
-        between is interpolated, beyond them goes on as between the last two; fewer than the first cost the same.
+      rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
+        attention and logits. It continues beyond the last knot, and is constant before the first.
 
     Raises:
-      ValueError: lengths differ, or something is not finite, negative, or out of order.
+      ValueError: lengths differ, or a number is negative, not finite or out of order.
     """
 
     rows: tuple[int, ...]
@@ -187,18 +195,18 @@ class CurvePredictor:
         if not work.rows:
             return 0.0
         attention = self.per_pair * work.pairs + self.per_key * work.keys
-        return self._of_rows(work.rows) + attention + self.per_sample * work.samples
+        return self._linear_seconds(work.rows) + attention + self.per_sample * work.samples
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
-        linear = steps * self._of_rows(chunk) + (self._of_rows(rest) if rest else 0.0)
+        linear = steps * self._linear_seconds(chunk) + (self._linear_seconds(rest) if rest else 0.0)
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         keys = steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
         return linear + self.per_pair * pairs + self.per_key * keys + self.per_sample
 
-    def _of_rows(self, rows: int) -> float:
+    def _linear_seconds(self, rows: int) -> float:
         at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         if at == 0:
             return self.linear[0]

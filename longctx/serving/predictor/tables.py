@@ -1,6 +1,6 @@
-"""A predictor from times of single operators that others have measured (the tables of Vidur's profiler).
+"""A predictor from measured times of single operators, in the tables that Vidur's profiler writes.
 
-Source: Vidur (Agrawal et al. 2024), whose published tables of A100 and H100 have these columns; Mnemosyne, 4.2.
+Source: Vidur (Agrawal et al. 2024), whose published tables of A100 and H100 have these columns; Mnemosyne, section 4.2.
 """
 
 import csv
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from longctx.models import LlamaConfig
-from longctx.serving.predictor.fit import non_negative
+from longctx.serving.predictor.fit import fit_non_negative
 from longctx.serving.predictor.runtime import CurvePredictor
 
 Row = Mapping[str, str]
 
-LAYER = (
+LAYER_OPERATORS = (
     "input_layernorm",
     "attn_pre_proj",
     "attn_rope",
@@ -28,15 +28,15 @@ LAYER = (
     "add",
     "add",
 )
-"""Operators of one layer in a table of linear layers."""
+"""Operators of one layer, as a table of linear layers names them."""
 
 
 def read_table(path: Path, **equal: Any) -> list[Row]:
-    """Rows of a CSV file whose columns are as given.
+    """Read the rows of a CSV file whose columns equal the given values.
 
     Raises:
-      OSError: it can't be read.
-      ValueError: there is no such column, or no such row.
+      OSError: the file can't be read.
+      ValueError: it has no such column, or no such row.
     """
     with path.open(encoding="utf-8", newline="") as file:
         rows: list[Row] = list(csv.DictReader(file))
@@ -49,22 +49,25 @@ def read_table(path: Path, **equal: Any) -> list[Row]:
     return rows
 
 
-def layer_seconds(row: Row) -> float:
-    """Of one layer's operators, from a table in milliseconds."""
-    return sum(milliseconds(row, name) for name in LAYER) / 1e3
+def seconds_per_layer(row: Row) -> float:
+    """Seconds of one layer's operators, from a table in milliseconds."""
+    return sum(milliseconds(row, name) for name in LAYER_OPERATORS) / 1e3
 
 
 def milliseconds(row: Row, operator: str) -> float:
-    """The median of an operator."""
+    """The median time of an operator."""
     return float(row[f"time_stats.{operator}.median"])
 
 
 def curve(
     rows: Iterable[Row], x: str, seconds: Callable[[Row], float], knots: int = 64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers x, ascending, and seconds at each, not decreasing: between them `numpy.interp` is the prediction.
+    """Fit a non-decreasing curve of seconds over column `x`; `numpy.interp` predicts what lies between its knots.
 
-    Up to `knots` of them, evenly spread over the logarithm. Each is the median of what was measured nearest to it.
+    It has up to `knots` knots, evenly spaced in the logarithm of x. A knot is the median of the rows nearest to it.
+
+    Returns:
+      x of the knots, ascending, and their seconds.
     """
     at = np.array([(float(row[x]), seconds(row)) for row in rows])
     numbers = np.unique(at[:, 0])
@@ -76,12 +79,12 @@ def curve(
 
 
 def fit_attention(rows: Iterable[Row]) -> np.ndarray:
-    """Seconds `[4]` of one layer's attention: of a call, of a row, of a pair and of a key (`Work`), none negative."""
-    return np.array(non_negative(*attention_work(rows)))
+    """Fit non-negative seconds `[4]` of one layer's attention: for each call, row, pair and key (see `Work`)."""
+    return np.array(fit_non_negative(*attention_work(rows)))
 
 
 def attention_work(rows: Iterable[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """What each row of an attention table measured, `[rows, 4]` (calls, rows, pairs, keys), and its seconds."""
+    """The work of each row of an attention table, `[rows, 4]` (calls, rows, pairs, keys), and its seconds `[rows]`."""
     features, seconds = [], []
     for row in rows:
         cached = int(row["kv_cache_size"])
@@ -105,18 +108,18 @@ def from_tables(
     tensor: int = 1,
     stage: int = 1,
 ) -> CurvePredictor:
-    """The predictor of a model whose operators are in tables, each of them of one device of `tensor`.
+    """Make the predictor of a model from tables of its operators on one of `tensor` devices.
+
+    It leaves out messages between stages, and the logits.
 
     Args:
-      linear: of this model's linear layers, by `num_tokens`.
-      attention: of any heads; it is scaled to the model's share of them.
-      all_reduce: by `size` in bytes; rows have 2 bytes an element. None where tensor is 1.
+      linear: table of this model's linear layers, by `num_tokens`.
+      attention: table of attention with any number of heads; times are scaled to the model's heads on a device.
+      all_reduce: table by `size` in bytes, for rows of 2 bytes an element; None if tensor is 1.
 
     Raises:
-      ValueError: stage does not divide the layers, `all_reduce` is missing, or `linear` is of another model or other
-        devices.
-
-    Not in it: what passes between stages, and the logits.
+      ValueError: stage does not divide the layers, `all_reduce` is missing, or `linear` is of another model or of
+        another number of devices.
     """
     if stage < 1 or model.num_layers % stage:
         raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
@@ -124,13 +127,13 @@ def from_tables(
     if not linear or not attention:
         raise ValueError("linear and attention must have rows")
     if any(int(row["num_tensor_parallel_workers"]) != tensor for row in linear):
-        raise ValueError(f"linear must be of tensor={tensor} devices, the rows say otherwise")
+        raise ValueError(f"linear must be of tensor={tensor} devices, its rows differ")
     if any(int(row["n_embd"]) != model.hidden_size for row in linear):
-        raise ValueError(f"linear must be of a hidden size of {model.hidden_size}, the rows say otherwise")
+        raise ValueError(f"linear must be of a hidden size of {model.hidden_size}, its rows differ")
     if tensor > 1 and all_reduce is None:
         raise ValueError(f"all_reduce must be given for tensor={tensor}")
     layers = model.num_layers // stage
-    numbers, seconds = curve(linear, "num_tokens", layer_seconds)
+    numbers, seconds = curve(linear, "num_tokens", seconds_per_layer)
     per_call, per_row, per_pair, per_key = fit_attention(attention)
     measured = attention[0]
     devices = int(measured["num_tensor_parallel_workers"])

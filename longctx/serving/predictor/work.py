@@ -1,17 +1,17 @@
-"""What a batch asks of a device: `Work`."""
+"""`Work`: the features of a batch from which its time is predicted."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 
 class Work(NamedTuple):
-    """What seconds are predicted from; made by `of` and `with_chunk`.
+    """The work of a batch on one rank; made by `of` and `with_chunk`.
 
     Attributes:
-      rows: tokens computed: products with the weights, and messages between devices.
+      rows: tokens computed; products with the weights and messages between devices are proportional to them.
       samples: rows of logits.
-      decode_keys: tokens that chunks of one token see, themselves included: bytes of keys and values read.
-      chunks: (tokens before it, tokens) of every longer chunk.
+      decode_keys: keys that chunks of one token attend to, their own included.
+      chunks: (tokens before the chunk, tokens of the chunk) of every longer chunk.
       chunk_pairs, chunk_keys: the longer chunks' part of `pairs` and `keys`.
     """
 
@@ -23,11 +23,11 @@ class Work(NamedTuple):
     chunk_keys: int = 0
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[int, int, bool]]) -> Self:
-        """The work of a step's chunks: (tokens before it, tokens, whether a token is sampled) of each."""
+    def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> Self:
+        """The work of chunks, each given as (tokens before it, its tokens, whether a token is sampled from it)."""
         rows = samples = decode_keys = pairs = keys = 0
         longer = []
-        for start, count, does_sample in parts:
+        for start, count, does_sample in chunks:
             samples += does_sample
             if count == 1:
                 rows += 1
@@ -40,7 +40,7 @@ class Work(NamedTuple):
         return cls(rows, samples, decode_keys, tuple(longer), pairs, keys)
 
     def with_chunk(self, start: int, count: int, samples: bool) -> "Work":
-        """This work and that of `count` tokens of one sequence more, after `start` others."""
+        """This work and that of one more chunk: `count` tokens after `start` others."""
         rows, sampled, decode_keys, chunks, pairs, keys = self
         if count == 1:
             return Work(rows + 1, sampled + samples, decode_keys + start + 1, chunks, pairs, keys)
@@ -51,10 +51,10 @@ class Work(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a token and one that it sees: the products of attention."""
+        """Pairs of a query and a key that it attends to; attention's products are proportional to them."""
         return self.decode_keys + self.chunk_pairs
 
     @property
     def keys(self) -> int:
-        """Tokens that are seen, once for each chunk: the bytes of attention."""
+        """Keys attended to, counted once for each chunk; the bytes that attention reads are proportional to them."""
         return self.decode_keys + self.chunk_keys

@@ -1,4 +1,4 @@
-"""What the executor tells devices to do: the interface, and a mesh that does it."""
+"""`ModelRunner`, the interface between executor and devices, and `MeshModelRunner`, which runs a mesh of devices."""
 
 from typing import Any, Protocol
 
@@ -13,44 +13,53 @@ from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.sampler import Drawn
+from longctx.serving.runner.sampler import SampledTokens
 from longctx.serving.runner.step import DeviceState, state_specs, step
-from longctx.serving.runner.step_inputs import SamplePlan, Shape
+from longctx.serving.runner.step_inputs import SampleInputs, Shape
 
 
 class ModelRunner(Protocol):
-    """Calls take effect in their order; each reaches all stages at once. Pages are numbered within their rank."""
+    """Runs steps on devices. Calls take effect in their order, in all stages. Each rank numbers its own pages."""
 
     def clear_slot(self, slot: int) -> None:
-        """Forget its pages."""
+        """Mark all page table entries of a slot as unused."""
         ...
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, numbers: np.ndarray) -> None:
-        """As `state_updates.set_entries`."""
+    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
+        """Set page table entries of a slot, see `state_updates.set_entries`."""
         ...
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
-        """Which tokens a slot has seen, uint8 `[vocab]`."""
+        """Set which tokens a slot has seen, uint8 `[vocab]`."""
         ...
 
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
-        """What `step` would run."""
+        """Compile the program that `step` would run."""
         ...
 
-    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, Any]:
-        """One tick: a `RowPlan` for each stage and rank, a `SamplePlan`; what was drawn, and hidden states."""
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, Any]:
+        """Run one step of all stages.
+
+        Args:
+          rows: a packed `RowInputs` for each stage and rank, int32 `[stage, context, length]`.
+          samples: a packed `SampleInputs`, int32 `[length]`.
+
+        Returns:
+          (sampled tokens; hidden states for `prompt_logprobs`).
+        """
         ...
 
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
-        """Of the tokens `[ranks, rows]` that follow a step's rows, as `state_updates.prompt_logprobs`."""
+        """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""
         ...
 
 
 class MeshModelRunner:
-    """The devices of a mesh.
+    """Runs the devices of a mesh.
 
     Args:
-      slots, entries: sequences at a time, and pages of the longest.
+      num_pages: pages of each rank.
+      slots, entries: sequences that run at a time, and pages of the longest.
       sections: the largest bucket of each kind of rows.
     """
 
@@ -72,13 +81,13 @@ class MeshModelRunner:
         stages, ranks = mesh.shape["stage"], mesh.shape["context"]
         each, dtype = stages * ranks, self.params["embed"].dtype
         specs: Any = state_specs(stages, ranks)
-        numbers = np.full((each, slots, entries), state_updates.no_number(page_size), np.int32)
+        page_index = np.full((each, slots, entries), state_updates.unused_page_index(page_size), np.int32)
         pages = named_sharding(mesh, specs.cache.k)
-        # An array not committed to devices would compile the first step twice.
+        # All arrays are committed to devices: an uncommitted one would compile the first step twice.
         self.state = DeviceState(
             PagedCache.empty(device_config(model.config, mesh), num_pages, page_size, dtype, pages, ranks),
             self._put(np.zeros((each, slots, entries), np.int32), specs.table),
-            None if specs.numbers is None else self._put(numbers, specs.numbers),
+            None if specs.page_index is None else self._put(page_index, specs.page_index),
             None
             if specs.rows is None
             else self._put(np.zeros((each, sum(sections), model.config.hidden_size), dtype), specs.rows),
@@ -89,29 +98,31 @@ class MeshModelRunner:
     def clear_slot(self, slot: int) -> None:
         self.state = state_updates.clear_slot(self.state, np.int32(slot), self._page_size)
 
-    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, numbers: np.ndarray) -> None:
-        self.state = state_updates.set_entries(self.state, np.int32(slot), first, pages, numbers)
+    def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
+        self.state = state_updates.set_entries(self.state, np.int32(slot), first, pages, page_index)
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         self.state = state_updates.set_seen(self.state, np.int32(slot), seen)
 
     def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
-        told = self._told(rows, samples)
-        step.lower(self.model, self.mesh, self.params, self.state, *told, shape, self._sections).compile()
+        inputs = self._to_devices(rows, samples)
+        step.lower(self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections).compile()
 
-    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[Drawn, jax.Array]:
-        told = self._told(rows, samples)
-        self.state, drawn, hidden = step(self.model, self.mesh, self.params, self.state, *told, shape, self._sections)
-        plain = SamplePlan.views(samples, shape).plain[0]
-        for x in drawn[: 1 if plain else None]:
+    def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
+        inputs = self._to_devices(rows, samples)
+        self.state, sampled, hidden = step(
+            self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections
+        )
+        plain = SampleInputs.views(samples, shape).plain[0]
+        for x in sampled[: 1 if plain else None]:
             x.copy_to_host_async()
-        return drawn, hidden
+        return sampled, hidden
 
     def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
-        there = self._put(targets, P("context"))
-        return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, there, shape.num_top)
+        on_devices = self._put(targets, P("context"))
+        return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, on_devices, shape.num_top)
 
-    def _told(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:
+    def _to_devices(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:
         if self.mesh.size == 1:
             return rows, samples
         return self._put(rows, P("stage", "context")), self._put(samples, P())
@@ -120,5 +131,5 @@ class MeshModelRunner:
         sharding = named_sharding(self.mesh, spec)
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        # `device_put` would ask all processes whether they have the same, each time.
+        # `device_put` would compare the value across all processes in every call.
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the device, each row with its own parameters."""
+"""Sampling: from logits to tokens on the device, each row with its own parameters."""
 
 from typing import NamedTuple
 
@@ -6,84 +6,97 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int, UInt8
 
 from longctx.serving.request.request import SamplingParams
 
-IN_PROMPT, IN_OUTPUT = 1, 2  # bits of `seen`
+IN_PROMPT, IN_OUTPUT = 1, 2
+"""Bits of `seen`: the token occurs in the prompt, in the output."""
 
 
 class Controls(NamedTuple):
-    """Sampling parameters, an array `[R]` each, R rows."""
+    """Sampling parameters of R rows."""
 
-    temperature: Array  # float32 up to here: see FLOATS
-    top_p: Array
-    min_p: Array
-    repetition_penalty: Array
-    presence_penalty: Array
-    top_k: Array  # int32 from here; 0 keeps all
-    seed: Array
-    sample: Array
-
-    @classmethod
-    def row(cls, params: SamplingParams, seed: int, sample: int) -> np.ndarray:
-        """What `unpack` reads: int32 `[fields]`, floats as their bits."""
-        floats = np.array([getattr(params, name) for name in cls._fields[:FLOATS]], np.float32)
-        return np.concatenate([floats.view(np.int32), np.array([params.top_k or 0, seed, sample], np.int32)])
+    # The first NUM_FLOATS fields are float32, the others int32.
+    temperature: Float[Array, "R"]
+    top_p: Float[Array, "R"]
+    min_p: Float[Array, "R"]
+    repetition_penalty: Float[Array, "R"]
+    presence_penalty: Float[Array, "R"]
+    top_k: Int[Array, "R"]  # 0 keeps all tokens
+    seed: Int[Array, "R"]
+    completion: Int[Array, "R"]  # index of the completion in its request
 
     @classmethod
-    def unpack(cls, rows: Array) -> "Controls":
-        """From int32 `[R, fields]`."""
-        floats = lax.bitcast_convert_type(rows[:, :FLOATS], jnp.float32)
-        return cls(*floats.T, *rows[:, FLOATS:].T)
+    def row(cls, params: SamplingParams, seed: int, completion: int) -> np.ndarray:
+        """Pack the parameters of one row: int32 `[fields]`, floats as their bits."""
+        floats = np.array([getattr(params, name) for name in cls._fields[:NUM_FLOATS]], np.float32)
+        return np.concatenate([floats.view(np.int32), np.array([params.top_k or 0, seed, completion], np.int32)])
+
+    @classmethod
+    def unpack(cls, rows: Int[Array, "R fields"]) -> "Controls":
+        """Unpack rows that `row` has packed, int32 `[R, fields]`."""
+        floats = lax.bitcast_convert_type(rows[:, :NUM_FLOATS], jnp.float32)
+        return cls(*floats.T, *rows[:, NUM_FLOATS:].T)
 
 
-FLOATS = 5
+NUM_FLOATS = 5
 
 
-class Drawn(NamedTuple):
-    """Tokens `[R]` int32; of each its log probability `[R]`, and the likeliest tokens and theirs `[R, L]`."""
+class SampledTokens(NamedTuple):
+    """Sampled tokens, and the L most probable tokens of each row. Log probabilities are natural logs."""
 
-    tokens: Array
-    logprobs: Array
-    top_tokens: Array
-    top_logprobs: Array
+    tokens: Int[Array, "R"]
+    logprobs: Float[Array, "R"]
+    top_tokens: Int[Array, "R L"]
+    top_logprobs: Float[Array, "R L"]
 
 
-def draw(logits: Array, seen: Array, controls: Controls, positions: Array, num_top: int) -> Drawn:
-    """The next token of every row.
+def sample_tokens(
+    logits: Float[Array, "R V"],
+    seen: UInt8[Array, "R V"],
+    controls: Controls,
+    positions: Int[Array, "R"],
+    num_top: int,
+) -> SampledTokens:
+    """Sample the next token of every row.
 
     Args:
       logits: float32 `[R, V]`.
-      seen: uint8 `[R, V]`, which tokens are in prompt and output (`IN_PROMPT`, `IN_OUTPUT`).
-      positions: int32 `[R]`, of the new tokens. With seed and sample it is all that a draw depends on.
-      num_top: L, how many likeliest tokens to tell of.
+      seen: uint8 `[R, V]`, whether each token occurs in prompt and output (`IN_PROMPT`, `IN_OUTPUT`).
+      controls: parameters of each row.
+      positions: int32 `[R]`, positions of the new tokens. The random number of a row depends on its seed, completion
+        and position only, so a token does not depend on the batch that it is sampled in.
+      num_top: L, how many of the most probable tokens to return.
     """
-    tokens = _draw_rows(logits, seen, controls, positions)
-    return Drawn(tokens, *token_logprobs(logits, tokens, num_top))
+    tokens = _sample_rows(logits, seen, controls, positions)
+    return SampledTokens(tokens, *token_logprobs(logits, tokens, num_top))
 
 
-def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
-    """Log probabilities of tokens `[R]`, and the `num_top` likeliest tokens with theirs `[R, L]`."""
+def token_logprobs(
+    logits: Float[Array, "R V"], tokens: Int[Array, "R"], num_top: int
+) -> tuple[Float[Array, "R"], Int[Array, "R L"], Float[Array, "R L"]]:
+    """Log probabilities `[R]` of tokens, and the `num_top` most probable tokens with theirs, both `[R, L]`."""
     logprobs = jax.nn.log_softmax(logits, -1)
     top_logprobs, top_tokens = lax.top_k(logprobs, num_top)
     return jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], top_tokens.astype(jnp.int32), top_logprobs
 
 
-def _draw_rows(logits: Array, seen: Array, controls: Controls, positions: Array) -> Array:
+def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Array) -> Array:
     logits = _penalise(logits, seen, controls)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     warm = controls.temperature > 0
-    # The maximum first: a very low temperature would make infinities of large logits.
+    # Subtract the maximum first: large logits over a very low temperature would overflow.
     logits = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(warm, controls.temperature, 1)[:, None]
     weights = jnp.where(_kept(logits, controls), jnp.exp(logits), 0)
-    # By inversion, in the order of the vocabulary: one number a row, and near ties change nothing.
+    # Inversion in vocabulary order takes one random number a row, and near ties don't change the result.
     cumulated = jnp.cumsum(weights, -1)
     threshold = _uniform(controls, positions) * cumulated[:, -1]
-    # Sums of parts round differently: only tokens with a weight count, and if none is beyond the threshold, the last.
+    # Prefix sums may round differently, so only tokens with a weight count, and the last such token is the fallback.
     beyond = (cumulated > threshold[:, None]) & (weights > 0)
     last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
-    drawn = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
-    return jnp.where(warm, drawn.astype(jnp.int32), greedy)
+    sampled = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
+    return jnp.where(warm, sampled.astype(jnp.int32), greedy)
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:
@@ -94,23 +107,26 @@ def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:
 
 
 def _kept(logits: Array, controls: Controls) -> Array:
-    """Which tokens top_k, then top_p, then min_p leave; logits `[R, V]` with maximum 0. Ties with the last stay."""
+    """Mask of the tokens that top_k, then top_p, then min_p keep, ties with the last one included.
+
+    `logits` `[R, V]` have a maximum of 0.
+    """
     vocab = logits.shape[1]
     ordered = jnp.sort(logits, -1, descending=True)
     num_kept = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, vocab), vocab)
     weights = jnp.where(jnp.arange(vocab)[None] < num_kept[:, None], jnp.exp(ordered), 0)
-    # A token stays if those before it don't yet reach top_p, so the likeliest always does.
+    # A token is kept while the tokens before it stay below top_p, so the most probable one always is.
     before = jnp.cumsum(weights, -1) - weights
-    reached = controls.top_p * jnp.sum(weights, -1)
-    stays = jnp.sum((before < reached[:, None]) & (weights > 0), -1)
-    num_kept = jnp.where(controls.top_p < 1, jnp.minimum(num_kept, jnp.maximum(stays, 1)), num_kept)
+    limit = controls.top_p * jnp.sum(weights, -1)
+    below_limit = jnp.sum((before < limit[:, None]) & (weights > 0), -1)
+    num_kept = jnp.where(controls.top_p < 1, jnp.minimum(num_kept, jnp.maximum(below_limit, 1)), num_kept)
     least = jnp.take_along_axis(ordered, num_kept[:, None] - 1, 1)
     return (logits >= least) & (logits >= jnp.log(controls.min_p)[:, None])
 
 
 def _uniform(controls: Controls, positions: Array) -> Array:
-    def one(seed: Array, sample: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+    def one(seed: Array, completion: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), completion), position)
         return jax.random.uniform(key)
 
-    return jax.vmap(one)(controls.seed, controls.sample, positions)
+    return jax.vmap(one)(controls.seed, controls.completion, positions)

@@ -1,4 +1,4 @@
-"""What the host tells the devices in a step: shapes, and int32 arrays of one step's or one stage's batch."""
+"""The int32 arrays that the host sends to the devices in each step, and the static sizes that fix their layout."""
 
 import math
 from typing import Any, NamedTuple, Self
@@ -9,18 +9,18 @@ from longctx.serving.runner.sampler import Controls
 
 
 class Shape(NamedTuple):
-    """The static sizes of a step; each is one compiled program."""
+    """The static sizes of a step; each shape is one compiled program. Counts are of one rank."""
 
-    sharded: int  # rows on each rank, of three kinds and in this order
+    sharded: int  # rows; the three kinds of rows come in this order
     replicated: int
     local: int
-    samples: int  # on each rank
-    entries: int  # new ones of page tables, on each rank
-    page_size: int
-    num_pages: int  # of each rank
-    num_top: int
+    samples: int  # rows that a token is sampled for
+    entries: int  # new page table entries
+    page_size: int  # tokens
+    num_pages: int
+    num_top: int  # most probable tokens that are returned with each sampled one
     ranks: int
-    exchange: str = "pass_q"  # of sharded rows
+    exchange: str = "pass_q"  # of the sharded rows
     message: int = 0  # pages that a rank sends in pass-KV
 
     @classmethod
@@ -35,7 +35,8 @@ class Shape(NamedTuple):
         exchange: str = "pass_q",
         message: int = 0,
     ) -> Self:
-        # A chunk of c tokens begins at most c / page_size + 1 pages, and there is a chunk for a sequence at most.
+        """The shape with (sharded, replicated, local) rows of a rank, and room for what these rows may need."""
+        # A chunk of c tokens begins at most c / page_size + 1 pages, and each sequence has at most one chunk.
         sharded, replicated, local = rows
         tokens = ranks * sharded + replicated + local
         samples = min(tokens, max_running)
@@ -46,29 +47,31 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """On each rank."""
+        """Rows of a rank."""
         return self.sharded + self.replicated + self.local
 
     @property
     def written(self) -> int:
-        """Rows whose keys and values a rank may have to keep: those sharded to all ranks, and its own."""
+        """Rows whose keys and values a rank may store: the sharded rows of all ranks, and its other rows."""
         return self.ranks * self.sharded + self.replicated + self.local
 
 
 class Packed:
-    """A tuple of int32 arrays that travels as one. A slot or page of -1: nothing."""
+    """Base of named tuples of int32 arrays that are sent as one array. A slot or page of -1 marks padding."""
 
     @classmethod
     def sizes(cls, shape: Shape) -> tuple[tuple[int, ...], ...]:
+        """The shape of each field."""
         raise NotImplementedError
 
     @classmethod
     def length(cls, shape: Shape) -> int:
+        """Elements of the packed array."""
         return sum(math.prod(size) for size in cls.sizes(shape))
 
     @classmethod
     def views(cls, packed: Any, shape: Shape) -> Self:
-        """The parts of packed arrays `[..., length]`, on the host (views of them) or traced."""
+        """Split packed arrays `[..., length]` into fields: views of a numpy array, slices of a traced one."""
         parts, start = [], 0
         for size in cls.sizes(shape):
             stop = start + math.prod(size)
@@ -77,25 +80,25 @@ class Packed:
         return cls(*parts)
 
 
-class _RowPlan(NamedTuple):
-    tokens: Any  # [rows]; -1: the slot's last one
+class _RowInputs(NamedTuple):
+    tokens: Any  # [rows]; -1: the last token that was sampled for the slot
     positions: Any  # [rows]
     slots: Any  # [rows]
-    pages: Any  # [written], of this rank, in which the row's keys and values are kept here
-    offsets: Any  # [written], in the page
+    pages: Any  # [written], page of this rank that stores the row's keys and values; -1: another rank's
+    offsets: Any  # [written], token in the page
     sharded_positions: Any  # [ranks * sharded], of all ranks, rank after rank
-    sharded_slots: Any
-    sharded_order: Any  # by slot and position
-    groups: Any  # [ranks * shared], slots of all ranks' shared rows
-    message_slots: Any  # [samples], whose cached pages pass-KV sends
-    table_slots: Any  # [entries]
-    table_entries: Any
-    table_pages: Any
-    table_numbers: Any  # which page of the sequence it is
+    sharded_slots: Any  # [ranks * sharded], likewise
+    sharded_order: Any  # [ranks * sharded], sorts them by slot and position
+    groups: Any  # [ranks * replicated], slots of all ranks' replicated rows
+    message_slots: Any  # [samples], slots whose cached pages pass-KV sends
+    table_slots: Any  # [entries], the new page table entries: slot,
+    table_entries: Any  # [entries], column of the table,
+    table_pages: Any  # [entries], page of this rank,
+    table_page_index: Any  # [entries], and which page of its sequence it is
 
 
-class RowPlan(_RowPlan, Packed):
-    """Of one batch on one rank: what a stage computes."""
+class RowInputs(_RowInputs, Packed):
+    """The rows that one rank of one stage computes."""
 
     @classmethod
     def sizes(cls, shape: Shape) -> tuple[tuple[int, ...], ...]:
@@ -107,25 +110,25 @@ class RowPlan(_RowPlan, Packed):
 
     @classmethod
     def empty(cls, shape: Shape) -> tuple[np.ndarray, Self]:
-        """Of all ranks, one that does nothing, int32 `[ranks, length]`, and its parts to be filled in."""
+        """Inputs without a row for all ranks, int32 `[ranks, length]`, and views of their fields to fill in."""
         packed = np.full((shape.ranks, cls.length(shape)), -1, np.int32)
-        plan = cls.views(packed, shape)
-        for part in (plan.tokens, plan.positions, plan.offsets, plan.sharded_positions):
+        inputs = cls.views(packed, shape)
+        for part in (inputs.tokens, inputs.positions, inputs.offsets, inputs.sharded_positions):
             part.fill(0)
-        plan.sharded_order[:] = np.arange(plan.sharded_order.shape[-1])
-        return packed, plan
+        inputs.sharded_order[:] = np.arange(inputs.sharded_order.shape[-1])
+        return packed, inputs
 
 
-class _SamplePlan(NamedTuple):
-    rows: Any  # [ranks, samples]
+class _SampleInputs(NamedTuple):
+    rows: Any  # [ranks, samples], row of the rank whose logits are used
     slots: Any  # [ranks, samples]
-    positions: Any  # [ranks, samples], of the tokens that are drawn
-    controls: Any  # [ranks, samples, fields]
-    plain: Any  # [1], whether all are the likeliest tokens
+    positions: Any  # [ranks, samples], of the sampled tokens
+    controls: Any  # [ranks, samples, fields], `Controls` as bits
+    plain: Any  # [1], 1 if every row takes the argmax and returns no log probabilities
 
 
-class SamplePlan(_SamplePlan, Packed):
-    """Of the batch in the last stage, the same for all devices: which tokens are drawn, and how."""
+class SampleInputs(_SampleInputs, Packed):
+    """Which tokens are sampled from the batch in the last stage, and how; the same on all devices."""
 
     @classmethod
     def sizes(cls, shape: Shape) -> tuple[tuple[int, ...], ...]:
@@ -134,8 +137,9 @@ class SamplePlan(_SamplePlan, Packed):
 
     @classmethod
     def empty(cls, shape: Shape) -> tuple[np.ndarray, Self]:
+        """Inputs without a sample, int32 `[length]`, and views of their fields to fill in."""
         packed = np.zeros(cls.length(shape), np.int32)
-        plan = cls.views(packed, shape)
-        plan.slots.fill(-1)
-        plan.plain.fill(1)
-        return packed, plan
+        inputs = cls.views(packed, shape)
+        inputs.slots.fill(-1)
+        inputs.plain.fill(1)
+        return packed, inputs
