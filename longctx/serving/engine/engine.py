@@ -22,7 +22,8 @@ from longctx.serving.executor.interface import Executor, SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.request.output import Event, Output
-from longctx.serving.request.request import PreparedRequest, Prompt, Request, SamplingParams, read_requests
+from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.slo import check_possible
 
 
