@@ -90,7 +90,7 @@ class LongctxEngine:
         )
         make = functools.partial(RecordingDevice, model, params, make_mesh(), NUM_PAGES, PAGE)
         executor = DeviceExecutor(model.config, config, ParallelPlan(), NUM_PAGES, MAX_LENGTH, make)
-        self.device = executor.device
+        self.device = executor.runner
         assert isinstance(self.device, RecordingDevice)
         self.device.steps = []
         self.engine = Engine(model, params, config, executor=executor)

@@ -36,9 +36,9 @@ def make_scheduler(policy: str, chunking: str, free_slots: int) -> Scheduler:
         # Whatever the policy, short prompts are read first.
         priority = 1 if length == SHORT else 0
         scheduler.add(Sequence(f"running-{order}", order, length, OUTPUT, 1e-3 * order, priority))
-    while len(scheduler.decoding) < RUNNING // 2:
+    while len(scheduler.running.decoding) < RUNNING // 2:
         scheduler.schedule(0.0)
-    for sequence in scheduler.prefilling:
+    for sequence in scheduler.running.prefilling:
         sequence.priority = 0
     rng = np.random.default_rng(0)
     for order in range(RUNNING, RUNNING + WAITING):
@@ -58,7 +58,7 @@ def measure(scheduler: Scheduler, steps: int) -> list[float]:
         assert len(batch.chunks) > RUNNING // 2
         for sequence in batch.sampled:
             scheduler.receive(sequence)
-    assert len(scheduler.decoding) == len(scheduler.prefilling) == RUNNING // 2
+    assert len(scheduler.running.decoding) == len(scheduler.running.prefilling) == RUNNING // 2
     assert len(scheduler.waiting) == WAITING
     return times
 

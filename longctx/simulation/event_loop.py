@@ -7,7 +7,7 @@ from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.executor.interface import SubmitQueue
+from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.request.request import Request

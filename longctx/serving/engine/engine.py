@@ -18,7 +18,8 @@ from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.engine.resolve import resolve
 from longctx.serving.engine.stream import Job, TokenStream
-from longctx.serving.executor.interface import Executor, SubmitQueue
+from longctx.serving.executor.interface import Executor
+from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.request.output import Event, Output

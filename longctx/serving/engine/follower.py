@@ -6,7 +6,8 @@ from longctx.serving.distributed.lockstep import Arrival, Lockstep, RequestUpdat
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.stream import Job
-from longctx.serving.executor.interface import EndedStep, Executor, SubmitQueue
+from longctx.serving.executor.interface import Executor
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 
 
 class Follower:

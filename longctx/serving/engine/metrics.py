@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from longctx.serving.executor.interface import EndedStep
+from longctx.serving.executor.submit_queue import EndedStep
 
 
 class StepMetrics(NamedTuple):

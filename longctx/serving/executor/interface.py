@@ -1,8 +1,5 @@
-"""What runs batches: the interface, without JAX, and a queue of what has been submitted to it."""
+"""What runs batches: the interface of executors, without JAX."""
 
-import math
-from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
@@ -38,80 +35,3 @@ class Executor(Protocol):
     def warm_up(self) -> None:
         """Do beforehand what happens once."""
         ...
-
-
-class EndedStep(NamedTuple):
-    """A batch, its results, and how long the step took that brought it to its end, by the queue's clock.
-
-    `is_exact`: whether the step was waited for; else it ended at some time before it was looked at. `predicted`: the
-    seconds of the slowest batch in the stages.
-    """
-
-    batch: Batch
-    results: Results
-    finished: float
-    duration: float
-    is_exact: bool
-    predicted: float
-
-    @property
-    def seconds(self) -> float | None:
-        """How long the step took, if that is known."""
-        return self.duration if self.is_exact else None
-
-
-class _Tick(NamedTuple):
-    """All stages once: begun with the batch of this number, it takes as long as the slowest batch in the stages."""
-
-    number: int
-    at: float
-    predicted: float
-
-
-class SubmitQueue:
-    """Submits batches to an executor, waits for the oldest, and measures steps.
-
-    Args:
-      stages: of the executor's pipeline: a batch is in the last one when `stages - 1` more have been submitted.
-    """
-
-    def __init__(self, executor: Executor, clock: Callable[[], float], stages: int) -> None:
-        self._executor, self._clock, self._stages = executor, clock, stages
-        self._queue: deque[tuple[Batch, Any]] = deque()
-        self._in_stages: deque[Batch] = deque(maxlen=stages)
-        self._ticks: deque[_Tick] = deque()  # since the last one that was waited for
-        self._idle_since = -math.inf  # when the last step ended
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    def submit(self, batch: Batch) -> None:
-        """Begin a batch. One that computes nothing has no results."""
-        begun = self._clock()
-        pending = self._executor.submit(batch)
-        self._in_stages.append(batch)
-        if not self._queue:
-            self._ticks.clear()
-        self._ticks.append(_Tick(batch.index, begun, max(each.predicted for each in self._in_stages)))
-        if batch.chunks:
-            self._queue.append((batch, pending))
-
-    def wait(self) -> EndedStep:
-        """Wait for the oldest batch, which is in the last stage.
-
-        Where several ticks have ended since the last wait, as stages were idle, the step took its share of them.
-        """
-        batch, pending = self._queue.popleft()
-        before = self._clock()
-        results = self._executor.wait(pending)
-        now = self._clock()
-        ticks = []
-        while self._ticks and self._ticks[0].number < batch.index + self._stages:
-            ticks.append(self._ticks.popleft())
-        duration = now - max(ticks[0].at, self._idle_since)
-        self._idle_since = now
-        # Nobody knows when it ended if it was looked at late, as when whoever takes the tokens takes their time.
-        is_exact = now - before >= duration / 2
-        predicted = sum(tick.predicted for tick in ticks)
-        duration *= ticks[-1].predicted / predicted if predicted else 1 / len(ticks)
-        return EndedStep(batch, results, now, duration, is_exact, ticks[-1].predicted)
