@@ -1,4 +1,4 @@
-"""Requests with every field far beyond its range: a clear error at the door, or an answer; the neighbours go on."""
+"""Requests with fields far beyond their range get a clear error or an answer, and their neighbours go on."""
 
 import dataclasses
 from decimal import Decimal

@@ -42,7 +42,7 @@ class Completion:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens its prompt's positions ask for; None: it asks for no logprobs of its prompt."""
+        """How many most likely tokens its prompt's positions ask for; None: it asks for no logprobs of its prompt."""
         return self.params.prompt_logprobs if self.index == 0 else None
 
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:

@@ -7,7 +7,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log probability, and the likeliest tokens in its place with theirs, descending."""
+    """A token's log probability, and the most likely tokens in its place with theirs, descending."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

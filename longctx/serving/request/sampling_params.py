@@ -20,21 +20,24 @@ class SamplingParams:
     """How a request's tokens are drawn, and when it ends. The defaults are greedy.
 
     Attributes:
-      max_tokens: tokens to generate at most.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: keep the k likeliest tokens; None keeps all.
-      top_p: keep the likeliest tokens whose probabilities first reach this sum.
-      min_p: keep the tokens at least this probable, relative to the likeliest.
-      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output.
-      presence_penalty: is subtracted from the logits of tokens in the output.
+      max_tokens: tokens to generate at most, 1 or more.
+      temperature: divides the logits, 1e-6 to 1e6; 0 takes the most likely token.
+      top_k: keep the k most likely tokens; None keeps all.
+      top_p: keep the most likely tokens whose probabilities first reach this sum, 1e-6 to 1.
+      min_p: keep the tokens at least this probable, relative to the most likely one, 0 to 1.
+      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1e-3 to
+        1e3.
+      presence_penalty: is subtracted from the logits of tokens in the output, -2 to 2.
       seed: the tokens depend on it, and on nothing else in the batch. None: the engine draws one.
       n: how many completions; they share the pages of the prompt.
       stop: strings that end the text and are not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
-      logprobs: with each token, its log probability and those of that many likeliest ones (before temperature,
-        penalties and cuts).
-      prompt_logprobs: the same of the prompt's tokens, but the first. Such a request computes its whole prompt.
+      logprobs: with each token, return its log probability and those of so many most likely ones (before temperature,
+        penalties and the keep rules).
+      prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
+
+    Integers are below 2**31, as the devices hold them.
 
     Raises:
       TypeError, ValueError: a value out of range, or options that contradict each other.
@@ -75,7 +78,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         if self.temperature == 0:
             if self.top_k is not None or self.top_p < 1 or self.min_p > 0:
-                raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the likeliest token")
+                raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the most likely token")
             if self.n > 1:
                 raise ValueError(f"n={self.n} contradicts temperature=0, which gives one completion")
 
@@ -85,5 +88,5 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
+        """Whether the most likely token is all that is asked for."""
         return self.temperature == 0 and not self.has_penalties and self.logprobs is None
