@@ -17,6 +17,7 @@ from longctx.models import load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, EngineStats, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.sequence import completion_of
 
 PIPELINE = ParallelPlan(stage=4, tensor=2)
 MESH = ParallelPlan(stage=2, context=2, tensor=2, exchange="kvp", placement="grow", rank_tokens=256)
@@ -129,7 +130,7 @@ def run_mesh() -> tuple[Engine, int, dict[str, list[int]], dict[str, list[Life]]
     def recording(now: float):  # type: ignore[no-untyped-def]
         batch = schedule(now)
         for chunk in batch.chunks if batch is not None else []:
-            lives[chunk.sequence.completion.request_id].append(Life(batch.index, chunk))
+            lives[completion_of(chunk.sequence).request_id].append(Life(batch.index, chunk))
         return batch
 
     engine.scheduler.schedule = recording  # type: ignore[method-assign]
@@ -139,10 +140,10 @@ def run_mesh() -> tuple[Engine, int, dict[str, list[int]], dict[str, list[Life]]
     at = 0
     while engine.has_work:
         engine.step()
-        running = [*engine.scheduler.prefilling, *engine.scheduler.decoding]
+        running = list(engine.scheduler.running)
         if len(running) == len(REQUESTS):
             rank_of = engine.scheduler.pool.rank_of
-            pages = {s.data.request_id: [rank_of(page) for page in s.pages] for s in running}
+            pages = {completion_of(s).request_id: [rank_of(page) for page in s.pages] for s in running}
             at = engine.stats().steps - 1
     return engine, at, pages, lives
 
@@ -150,7 +151,7 @@ def run_mesh() -> tuple[Engine, int, dict[str, list[int]], dict[str, list[Life]]
 def draw_devices(axes: Axes, engine: Engine, left: float, top: float) -> None:
     """Each device's layers, heads and pages, as its part of the cache tells."""
     plan, config = engine.plan, engine.model.config
-    pool = engine._executor.device.state.cache.k  # type: ignore[attr-defined]
+    pool = engine._executor.runner.state.cache.k  # type: ignore[attr-defined]
     parts = pool.sharding.devices_indices_map(pool.shape)
     layers, heads = config.num_layers // plan.stage, config.num_heads // plan.tensor
     for (stage, context, tensor), device in np.ndenumerate(engine.mesh.devices):  # type: ignore[union-attr]
@@ -214,8 +215,8 @@ def draw_mesh() -> Axes:
                     axes.add_patch(Rectangle(*spot, fc=colour, ec="none"))
     for number in range(0, last, 20):
         write(axes, left + step * (number + 0.42), 5.52, str(number), 7.5, color=QUIET)
-    marks = [(COLOURS[rank], f"rank {rank}'s own rows", 1.5) for rank in ranks]
-    marks += [(COLOURS[3], "shared rows: both compute them, states merge", 3.35)]
+    marks = [(COLOURS[rank], f"local rows of rank {rank}", 1.55) for rank in ranks]
+    marks += [(COLOURS[3], "replicated rows: both compute them, states merge", 3.45)]
     x, y = 5.0, 5.85
     for colour, text, width in marks:
         box(axes, x, y, 0.24, 0.22, "", colour)

@@ -27,7 +27,8 @@ from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineStats, StepMetrics
 from longctx.serving.distributed import ProcessGroup
 from longctx.simulation import report
-from longctx.simulation.replay import Record, replay
+from longctx.simulation.record import Record
+from longctx.simulation.replay import replay
 from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,

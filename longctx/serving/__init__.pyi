@@ -11,5 +11,5 @@ from .request.output import Output as Output
 from .request.output import TokenLogprob as TokenLogprob
 from .request.request import PreparedRequest as PreparedRequest
 from .request.request import Request as Request
-from .request.request import SamplingParams as SamplingParams
+from .request.sampling_params import SamplingParams as SamplingParams
 from .scheduler.slo import Slo as Slo

@@ -10,7 +10,8 @@ from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.executor.interface import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.request.request import Request, SamplingParams
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.record import Record, Served
 from longctx.simulation.virtual_executor import VirtualExecutor

@@ -6,7 +6,8 @@ from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
 
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
-from longctx.serving.request.request import Request, SamplingParams
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.simulation.record import Record, Served
 from longctx.simulation.workloads import WorkloadRequest
 

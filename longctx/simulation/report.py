@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.simulation.replay import Record
+from longctx.simulation.record import Record
 
 PERCENTILES = (50, 90, 99)
 _PROMISES = ("kept_ttft", "in time"), ("kept_tpot", "within their TPOT")

@@ -42,12 +42,19 @@ class TestMosaicGpu(PagedAttentionTestBase):
     """In the interpreter, which takes seconds for a thread block."""
 
     implementation = "mosaic_gpu"
-    shapes = half_shapes = MOSAIC_GPU_SHAPES
+    shapes = (MOSAIC_GPU_SHAPES[0]._replace(rows=20, heads=1),)
+    half_shapes = MOSAIC_GPU_SHAPES[1:2]
     half_examples, merge_examples = 1, 1
     supports_float32 = supports_float64 = jit = False
 
     def where(self) -> contextlib.AbstractContextManager[None]:
         return adapter.interpreted()
+
+
+@pytest.mark.slow
+class TestMosaicGpuShapes(TestMosaicGpu):
+    shapes = half_shapes = MOSAIC_GPU_SHAPES
+    half_examples, merge_examples = 4, 2
 
 
 @pytest.mark.gpu

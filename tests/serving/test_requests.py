@@ -133,6 +133,26 @@ def test_fcfs_serves_in_order_of_arrival() -> None:
     assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), FIVE) for x in requests]
 
 
+def test_who_becomes_more_urgent_while_another_waits_for_memory_goes_first() -> None:
+    class ByTime:
+        """The long prompt is more urgent at first, the short one later."""
+
+        def urgency(self, sequence: Sequence, now: float) -> float:
+            return {100: 0.0 if now < 0.01 else 10.0, 8: 5.0}.get(sequence.prompt_length, -1.0)
+
+        def share(self, sequence: Sequence, now: float) -> float:
+            return 0.0
+
+    engine = make_engine(60, 4, policy=ByTime(), max_running=4, prefix_cache=False)
+    lengths = ((40, 150), (100, 80), (8, 8))
+    requests = [Request([i] * n, SamplingParams(max_tokens=m, ignore_eos=True)) for i, (n, m) in enumerate(lengths)]
+    first, long, short = (x.metrics for x in engine.generate(requests))
+    assert first.finished is not None
+    assert long.admitted is not None
+    assert short.admitted is not None
+    assert short.admitted < 0.12 < first.finished <= long.admitted
+
+
 def test_a_lone_prompt_takes_the_whole_budget() -> None:
     engine = make_engine(num_pages=64)
     engine.submit(Request(PROMPT * 2, FIVE))
@@ -195,6 +215,14 @@ def test_requests_may_be_prepared_in_another_process() -> None:
             outputs += [event.output for event in engine.step() if event.output is not None]
         assert outputs[0].token_ids == continuation(PROMPT, FIVE)
         assert outputs[0].metrics.cached_tokens == cached
+
+
+def test_requests_prepared_for_another_engine_are_refused() -> None:
+    prepared = make_engine(page_size=8, num_pages=64).prepare(Request(PROMPT, FIVE))
+    for options in ({"page_size": 4}, {"page_size": 8, "max_length": 40}, {"page_size": 8, "hash_key": b"x" * 16}):
+        with pytest.raises(ValueError, match="request must be prepared for this engine, and was for another"):
+            make_engine(**options).submit(prepared)  # type: ignore[arg-type]
+    assert make_engine(page_size=8).submit(prepared)
 
 
 def test_numpy_numbers_become_python_numbers() -> None:

@@ -130,6 +130,18 @@ def test_a_wait_for_a_prefix_ends_with_its_maker() -> None:
     assert [t for event in second for t in event.token_ids] == continuation([*PROMPT[:40], 3], TEN)
 
 
+def test_a_wait_ends_though_another_request_has_no_room() -> None:
+    """The second completion is admitted once its prefix is there, before a later request that waits for memory."""
+    large = Request(np.random.default_rng(1).integers(0, VOCAB, 100).tolist(), SamplingParams(max_tokens=60))
+    admitted = []
+    for others in ([], [large]):
+        engine = make_engine(60, 4, policy="fcfs", max_running=4)
+        params = SamplingParams(max_tokens=60, temperature=1.0, n=2, seed=1, ignore_eos=True)
+        outputs = engine.generate([Request(PROMPT[:40], params), *others])
+        admitted.append([x.metrics.admitted for x in outputs[:2]])
+    assert admitted[0] == admitted[1]
+
+
 def test_the_next_turn_finds_the_partial_page_too() -> None:
     engine = make_engine(page_size=8)
     conversation, cached = PROMPT[:21], []

@@ -18,7 +18,8 @@ import numpy as np
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor
-from longctx.serving.request.request import Request, SamplingParams
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 
 DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next

@@ -17,7 +17,7 @@ from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import PartialPage, Sessions
 from longctx.serving.request.completion import Completion
-from longctx.serving.request.output import Event, FinishReason
+from longctx.serving.request.output import Event, FinishReason, Metrics
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -103,7 +103,7 @@ class Core:
     def fail(self, sequence: Sequence, now: float) -> Event:
         """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
-        completion.metrics.finished = now
+        _complete(completion.metrics, sequence, now)
         return completion.event(completion.interrupt(), None, "error")
 
     @property
@@ -137,10 +137,7 @@ class Core:
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:
         completion = completion_of(sequence)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
-        metrics = completion.metrics
-        metrics.finished = max(now, metrics.arrival)
-        metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed
-        metrics.ttft_deadline, metrics.tpot_target = sequence.ttft_budget, sequence.tpot_target
+        _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
 
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
@@ -150,3 +147,10 @@ class Core:
             return None
         computed = completion.tokens[: sequence.computed]
         return self.sessions.note(completion.request.tenant, session, sequence.keys, computed)
+
+
+def _complete(metrics: Metrics, sequence: Sequence, now: float) -> None:
+    """Fill in what is known when a sequence ends."""
+    metrics.finished = max(now, metrics.arrival)
+    metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed
+    metrics.ttft_deadline, metrics.tpot_target = sequence.ttft_budget, sequence.tpot_target

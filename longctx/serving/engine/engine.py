@@ -22,7 +22,8 @@ from longctx.serving.executor.interface import Executor, SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.request.output import Event, Output
-from longctx.serving.request.request import PreparedRequest, Prompt, Request, SamplingParams, read_requests
+from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.slo import check_possible
 
 
@@ -299,8 +300,12 @@ class Engine:
         """Check that all of them can be served; their ids, those that are missing chosen apart from all others."""
         self._check_alive()
         ids = set(self._jobs)
-        for i, (request, tokens, keys) in enumerate(requests):
+        for i, (request, tokens, keys, prepared_for) in enumerate(requests):
             with _naming(f"prompts[{i}]" if len(requests) > 1 else None):
+                if prepared_for != self.input_processor.fingerprint:
+                    raise ValueError(
+                        "request must be prepared for this engine, and was for another: see Engine.prepare"
+                    )
                 params = request.sampling
                 self.scheduler.check(len(tokens), params.max_tokens, params.n)
                 if self._resolved.is_profiled:

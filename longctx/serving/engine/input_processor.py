@@ -34,6 +34,9 @@ class InputProcessor:
     ) -> None:
         self._model, self._config, self._max_length = model, config, max_length
         self._tokenizer, self._hash = tokenizer, page_hash
+        # All that `prepare` goes by, but for the tokenizer's vocabulary.
+        limits = (model.vocab_size, max_length, config.max_logprobs, config.prefix_cache, tokenizer is None)
+        self.fingerprint = page_hash.fingerprint(repr(limits))
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise its prompt and hash its full pages.
@@ -51,7 +54,7 @@ class InputProcessor:
         elif request.sampling.n > 1:
             # Its completions share the prompt's pages with each other alone.
             self._hash.extend(keys, tokens, os.urandom(KEY_BYTES))
-        return PreparedRequest(request, tokens, keys)
+        return PreparedRequest(request, tokens, keys, self.fingerprint)
 
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
         """The prompt as int32 `[T]`."""
@@ -110,7 +113,7 @@ class SequenceMaker:
 
     def make(self, prepared: PreparedRequest, request_id: str, arrival: float) -> list[Sequence]:
         """A sequence for each of the request's n completions."""
-        request, tokens, keys = prepared
+        request, tokens, keys, _ = prepared
         params = request.sampling
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})

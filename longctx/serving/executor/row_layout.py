@@ -67,26 +67,28 @@ class RowLayout:
     def __init__(self, batch: Batch, num_ranks: int, num_pages: int, page_size: int) -> None:
         self.batch, self.num_ranks, self._num_pages, self._page_size = batch, num_ranks, num_pages, page_size
         self._rows = [[_Rows() for _ in range(num_ranks)] for _ in range(3)]
-        self._local = self._rows[LOCAL]
         self._sharded_pages: list[list[int]] = []  # of all ranks, for each row that is sharded, rank after rank
         self._places: dict[int, tuple[int, int, int]] = {}  # of chunks' last rows, by slot: rank, kind, row
         self.entries: list[list[TableEntry]] = [[] for _ in range(num_ranks)]
+        self.sampled: list[Sampled] = []
+        chunks = batch.chunks
+        if num_ranks == 1:
+            decodes = [chunk for chunk in chunks if chunk.decodes]
+            self._add_decodes(decodes)
+            chunks = chunks[len(decodes) :]
         sharded = []
-        for chunk in batch.chunks:
+        for chunk in chunks:
             if chunk.sharded:
                 sharded.append(chunk)
             elif len(chunk.ranks) > 1:
                 self._replicate(chunk)
-            elif chunk.decodes:
-                self._add_decode(chunk)
             else:
                 self._add(chunk, chunk.ranks[0], LOCAL)
         if sharded:
             self._shard(sharded)
         self.counts: tuple[int, int, int] = tuple(max(map(len, kind)) for kind in self._rows)  # type: ignore[assignment]
-        self.sampled: list[Sampled] = []
-        drawn = [0] * num_ranks
-        for chunk in batch.chunks:
+        drawn = [len(self.sampled)] * num_ranks
+        for chunk in chunks:
             if chunk.samples:
                 rank, kind, row = self._places[chunk.slot]
                 self.sampled.append(Sampled(chunk, rank, kind, row, drawn[rank]))
@@ -94,15 +96,14 @@ class RowLayout:
 
     # From chunks to rows.
 
-    def _add_decode(self, chunk: Chunk) -> None:
-        """A local row. There are many of these in a step, so they take the shortest way."""
-        sequence, slot, start, _, _, _, (rank,), _ = chunk
-        rows = self._local[rank]
-        self._places[slot] = rank, LOCAL, len(rows.slots)
-        rows.tokens.append(-1)
-        rows.positions.append(start)
-        rows.slots.append(slot)
-        rows.pages.append(sequence.pages[start // self._page_size] - rank * self._num_pages)
+    def _add_decodes(self, chunks: list[Chunk]) -> None:
+        """Add the decodes of a single rank, which come first in a batch, at once: they are most rows of most steps."""
+        if chunks:
+            size, count, (rows,) = self._page_size, len(chunks), self._rows[LOCAL]
+            sequences, slots, starts, *_ = zip(*chunks, strict=True)
+            rows.tokens, rows.positions, rows.slots = [-1] * count, list(starts), list(slots)
+            rows.pages = [sequence.pages[start // size] for sequence, start in zip(sequences, starts, strict=True)]
+            self.sampled = [Sampled(chunk, 0, LOCAL, row, row) for row, chunk in enumerate(chunks)]
 
     def _add(self, chunk: Chunk, rank: int, kind: int) -> None:
         sequence, slot, start, count = chunk[:4]

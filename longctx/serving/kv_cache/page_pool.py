@@ -28,7 +28,6 @@ class PagePool:
         self.reserved = [0] * num_ranks
         self.num_evicted = 0
         self.num_returned = 0  # how often pages became available
-        self.num_forgotten = 0  # keys that are not found any more
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
         self._key_of: list[Key | None] = [None] * self.num_pages
@@ -120,7 +119,6 @@ class PagePool:
 
     def forget(self, page: int) -> None:
         """Let a page be found no more."""
-        self.num_forgotten += 1
         key, self._key_of[page] = self._key_of[page], None
         assert key is not None
         del self._page_of[key]

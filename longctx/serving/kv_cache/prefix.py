@@ -35,6 +35,10 @@ class PageHash:
         """The key of a session's last, partial page, of tokens `[T]` int32. It stands for its contents too."""
         return self._hash(self._hash(parent, b"session " + session_id.encode()), tokens.tobytes())
 
+    def fingerprint(self, text: str) -> bytes:
+        """The same for two hashes with one secret and page size, and for the same text."""
+        return self._hash(b"fingerprint", f"{self.page_size} {text}".encode())
+
     def _hash(self, parent: bytes, contents: bytes) -> bytes:
         # The parent's length is fixed but for the root's, whose contents no page can have: 4 bytes a token.
         return hashlib.blake2b(parent + contents, key=self._secret, digest_size=KEY_BYTES, person=b"page").digest()

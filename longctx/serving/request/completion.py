@@ -6,7 +6,8 @@ import numpy as np
 
 from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
-from longctx.serving.request.request import Request, SamplingParams
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt8
 
-from longctx.serving.request.request import SamplingParams
+from longctx.serving.request.sampling_params import SamplingParams
 
 IN_PROMPT, IN_OUTPUT = 1, 2
 """Bits of `seen`: the token occurs in the prompt, in the output."""

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Sequence as List
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Need, Placement, Placer
@@ -13,15 +13,21 @@ from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
 from longctx.serving.scheduler.running import Running, arrival_order
 from longctx.serving.scheduler.sequence import Sequence
 
+# Seconds after which those who wait are ranked again, though nothing has changed but the time.
+_RANKED_AGAIN = 0.1
 
-class _Blocked(NamedTuple):
+
+@dataclass
+class _Blocked:
     """The most urgent sequence had no room, though its prefix was looked up to the first key that is `missing`.
 
     It is remembered, so that a found prefix of any length is not looked up in every step, nor all who wait ranked.
     """
 
+    sequence: Sequence
     num_returned: int  # how often the pool had been given pages back
     missing: Key | None
+    until: float
 
 
 class Admission:
@@ -86,7 +92,7 @@ class Admission:
         """Admit whoever can be."""
         if not self.waiting or not self._running.slots.free:
             return
-        if not self._waits.end(now) and self._is_blocked():
+        if not self._waits.end(now) and self._is_blocked(now):
             return
         self._blocked, self._load = None, None
         for sequence in rank(self._policy, self._waits.others(self.waiting), now):
@@ -97,20 +103,23 @@ class Admission:
                 continue
             if not self._try_to_admit(batch, sequence, shared):
                 missing = sequence.keys[len(shared)] if len(shared) < len(sequence.keys) else None
-                self._blocked = _Blocked(self._pool.num_returned, missing)
+                self._blocked = _Blocked(sequence, self._pool.num_returned, missing, now + _RANKED_AGAIN)
                 return
             sequence.slack = relative_slack(sequence, now)
             self.waiting.remove(sequence)
             self._waits.forget(sequence)
 
-    def _is_blocked(self) -> bool:
+    def _is_blocked(self, now: float) -> bool:
         """Whether the most urgent sequence had no room and nothing has changed since that might give it some."""
         blocked, pool = self._blocked, self._pool
-        return (
-            blocked is not None
-            and blocked.num_returned == pool.num_returned
-            and (blocked.missing is None or pool.find(blocked.missing) is None)
-        )
+        if blocked is None or blocked.num_returned != pool.num_returned:
+            return False
+        if blocked.missing is not None and pool.find(blocked.missing) is not None:
+            return False
+        if now > blocked.until:  # with time another one may have become the most urgent
+            blocked.until = now + _RANKED_AGAIN
+            return next(rank(self._policy, self._waits.others(self.waiting), now)) is blocked.sequence
+        return True
 
     def _try_to_admit(self, batch: Batch, sequence: Sequence, shared: list[int]) -> bool:
         # All that it may ever compute, or only what it has to before it can sample.

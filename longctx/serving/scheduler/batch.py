@@ -67,7 +67,7 @@ class TableRun(NamedTuple):
 
 @dataclass
 class Batch:
-    """One step. `tables` are written first; `admitted` have new slots.
+    """One step. Decodes come first in `chunks`. `tables` are written before it; `admitted` have new slots.
 
     `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take.
     """

@@ -59,6 +59,8 @@ class PrefixWaits:
         for sequence, wait in list(self._waits.items()):
             if wait.ends():
                 del self._waits[sequence]
+                sequence.prefix_hit_tokens = min(wait.other.registered, wait.pages) * self._running.page_size
+                self._forecast.update(sequence)
             elif wait.takes_too_long(now):
                 self._given_up[sequence] = self._waits.pop(sequence)
         return len(self._waits) < before

@@ -1,0 +1,89 @@
+"""How the tokens of a request are drawn, checked when it is made: `SamplingParams`."""
+
+from dataclasses import dataclass
+
+from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, shown
+
+# Ranges in which a device's int32 and float32 hold the numbers, and in which logits stay finite.
+_INTEGERS = {"max_tokens": 1, "n": 1, "top_k": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
+_REALS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1e6),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-2, 2),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are drawn, and when it ends. The defaults are greedy.
+
+    Attributes:
+      max_tokens: tokens to generate at most.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: keep the k likeliest tokens; None keeps all.
+      top_p: keep the likeliest tokens whose probabilities first reach this sum.
+      min_p: keep the tokens at least this probable, relative to the likeliest.
+      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output.
+      presence_penalty: is subtracted from the logits of tokens in the output.
+      seed: the tokens depend on it, and on nothing else in the batch. None: the engine draws one.
+      n: how many completions; they share the pages of the prompt.
+      stop: strings that end the text and are not part of it.
+      stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
+      ignore_eos: go on after the model's own end tokens.
+      logprobs: with each token, its log probability and those of that many likeliest ones (before temperature,
+        penalties and cuts).
+      prompt_logprobs: the same of the prompt's tokens, but the first. Such a request computes its whole prompt.
+
+    Raises:
+      TypeError, ValueError: a value out of range, or options that contradict each other.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name in ("max_tokens", "n"):
+                object.__setattr__(self, name, check_integer(name, value, least, MAX_INT32))
+        for name, (low, high) in _REALS.items():
+            object.__setattr__(self, name, check_real(name, getattr(self, name), low, high))
+        check_bool("ignore_eos", self.ignore_eos)
+        if 0 < self.temperature < 1e-6:
+            raise ValueError(f"temperature must be 0, or 1e-6 to 1e6, got {self.temperature}")
+        if not isinstance(self.stop, str | tuple | list) or not isinstance(self.stop_token_ids, tuple | list):
+            raise TypeError("stop must be a string or some in a tuple, stop_token_ids a tuple of integers")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be strings, none of them empty, got {shown(self.stop)}")
+        ids = tuple(check_integer("stop_token_ids", token, 0, MAX_INT32) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
+        if self.temperature == 0:
+            if self.top_k is not None or self.top_p < 1 or self.min_p > 0:
+                raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the likeliest token")
+            if self.n > 1:
+                raise ValueError(f"n={self.n} contradicts temperature=0, which gives one completion")
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.temperature == 0 and not self.has_penalties and self.logprobs is None
