@@ -43,7 +43,7 @@ SUMMARY = "Serve a workload, from a file or synthetic, and measure TTFT, TPOT an
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random lengths, arrivals and tokens")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random lengths, arrivals and tokens")
 
     workload = parser.add_argument_group("workload")
     workload.add_argument("--workload", type=Path, metavar="FILE", help="trace (JSON lines, or CSV of lengths)")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, metavar="N", help="generate N requests instead of reading a file (16)"
     )
     workload.add_argument("--prompt-tokens", metavar="DIST", help="N, LOW:HIGH or LOW:HIGH:log (64:512)")
-    workload.add_argument("--output-tokens", metavar="DIST", help="the same (16:64)")
+    workload.add_argument("--output-tokens", metavar="DIST", help="likewise (16:64)")
     workload.add_argument("--shared-prefix", type=int, metavar="N", help="further tokens that all prompts begin with")
     workload.add_argument("--rate", type=float, metavar="R", help="requests a second, Poisson; inf: all at once")
     workload.add_argument("--max-length", type=int, metavar="N", help="skip longer requests (prompt and output)")

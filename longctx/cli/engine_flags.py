@@ -47,9 +47,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan = parser.add_argument_group("devices")
     for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
         plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
-    plan.add_argument("--exchange", choices=EXCHANGES, default="auto", help="across --context; default: auto")
-    plan.add_argument("--placement", choices=PLACEMENTS, default="grow", help="of pages over --context; default: grow")
-    plan.add_argument("--rank-tokens", type=int, metavar="N", help="the most of a request on one rank, before it grows")
+    plan.add_argument("--exchange", choices=EXCHANGES, default="auto", help="exchange across --context; default: auto")
+    plan.add_argument(
+        "--placement", choices=PLACEMENTS, default="grow", help="placement of pages over --context; default: grow"
+    )
+    plan.add_argument(
+        "--rank-tokens", type=int, metavar="N", help="the most tokens of a request on one rank before it grows"
+    )
 
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +62,11 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     scheduling.add_argument("--policy", default=defaults.policy, help="fcfs, edf, srpf, lrs or ilrs (the default)")
     scheduling.add_argument("--chunking", default=defaults.chunking, help="static (the default), static:N or adaptive")
     scheduling.add_argument(
-        "--max-share", type=float, default=defaults.max_share, metavar="X", help="of a step for short prompts, ilrs"
+        "--max-share",
+        type=float,
+        default=defaults.max_share,
+        metavar="X",
+        help="share of a step for short prompts, ilrs",
     )
     for name, about in zip(
         _SLO,

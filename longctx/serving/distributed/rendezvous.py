@@ -144,8 +144,13 @@ def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
     # Process 0 may wait for others as long as this process would, and then send an error that names them.
     host, deadline = cluster_env.coordinator.rpartition(":")[0], time.monotonic() + options.join_timeout + 2
     _await_name(cluster_env.coordinator, deadline)
-    context, me = make_context(), platform.node()
-    request = {"process_id": cluster_env.process_id, "host": me, "nonce": random.getrandbits(52), "traits": shared}
+    context, host_name = make_context(), platform.node()
+    request = {
+        "process_id": cluster_env.process_id,
+        "host": host_name,
+        "nonce": random.getrandbits(52),
+        "traits": shared,
+    }
     answer = _ask_to_join(context, cluster_env.coordinator, json.dumps(request).encode(), deadline)
     if answer is None or "error" in answer:
         context.term()
@@ -160,7 +165,7 @@ def join(cluster_env: ClusterEnv, options: RendezvousOptions, shared: dict[str, 
     peer = Peer(0, host_names[0], pair)
     pair.connect(f"tcp://{host}:{answer['pair']}")
     receiver = Receiver(context, f"tcp://{host}:{answer['steps']}", process, options.failure_timeout)
-    watchdog = Watchdog(f"process {process} ({me})", [peer], options.failure_timeout)
+    watchdog = Watchdog(f"process {process} ({host_name})", [peer], options.failure_timeout)
     group = ProcessGroup(process, host_names, watchdog, receiver, context, options.join_timeout)
     return group, f"{host}:{answer['jax']}"
 

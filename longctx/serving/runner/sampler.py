@@ -90,10 +90,10 @@ def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Arra
     logits = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(warm, controls.temperature, 1)[:, None]
     weights = jnp.where(_kept(logits, controls), jnp.exp(logits), 0)
     # Inversion in vocabulary order takes one random number a row, and near ties don't change the result.
-    cumulated = jnp.cumsum(weights, -1)
-    threshold = _uniform(controls, positions) * cumulated[:, -1]
+    cumulative = jnp.cumsum(weights, -1)
+    threshold = _uniform(controls, positions) * cumulative[:, -1]
     # Prefix sums may round differently, so only tokens with a weight count, and the last such token is the fallback.
-    beyond = (cumulated > threshold[:, None]) & (weights > 0)
+    beyond = (cumulative > threshold[:, None]) & (weights > 0)
     last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
     sampled = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
     return jnp.where(warm, sampled.astype(jnp.int32), greedy)
