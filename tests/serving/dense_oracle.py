@@ -41,7 +41,7 @@ class Oracle:
         padded[: len(tokens)] = tokens
         return np.asarray(self.model(self.params, padded))[len(tokens) - 1]
 
-    def continuation(
+    def expected_tokens(
         self, prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = EOS
     ) -> list[int]:
         tokens = list(prompt)
@@ -57,7 +57,7 @@ class Oracle:
 
     def agrees(self, tokens: list[int], prompt: list[int], params: SamplingParams, completion: int = 0) -> bool:
         """Whether tokens are those expected, up to a difference where the two best logits are closer than 1e-4."""
-        expected = self.continuation(prompt, params, completion)
+        expected = self.expected_tokens(prompt, params, completion)
         if tokens == expected:
             return True
         at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b)
@@ -72,7 +72,7 @@ def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax
 
 ORACLE = Oracle(make_model())
 MODEL, PARAMS = ORACLE.model, ORACLE.params
-logits_after, continuation, agrees = ORACLE.logits_after, ORACLE.continuation, ORACLE.agrees
+logits_after, expected_tokens, agrees = ORACLE.logits_after, ORACLE.expected_tokens, ORACLE.agrees
 
 
 def make_engine(

@@ -27,7 +27,9 @@ def next_token(tokens: np.ndarray, seed: int, completion: int) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion) % VOCAB
 
 
-def continuation(prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = None) -> list[int]:
+def expected_tokens(
+    prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = None
+) -> list[int]:
     """The expected completion of a prompt."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + params.max_tokens:

@@ -33,7 +33,7 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     print(describe_mesh(engine.mesh, group), file=sys.stderr)
     # Processes share cores here, so compiling all shapes would take minutes: "cold" compiles those that come up.
     engine._is_warm = options.get("cold", False)
-    Workload(engine, options["seed"], oracle.continuation).run(options["events"])
+    Workload(engine, options["seed"], oracle.expected_tokens).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
 
 
@@ -46,7 +46,7 @@ def forever(group: ProcessGroup, options: dict[str, Any]) -> None:
     if "events" in options:
         from workload import Workload
 
-        workload = Workload(engine, 0, oracle.continuation)
+        workload = Workload(engine, 0, oracle.expected_tokens)
         workload.act(options["events"])
         while engine.has_work:  # without `finish`, which would empty the cache in this process only
             workload.step()

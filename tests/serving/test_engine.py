@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_oracle import MODEL, PARAMS, VOCAB, agrees, continuation, make_engine
+from dense_oracle import MODEL, PARAMS, VOCAB, agrees, expected_tokens, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.hf_reference import Case, greedy
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def test_tokens_of_the_oracle_vary() -> None:
-    assert min(len(set(continuation(prompt, GREEDY))) for prompt in PROMPTS) > 3
+    assert min(len(set(expected_tokens(prompt, GREEDY))) for prompt in PROMPTS) > 3
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_sampled_tokens_depend_on_the_seed_only() -> None:
         SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=1, ignore_eos=True),
     ]
     engine = make_engine()
-    expected = [continuation(p, x, i) for p, x in zip(PROMPTS, params, strict=True) for i in range(x.n)]
+    expected = [expected_tokens(p, x, i) for p, x in zip(PROMPTS, params, strict=True) for i in range(x.n)]
     for _ in range(2):
         assert [x.token_ids for x in engine.generate(PROMPTS, params)] == expected
     single = [x.token_ids for p, params in zip(PROMPTS, params, strict=True) for x in engine.generate(p, params)]
@@ -91,7 +91,7 @@ def test_random_workloads_give_the_oracles_tokens(
     engine = make_engine(
         run_ahead=run_ahead, admission=admission, prefix_cache=prefix_cache, policy=policy, chunking=chunking
     )
-    Workload(engine, seed, oracle=continuation).run(60)
+    Workload(engine, seed, oracle=expected_tokens).run(60)
 
 
 def test_nothing_compiles_after_warm_up() -> None:
@@ -104,10 +104,10 @@ def test_nothing_compiles_after_warm_up() -> None:
 
     for params in [GREEDY, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2)]:
         for prompt in PROMPTS:  # the oracle compiles programs too
-            continuation(prompt, params)
+            expected_tokens(prompt, params)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        Workload(engine, 5, oracle=continuation).run(150)
+        Workload(engine, 5, oracle=expected_tokens).run(150)
         engine.generate(PROMPTS, SamplingParams(logprobs=2, prompt_logprobs=1, repetition_penalty=1.2))
         assert not +compiled
         jax.jit(lambda x: x + 1)(np.ones(3))  # the listener is notified of a compilation
@@ -173,7 +173,7 @@ def test_tokens_equal_those_of_transformers(case: Case, plan: ParallelPlan, tmp_
 
 def test_text_ends_at_stop_strings_and_stop_tokens() -> None:
     engine = make_engine()
-    tokens = continuation(PROMPTS[2], GREEDY)
+    tokens = expected_tokens(PROMPTS[2], GREEDY)
     stop = tokens[5]
     (output,) = engine.generate(PROMPTS[2], SamplingParams(max_tokens=12, stop_token_ids=(stop,), ignore_eos=True))
     assert output.token_ids == tokens[: tokens.index(stop) + 1]

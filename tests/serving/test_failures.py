@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from fake_device import VOCAB, FakeExecutor, continuation, make_engine
+from fake_device import VOCAB, FakeExecutor, expected_tokens, make_engine
 
 from longctx.serving import Event, Request, SamplingParams, StepMetrics
 
@@ -80,7 +80,7 @@ def test_ids_that_the_engine_makes_differ_from_those_given_with_them() -> None:
     requests = [Request(PROMPT, FIVE), Request(PROMPT[:9], FIVE, request_id="request-0"), Request([1], FIVE)]
     outputs = engine.generate(requests)
     assert [x.request_id for x in outputs] == ["request-1", "request-0", "request-2"]
-    assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), FIVE) for x in requests]
+    assert [x.token_ids for x in outputs] == [expected_tokens(list(x.prompt), FIVE) for x in requests]
 
 
 def test_warm_up_is_refused_while_requests_are_there() -> None:
@@ -90,9 +90,9 @@ def test_warm_up_is_refused_while_requests_are_there() -> None:
         with pytest.raises(RuntimeError, match="warm_up must be called before requests, and 1 have not ended"):
             engine.warm_up()
         engine.step()
-    assert [t for event in stream for t in event.token_ids] == continuation(PROMPT, FIVE)
+    assert [t for event in stream for t in event.token_ids] == expected_tokens(PROMPT, FIVE)
     engine.warm_up()
-    assert engine.generate(PROMPT, FIVE)[0].token_ids == continuation(PROMPT, FIVE)
+    assert engine.generate(PROMPT, FIVE)[0].token_ids == expected_tokens(PROMPT, FIVE)
 
 
 def test_promised_pages_count_when_memory_runs_out() -> None:
@@ -162,7 +162,7 @@ def test_a_monitor_that_raises_loses_no_event() -> None:
         except KeyError:
             errors += 1
     assert errors == 1
-    assert [t for event in events for t in event.token_ids] == continuation(PROMPT, FIVE)
+    assert [t for event in events for t in event.token_ids] == expected_tokens(PROMPT, FIVE)
 
 
 def test_the_wait_for_the_lock_counts_as_waiting() -> None:

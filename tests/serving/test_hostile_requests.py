@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import VOCAB, FakeExecutor, continuation, make_engine
+from fake_device import VOCAB, FakeExecutor, expected_tokens, make_engine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +89,7 @@ def test_hostile_requests_are_refused_or_answered(sampling: dict, request: dict)
         else:
             assert outputs
             assert {x.finish_reason for x in outputs} <= {"stop", "length"}
-        assert tokens + [t for event in neighbour for t in event.token_ids] == continuation([1, 2, 3], FOUR)
+        assert tokens + [t for event in neighbour for t in event.token_ids] == expected_tokens([1, 2, 3], FOUR)
         assert not engine.has_work
 
 

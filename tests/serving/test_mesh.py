@@ -66,7 +66,7 @@ def check(sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int = 0,
     plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan)
     recorded = ChunkRecorder(engine)
-    Workload(engine, seed, oracle_of(plan.stage, plan.tensor).continuation).run(events)
+    Workload(engine, seed, oracle_of(plan.stage, plan.tensor).expected_tokens).run(events)
     kinds = {
         "sharded" if chunk.sharded else "replicated" if len(chunk.ranks) > 1 else "local" for chunk in recorded.chunks
     }
@@ -110,7 +110,7 @@ def test_random_workloads_on_all_three_axes(
 ) -> None:
     plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
     engine = make_mesh_engine(plan, run_ahead=run_ahead, admission=admission, policy=policy)
-    Workload(engine, seed, oracle_of(2, 2).continuation).run(30)
+    Workload(engine, seed, oracle_of(2, 2).expected_tokens).run(30)
 
 
 def test_four_turns_of_a_session_find_their_pages() -> None:
@@ -122,7 +122,7 @@ def test_four_turns_of_a_session_find_their_pages() -> None:
     for turn, length in enumerate((40, 3, 30, 1)):
         conversation += [(7 * i + turn) % 50 for i in range(length)]
         (output,) = engine.generate([Request(list(conversation), params, session_id="s")])
-        assert output.token_ids == oracle.continuation(conversation, params)
+        assert output.token_ids == oracle.expected_tokens(conversation, params)
         # The last token of a turn was never an input; everything else is found in the cache.
         assert output.metrics.cached_tokens == (len(conversation) - length - 1 if turn else 0)
         conversation += output.token_ids
@@ -135,7 +135,7 @@ def test_no_program_is_compiled_after_warm_up(caplog: pytest.LogCaptureFixture) 
     engine = make_mesh_engine(plan)
     engine.warm_up()
     with jax.log_compiles():
-        Workload(engine, 1, oracle_of(1, 1).continuation).run(40)
+        Workload(engine, 1, oracle_of(1, 1).expected_tokens).run(40)
     compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
     assert not [x for x in compiled if any(name in x for name in ("step", "set_entries", "clear_slot"))]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import MODEL, continuation, make_engine
+from fake_device import MODEL, expected_tokens, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from workload import Workload
@@ -126,7 +126,7 @@ def test_preempted_completions_of_a_prompt_are_recomputed() -> None:
         params = SamplingParams(max_tokens=8, temperature=1.0, n=2, seed=5, ignore_eos=True)
         prompts = [[i, 1, 2, 3, 4] for i in range(5)]
         outputs = engine.generate(prompts, params)
-        expected = [continuation(prompt, params, n) for prompt in prompts for n in range(2)]
+        expected = [expected_tokens(prompt, params, n) for prompt in prompts for n in range(2)]
         assert [output.token_ids for output in outputs] == expected
         assert engine.stats().preemptions > 0
 
@@ -136,7 +136,7 @@ def test_cached_pages_that_leave_no_room_for_the_rest_are_recomputed() -> None:
     first = Request([1] * 9, SamplingParams(max_tokens=7, ignore_eos=True))
     for prompt in ([1] * 9, [2] * 3, [1] * 12, [1] * 20):
         (output,) = engine.generate([Request(prompt, first.sampling)])
-        assert output.token_ids == continuation(prompt, first.sampling)
+        assert output.token_ids == expected_tokens(prompt, first.sampling)
 
 
 def test_a_token_comes_after_all_stages() -> None:
@@ -146,7 +146,7 @@ def test_a_token_comes_after_all_stages() -> None:
     batches = record(engine)
     outputs = engine.generate([[1, 2], [3], [4, 5, 6]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert [output.token_ids for output in outputs] == [
-        continuation(prompt, SamplingParams(max_tokens=8)) for prompt in ([1, 2], [3], [4, 5, 6])
+        expected_tokens(prompt, SamplingParams(max_tokens=8)) for prompt in ([1, 2], [3], [4, 5, 6])
     ]
     steps = [batch.index for batch in batches if any(chunk.decodes for chunk in batch.chunks)]
     assert min(b - a for a, b in itertools.pairwise(steps)) >= 1

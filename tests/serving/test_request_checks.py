@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_device import MODEL, VOCAB, continuation, make_engine
+from fake_device import MODEL, VOCAB, expected_tokens, make_engine
 
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams
 
@@ -74,7 +74,7 @@ def test_invalid_requests_leave_the_others_alone(prompt: object, options: dict, 
         events += engine.step()
     (output,) = (event.output for event in events if event.output is not None)
     assert output.request_id == running
-    assert output.token_ids == continuation(PROMPT, FIVE)
+    assert output.token_ids == expected_tokens(PROMPT, FIVE)
 
 
 def test_invalid_request_fields_are_refused() -> None:

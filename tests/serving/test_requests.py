@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from fake_device import VOCAB, continuation, make_engine
+from fake_device import VOCAB, expected_tokens, make_engine
 
 from longctx.models import ByteTokenizer
 from longctx.serving import EngineConfig, Request, SamplingParams
@@ -36,7 +36,7 @@ def test_requests_can_be_cancelled_at_any_moment(samples: int) -> None:
         assert not engine.cancel(first)
         assert engine.scheduler.pool.num_held == 0
         (after,) = engine.generate(PROMPT, FIVE)
-        assert after.token_ids == continuation(PROMPT, FIVE)
+        assert after.token_ids == expected_tokens(PROMPT, FIVE)
 
 
 def test_leaving_a_stream_cancels_its_request() -> None:
@@ -52,7 +52,7 @@ def test_streams_may_be_read_late_closed_or_never_read() -> None:
     engine = make_engine()
     late = engine.stream(PROMPT, FIVE)
     engine.generate(PROMPT[:3], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert [t for event in late for t in event.token_ids] == continuation(PROMPT, FIVE)
+    assert [t for event in late for t in event.token_ids] == expected_tokens(PROMPT, FIVE)
     never, closed = engine.stream(PROMPT, FIVE), engine.stream(PROMPT, FIVE)
     del never
     closed.close()
@@ -94,7 +94,7 @@ def test_any_thread_may_call_any_method() -> None:
         for _ in range(15):
             prompts = [PROMPT[: rng.integers(1, 30)] for _ in range(2)]
             outputs = engine.generate(prompts, FIVE)
-            assert [x.token_ids for x in outputs] == [continuation(prompt, FIVE) for prompt in prompts]
+            assert [x.token_ids for x in outputs] == [expected_tokens(prompt, FIVE) for prompt in prompts]
             stream = engine.stream(prompts, FIVE)
             next(stream)
             request_id = engine.submit(Request(PROMPT, FIVE))
@@ -117,7 +117,7 @@ def test_streams_take_turns() -> None:
     for _ in range(5):
         for stream, seen in zip(streams, tokens, strict=True):
             seen.extend(next(stream).token_ids)
-    assert tokens == [continuation(PROMPT[:length], FIVE) for length in (3, 30)]
+    assert tokens == [expected_tokens(PROMPT[:length], FIVE) for length in (3, 30)]
 
 
 def test_fcfs_serves_in_order_of_arrival() -> None:
@@ -130,7 +130,7 @@ def test_fcfs_serves_in_order_of_arrival() -> None:
     admitted = [x.metrics.admitted for x in outputs]
     assert admitted == sorted(admitted)  # type: ignore[type-var]
     assert outputs[3].metrics.admitted > 0  # type: ignore[operator]
-    assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), FIVE) for x in requests]
+    assert [x.token_ids for x in outputs] == [expected_tokens(list(x.prompt), FIVE) for x in requests]
 
 
 def test_who_becomes_more_urgent_while_another_waits_for_memory_goes_first() -> None:
@@ -213,7 +213,7 @@ def test_requests_may_be_prepared_in_another_process() -> None:
         outputs = []
         while engine.has_work:
             outputs += [event.output for event in engine.step() if event.output is not None]
-        assert outputs[0].token_ids == continuation(PROMPT, FIVE)
+        assert outputs[0].token_ids == expected_tokens(PROMPT, FIVE)
         assert outputs[0].metrics.cached_tokens == cached
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_device import VOCAB, FakeDevice, FakeExecutor, continuation, make_engine
+from fake_device import VOCAB, FakeDevice, FakeExecutor, expected_tokens, make_engine
 
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.page_pool import PagePool
@@ -20,7 +20,7 @@ def test_a_prefix_is_found_up_to_its_last_full_page() -> None:
         for prompt, tenant in ((PROMPT, "a"), ([*PROMPT[:40], 1, 2, 3], "a"), (PROMPT, "b"))
     )
     assert [x.metrics.cached_tokens for x in (first, second, other)] == [0, 40, 0]
-    assert second.token_ids == continuation([*PROMPT[:40], 1, 2, 3], TEN)
+    assert second.token_ids == expected_tokens([*PROMPT[:40], 1, 2, 3], TEN)
     # What was generated is found too, but for the last token, whose keys were never computed.
     (third,) = engine.generate([Request(PROMPT + first.token_ids + [5], TEN, tenant="a")])
     assert third.metrics.cached_tokens == (45 + 9) // 8 * 8
@@ -30,7 +30,7 @@ def test_a_prefix_is_found_up_to_its_last_full_page() -> None:
 def test_one_token_is_always_computed() -> None:
     engine = make_engine(page_size=5)
     assert [engine.generate(PROMPT, TEN)[0].metrics.cached_tokens for _ in range(2)] == [0, 40]
-    assert engine.generate(PROMPT, TEN)[0].token_ids == continuation(PROMPT, TEN)
+    assert engine.generate(PROMPT, TEN)[0].token_ids == expected_tokens(PROMPT, TEN)
 
 
 def test_prompt_logprobs_compute_the_whole_prompt() -> None:
@@ -55,7 +55,7 @@ def test_completions_share_the_pages_of_their_prompt(length: int, prefix_cache: 
         most = max(most, engine.scheduler.pool.num_held)
         if event.output is not None:
             answers[event.index] = event.output.token_ids
-    assert answers == {i: continuation(PROMPT[:length], params, i) for i in range(4)}
+    assert answers == {i: expected_tokens(PROMPT[:length], params, i) for i in range(4)}
     assert len({tuple(x) for x in answers.values()}) == 4
     own = -(-(length + 5) // 8) - (length - 1) // 8  # from the page with the prompt's last token on
     assert most <= (length - 1) // 8 + 4 * own
@@ -67,7 +67,7 @@ def test_prompt_logprobs_are_told_once_for_all_completions() -> None:
     engine.generate(PROMPT, TEN)
     params = SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=3, prompt_logprobs=0, ignore_eos=True)
     outputs = engine.generate(PROMPT, params)
-    assert [x.token_ids for x in outputs] == [continuation(PROMPT, params, i) for i in range(3)]
+    assert [x.token_ids for x in outputs] == [expected_tokens(PROMPT, params, i) for i in range(3)]
     assert [len(x.prompt_logprobs or ()) for x in outputs] == [len(PROMPT) - 1] * 3
     assert outputs[0].metrics.cached_tokens == 0
 
@@ -90,7 +90,7 @@ def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan
     five = SamplingParams(max_tokens=5, ignore_eos=True)
     prompts = [[*PROMPT[:40], i, i + 1] for i in range(6)]
     outputs = engine.generate(prompts, five)
-    assert [x.token_ids for x in outputs] == [continuation(prompt, five) for prompt in prompts]
+    assert [x.token_ids for x in outputs] == [expected_tokens(prompt, five) for prompt in prompts]
     cached = [x.metrics.cached_tokens for x in outputs]
     assert sorted(cached) == [0] + [40] * 5
 
@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_prefix_longer_than_computing_it_takes() -> None:
     second = engine.stream([*PROMPT[:40], 3], TEN)
     outputs = [event.output for stream in (first, blocking, second) for event in stream if event.output is not None]
     assert [x.token_ids for x in outputs] == [
-        continuation(prompt, TEN) for prompt in ([*PROMPT[:40], 1], [2] * 200, [*PROMPT[:40], 3])
+        expected_tokens(prompt, TEN) for prompt in ([*PROMPT[:40], 1], [2] * 200, [*PROMPT[:40], 3])
     ]
     metrics = outputs[2].metrics
     assert metrics.cached_tokens < 40
@@ -127,7 +127,7 @@ def test_a_wait_for_a_prefix_ends_with_its_maker() -> None:
     second = engine.stream([*PROMPT[:40], 3], TEN)
     engine.step()
     first.close()
-    assert [t for event in second for t in event.token_ids] == continuation([*PROMPT[:40], 3], TEN)
+    assert [t for event in second for t in event.token_ids] == expected_tokens([*PROMPT[:40], 3], TEN)
 
 
 def test_a_wait_ends_though_another_request_has_no_room() -> None:
@@ -147,7 +147,7 @@ def test_the_next_turn_finds_the_partial_page_too() -> None:
     conversation, cached = PROMPT[:21], []
     for turn in range(4):
         (output,) = engine.generate([Request(conversation, TEN, session_id="s")])
-        assert output.token_ids == continuation(conversation, TEN)
+        assert output.token_ids == expected_tokens(conversation, TEN)
         cached.append(output.metrics.cached_tokens)
         known = len(conversation) + 9  # all but the last token's keys
         conversation = conversation + output.token_ids + [turn, turn]
@@ -161,7 +161,7 @@ def test_two_turns_at_once_do_not_share_the_partial_page() -> None:
     (first,) = engine.generate([Request(PROMPT[:21], TEN, session_id="s")])
     turns = [Request(PROMPT[:21] + first.token_ids + [i], TEN, session_id="s") for i in range(3)]
     outputs = engine.generate(turns)
-    assert [x.token_ids for x in outputs] == [continuation(list(x.prompt), TEN) for x in turns]
+    assert [x.token_ids for x in outputs] == [expected_tokens(list(x.prompt), TEN) for x in turns]
     assert sorted(x.metrics.cached_tokens for x in outputs) == [16, 16, 30]
 
 
@@ -171,7 +171,7 @@ def test_a_turn_that_differs_within_the_partial_page_uses_what_is_equal() -> Non
     changed = PROMPT[:21] + first.token_ids[:2] + [(first.token_ids[2] + 1) % VOCAB, 4]
     (second,) = engine.generate([Request(changed, TEN, session_id="s")])
     assert second.metrics.cached_tokens == 23
-    assert second.token_ids == continuation(changed, TEN)
+    assert second.token_ids == expected_tokens(changed, TEN)
 
 
 def test_a_tail_without_its_prefix_is_of_no_use() -> None:
@@ -184,7 +184,7 @@ def test_a_tail_without_its_prefix_is_of_no_use() -> None:
     pool._free[0].append(head)
     (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids + [1], TEN, session_id="s")])
     assert second.metrics.cached_tokens == 0
-    assert second.token_ids == continuation(PROMPT[:21] + first.token_ids + [1], TEN)
+    assert second.token_ids == expected_tokens(PROMPT[:21] + first.token_ids + [1], TEN)
 
 
 def test_an_idle_conversation_makes_room() -> None:
@@ -193,7 +193,7 @@ def test_an_idle_conversation_makes_room() -> None:
     engine.generate(PROMPT, SamplingParams(max_tokens=18, ignore_eos=True))
     (second,) = engine.generate([Request(PROMPT[:21] + first.token_ids, TEN, session_id="s")])
     assert engine.stats().pages_evicted > 0
-    assert second.token_ids == continuation(PROMPT[:21] + first.token_ids, TEN)
+    assert second.token_ids == expected_tokens(PROMPT[:21] + first.token_ids, TEN)
 
 
 def test_least_recently_used_pages_go_first_and_tails_before_heads() -> None:
@@ -237,13 +237,13 @@ def test_a_partial_page_is_known_by_its_contents() -> None:
     again = [4, 5, 6, *output.token_ids, 9]
     (output,) = engine.generate([Request(again, TEN, session_id="s")])
     assert output.metrics.cached_tokens == 12
-    assert output.token_ids == continuation(again, TEN)
+    assert output.token_ids == expected_tokens(again, TEN)
 
     engine = make_engine(page_size=16, num_pages=40, max_running=1)
     (first,) = engine.generate([Request(PROMPT[:3], TEN, session_id="s")])
     both = [PROMPT[:3] + first.token_ids[:2] + [(first.token_ids[2] + i) % VOCAB, 4] for i in (1, 0)]
     outputs = engine.generate([Request(prompt, TEN, session_id="s") for prompt in both])
-    assert [x.token_ids for x in outputs] == [continuation(prompt, TEN) for prompt in both]
+    assert [x.token_ids for x in outputs] == [expected_tokens(prompt, TEN) for prompt in both]
 
 
 def test_prompt_logprobs_do_not_begin_in_a_partial_page() -> None:
@@ -258,4 +258,4 @@ def test_completions_that_do_not_fit_together_take_turns() -> None:
     engine = make_engine(num_pages=4, page_size=4)
     params = SamplingParams(max_tokens=9, temperature=1.0, n=6, seed=1, ignore_eos=True)
     outputs = engine.generate([1] * 4, params)
-    assert [x.token_ids for x in outputs] == [continuation([1] * 4, params, i) for i in range(6)]
+    assert [x.token_ids for x in outputs] == [expected_tokens([1] * 4, params, i) for i in range(6)]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-from fake_device import EOS, VOCAB, continuation
+from fake_device import EOS, VOCAB, expected_tokens
 
 from longctx.serving import Engine, Event, Request, SamplingParams
 
@@ -15,7 +15,7 @@ Oracle = Callable[[list[int], SamplingParams, int, int], list[int]]
 class Workload:
     """Random requests, cancels and steps on one engine; every event is checked as it comes."""
 
-    def __init__(self, engine: Engine, seed: int, oracle: Oracle = continuation) -> None:
+    def __init__(self, engine: Engine, seed: int, oracle: Oracle = expected_tokens) -> None:
         self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
         self.open: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
