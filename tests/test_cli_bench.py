@@ -180,9 +180,9 @@ def test_prompts_and_csv_files_are_read(tmp_path: Path) -> None:
         ("{", "trace.jsonl:1: "),
         ("[1]", "must be a JSON object"),
         ('{"input_length": 5}', "'output_length' is missing"),
-        ('{"input_length": 0, "output_length": 5}', "the prompt must have at least one token, got 0"),
-        ('{"prompt": [], "max_tokens": 5}', "the prompt must have at least one token"),
-        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "arrival must be at least 0"),
+        ('{"input_length": 0, "output_length": 5}', "prompt_tokens must be an integer of at least 1, got 0"),
+        ('{"prompt": [], "max_tokens": 5}', "prompt_tokens must be an integer of at least 1"),
+        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "arrival must be finite and 0 to inf"),
         ("", "it has no requests"),
     ],
 )

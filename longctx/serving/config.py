@@ -64,8 +64,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name in ("page_size", "max_running", "token_budget", "run_ahead"):
                 object.__setattr__(self, name, check_integer(name, value, 1))
-        check_integer("seed", self.seed, 0)
-        check_integer("max_logprobs", self.max_logprobs, 0)
+        for name in ("seed", "max_logprobs"):
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
         check_bool("prefix_cache", self.prefix_cache)
         if self.hash_key is not None and (not isinstance(self.hash_key, bytes) or not 16 <= len(self.hash_key) <= 64):
             raise ValueError("hash_key must be None or 16 to 64 bytes")
@@ -75,7 +75,7 @@ class EngineConfig:
             raise ValueError(
                 f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
             )
-        check_real("max_share", self.max_share, 0, 1)
+        object.__setattr__(self, "max_share", check_real("max_share", self.max_share, 0, 1))
         make_policy(self.policy, self.max_share)
         Chunking.parse(self.chunking, self.token_budget, self.max_running)
         if not isinstance(self.slo, Slo):

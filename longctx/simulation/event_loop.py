@@ -1,5 +1,6 @@
 """An engine in virtual time: the core that serves, driven by a clock that jumps. No JAX, no device."""
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
@@ -9,10 +10,11 @@ from longctx.serving.engine.build import build_core
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.record import Record, Served
 from longctx.simulation.virtual_executor import VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
@@ -29,7 +31,7 @@ class Simulation:
       seconds: that a batch takes in one stage.
 
     Raises:
-      ValueError: the configuration has no `num_pages`.
+      ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
     """
 
     def __init__(
@@ -43,7 +45,13 @@ class Simulation:
         if config.num_pages is None:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
         plan = plan or ParallelPlan()
+        plan.check(model, plan.num_devices)
         max_length = config.max_length or model.max_positions
+        if max_length > model.max_positions:
+            raise ValueError(
+                f"max_length must be at most the model's context of {model.max_positions}, got {max_length}"
+            )
+        check_predictor(predictor, config.token_budget)
         self.core, self._input_processor, self._sequence_maker = build_core(
             model, config, plan, predictor, config.num_pages, max_length
         )
@@ -52,7 +60,8 @@ class Simulation:
             seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan.stage
         )
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
-        self._num_requests = 0
+        self._num_requests, self._max_length = 0, max_length
+        self._open: dict[str, list[Sequence]] = {}
 
     def run(
         self,
@@ -67,8 +76,15 @@ class Simulation:
           progress: is called after every step.
 
         Raises:
-          TypeError, ValueError: a request can't be served.
+          TypeError, ValueError: a request can't be served, or comes before the one before it; none is begun then.
         """
+        self._check(requests)
+        try:
+            return self._run(requests, seed, progress)
+        finally:
+            self._cancel_all()
+
+    def _run(self, requests: List[WorkloadRequest], seed: int, progress: Callable[[Record], object] | None) -> Record:
         record, executor = Record(), self.executor
         start, submitted, dues = executor.now, 0, dict[str, float]()
         while submitted < len(requests) or dues:
@@ -87,6 +103,7 @@ class Simulation:
             record.steps.append(StepMetrics.of(step))
             for event in self.core.end(step.batch, step.results, step.finished, step.seconds):
                 if event.output is not None:
+                    del self._open[event.request_id]
                     record.served.append(Served.of(event.output.metrics, dues.pop(event.request_id), start))
             record.stats = self.core.stats()
             record.timeline.append((executor.now - start, record.stats.running, record.stats.waiting))
@@ -102,6 +119,33 @@ class Simulation:
         sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
         tokens: list[int] = request.tokens(self._vocab_size, seed)  # type: ignore[assignment]
         prepared = self._input_processor.prepare(Request(tokens, sampling))
-        self.core.scheduler.check(len(prepared.tokens), sampling.max_tokens, 1)
-        self.core.add(self._sequence_maker.make(prepared, request_id, arrival))
+        self._open[request_id] = self._sequence_maker.make(prepared, request_id, arrival)
+        self.core.add(self._open[request_id])
         return request_id
+
+    def _check(self, requests: List[WorkloadRequest]) -> None:
+        """Check what needs no tokens, before the clock moves."""
+        before = 0.0
+        for number, request in enumerate(requests):
+            if not before <= request.arrival < math.inf:
+                raise ValueError(f"requests[{number}] must arrive at {before} or later, got {request.arrival}")
+            if request.length > self._max_length:
+                raise ValueError(
+                    f"requests[{number}] has {request.length} tokens, more than the {self._max_length} of the longest"
+                )
+            self.core.scheduler.check(request.prompt_tokens, request.output_tokens, 1)
+            before = request.arrival
+
+    def _cancel_all(self) -> None:
+        """Cancel what an error has left, and wait for its batches."""
+        for sequences in self._open.values():
+            for sequence in sequences:
+                self.core.cancel(sequence)
+        self._open.clear()
+        while (batch := self.core.begin(self.executor.now)) is not None:
+            self._queue.submit(batch)
+        while self._queue:
+            step = self._queue.wait()
+            self.core.end(step.batch, step.results, step.finished, None)
+            while (batch := self.core.begin(self.executor.now)) is not None:
+                self._queue.submit(batch)

@@ -46,7 +46,10 @@ class VirtualExecutor:
         return self.now
 
     def submit(self, batch: Batch) -> _Pending:
-        pending = _Pending(self.run(batch), self._seconds(batch) if batch.chunks else 0.0)
+        seconds = self._seconds(batch) if batch.chunks else 0.0
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must return finite seconds of at least 0, got {seconds}")
+        pending = _Pending(self.run(batch), seconds)
         self._in_stages.append(pending)
         self._free = max(self.now, self._free) + max(each.seconds for each in self._in_stages)
         if len(self._in_stages) == self._in_stages.maxlen:

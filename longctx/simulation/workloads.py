@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.serving.validation import check_integer, check_real, shown
+
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 
 
@@ -33,6 +35,9 @@ class WorkloadRequest:
       block_size: tokens of a block.
       number: number of the request in its workload, the seed of its unique tokens.
       prompt: the prompt itself, text or token ids, if the workload has it.
+
+    Raises:
+      TypeError, ValueError: a number is no integer, or out of range.
     """
 
     arrival: float
@@ -42,6 +47,14 @@ class WorkloadRequest:
     block_size: int = TRACE_BLOCK
     number: int = 0
     prompt: str | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("block_size", self.block_size, 0)
+        check_real("arrival", self.arrival, 0)
+        for block in self.blocks:
+            check_integer("blocks", block, 0)
 
     @property
     def length(self) -> int:
@@ -98,6 +111,7 @@ def synthesize(
     num_requests: int, prompt_tokens: Lengths, output_tokens: Lengths, shared_prefix: int = 0, seed: int = 0
 ) -> list[WorkloadRequest]:
     """Generate requests that all arrive at 0; each prompt is `shared_prefix` common tokens and a unique rest."""
+    check_integer("shared_prefix", shared_prefix, 0)
     rng = np.random.default_rng(seed)
     prompts = prompt_tokens.draw(rng, num_requests) + shared_prefix
     outputs = output_tokens.draw(rng, num_requests)
@@ -130,15 +144,14 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
         else:
             rows = ((number, line) for number, line in enumerate(file, 1) if line.strip())
             parse = _from_json
-        for number, row in islice(rows, limit):
-            try:
-                request = parse(row, len(requests))
-                _check(request)
-            except KeyError as error:
-                raise ValueError(f"{path}:{number}: {error} is missing") from None
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-            requests.append(request)
+        at = 0
+        try:
+            for at, row in islice(rows, limit):  # noqa: B007
+                requests.append(parse(row, len(requests)))
+        except KeyError as error:
+            raise ValueError(f"{path}:{at}: {error} is missing") from None
+        except (TypeError, ValueError, csv.Error, RecursionError) as error:
+            raise ValueError(f"{path}:{at}: {error}") from None
     if not requests:
         raise ValueError(f"{path}: it has no requests")
     return sorted(requests, key=lambda request: request.arrival)
@@ -146,6 +159,8 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
 
 def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
     """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token."""
+
+    check_real("factor", factor, 0)
 
     def scaled(length: int) -> int:
         return max(1, round(length * factor))
@@ -181,20 +196,17 @@ def _from_json(line: str, number: int) -> WorkloadRequest:
         raise ValueError(f"must be a JSON object, got {line.strip()[:40]}")
     arrival = row.get("timestamp", 0) / 1000
     if "prompt" in row:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(map(int, row["prompt"]))
+        prompt = row["prompt"]
+        if not isinstance(prompt, str | list):
+            raise TypeError(f"prompt must be text or a list of token ids, got {shown(prompt)}")
+        if isinstance(prompt, list):
+            prompt = tuple(check_integer("prompt", token, 0) for token in prompt)
         return WorkloadRequest(arrival, len(prompt), row["max_tokens"], number=number, prompt=prompt)
-    blocks = tuple(map(int, row.get("hash_ids", ())))
+    blocks = row.get("hash_ids", [])
+    if not isinstance(blocks, list):
+        raise TypeError(f"hash_ids must be a list of integers, got {shown(blocks)}")
+    blocks = tuple(blocks)
     return WorkloadRequest(arrival, row["input_length"], row["output_length"], blocks, number=number)
-
-
-def _check(request: WorkloadRequest) -> None:
-    for name, count in (("prompt", request.prompt_tokens), ("output", request.output_tokens)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"the {name} must have at least one token, got {count!r}")
-    if not 0 <= request.arrival < math.inf:
-        raise ValueError(f"the arrival must be at least 0 and finite, got {request.arrival}")
-    if any(block < 0 for block in request.blocks):
-        raise ValueError("hash_ids must not be negative")
 
 
 def _draw(seed: tuple[int, ...], vocab_size: int, count: int) -> np.ndarray:

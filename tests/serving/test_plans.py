@@ -79,7 +79,7 @@ def test_random_workloads_give_the_oracles_tokens(
 def test_thousands_of_events_with_little_memory(admission: str, placement: str) -> None:
     """The pools are so small that memory limits what runs."""
     plan = ParallelPlan(2, 3, exchange="auto", placement=placement, rank_tokens=30)
-    engine = make_engine(36, 2, plan, admission=admission, buckets=(4, 16))
+    engine = make_engine(28, 2, plan, admission=admission, buckets=(4, 16))
     workload = Workload(engine, 3)
     workload.run(1200)
     stats = engine.stats()

@@ -62,13 +62,13 @@ def test_completions_share_the_pages_of_their_prompt(length: int, prefix_cache: 
     assert device.num_rows <= length + 3 * 8 + 4 * 5  # each computes at most one page of the prompt that is not shared
 
 
-def test_prompt_logprobs_are_told_once_for_all_completions() -> None:
+def test_prompt_logprobs_come_with_the_first_completion() -> None:
     engine = make_engine(page_size=8)
     engine.generate(PROMPT, TEN)
     params = SamplingParams(max_tokens=6, temperature=1.0, n=3, seed=3, prompt_logprobs=0, ignore_eos=True)
     outputs = engine.generate(PROMPT, params)
     assert [x.token_ids for x in outputs] == [expected_tokens(PROMPT, params, i) for i in range(3)]
-    assert [len(x.prompt_logprobs or ()) for x in outputs] == [len(PROMPT) - 1] * 3
+    assert [len(x.prompt_logprobs or ()) for x in outputs] == [len(PROMPT) - 1, 0, 0]
     assert outputs[0].metrics.cached_tokens == 0
 
 
@@ -96,7 +96,7 @@ def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan
 
 
 def test_nobody_waits_for_a_prefix_longer_than_computing_it_takes() -> None:
-    """Who computes the prefix gets no rows, since others are more urgent: the one that waits goes on by itself."""
+    """Who computes the prefix gets no rows, and one that comes before it goes on by itself."""
 
     class LongFirst:
         def urgency(self, sequence: Sequence, now: float) -> float:
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_prefix_longer_than_computing_it_takes() -> None:
     first = engine.stream([*PROMPT[:40], 1], TEN)
     engine.step()  # the first one is admitted, and has begun
     blocking = engine.stream([2] * 200, TEN)
-    second = engine.stream([*PROMPT[:40], 3], TEN)
+    second = engine.stream(Request([*PROMPT[:40], 3], TEN, priority=1))
     outputs = [event.output for stream in (first, blocking, second) for event in stream if event.output is not None]
     assert [x.token_ids for x in outputs] == [
         expected_tokens(prompt, TEN) for prompt in ([*PROMPT[:40], 1], [2] * 200, [*PROMPT[:40], 3])

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import re
 
 from jax.sharding import Mesh
 
@@ -38,8 +39,8 @@ def check_config(
     settings = dataclasses.asdict(config)
     secret = settings.pop("hash_key")
     if not isinstance(config.policy, str):
-        # Not its `repr`, which may contain a memory address.
-        settings["policy"] = [type(config.policy).__qualname__, repr(sorted(vars(config.policy).items()))]
+        attributes = repr(sorted(getattr(config.policy, "__dict__", {}).items()))
+        settings["policy"] = [type(config.policy).__qualname__, re.sub(r" at 0x[0-9a-f]+", "", attributes)]
     group.agree(
         "engine",
         settings

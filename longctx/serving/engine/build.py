@@ -68,5 +68,5 @@ def build_core(
     return Built(
         Core(scheduler, page_hash if config.prefix_cache else None, sessions, config.run_ahead),
         InputProcessor(model, config, max_length, tokenizer, page_hash),
-        SequenceMaker(model, tokenizer, sessions, config.seed),
+        SequenceMaker(model, config, tokenizer, page_hash, sessions),
     )

@@ -44,6 +44,11 @@ class Core:
         self._counts = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
 
     @property
+    def now(self) -> float:
+        """The last time that it was told."""
+        return self._now
+
+    @property
     def pool(self) -> PagePool:
         return self.scheduler.pool
 
@@ -104,7 +109,7 @@ class Core:
         """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, now)
-        return completion.event(completion.interrupt(), None, "error")
+        return completion.event("", None, "error")  # not the text that was held back: its tokenizer may have failed
 
     @property
     def is_stuck(self) -> bool:

@@ -90,7 +90,7 @@ class Engine:
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._num_ids = 0
-        self._is_warm = False
+        self._is_warm = self._is_lent = False
 
     # One call for all.
 
@@ -145,6 +145,7 @@ class Engine:
             while self._queue:
                 self._step()
             self._warm_up()
+        self._call_monitor()
 
     def follow(self) -> None:
         """Do what the first process's engine does, until its process group is closed there.
@@ -174,13 +175,14 @@ class Engine:
             if self._jobs:
                 raise RuntimeError(f"an engine is measured while it serves nobody: {len(self._jobs)} have not ended")
             self.core.pool.clear()
-            self._error = RuntimeError("its executor is lent")  # until it comes back
+            self._error, self._is_lent = RuntimeError("its executor is lent"), True  # until it comes back
             try:
                 yield self._executor
             except BaseException as error:
-                self._error = error
+                self._error, self._is_lent = error, False
                 raise
-            self._error = None
+            self._error, self._is_lent = None, False
+        self._call_monitor()
 
     # Piece by piece.
 
@@ -217,9 +219,9 @@ class Engine:
         """End what has not ended of it."""
         with self._lock:
             if self._error is None and job.open:
-                self._lockstep.note_cancel(job.request_id)
                 for sequence in job.sequences:
                     self._deliver(self.core.cancel(sequence))
+                self._lockstep.note_cancel(job.request_id)
 
     def abandon(self, jobs: list[Job]) -> None:
         """`cancel_job` some, later: this is safe in a finaliser, which may run in the midst of anything."""
@@ -385,15 +387,18 @@ class Engine:
             yield
         except BaseException as error:
             self._error = error
-            now = self._clock()
-            for job in list(self._jobs.values()):
-                for index in sorted(job.open):
-                    self._deliver([self.core.fail(job.sequences[index], now)])
-            self._lockstep.group.fail(f"{type(error).__name__}: {error}")
+            try:
+                for job in list(self._jobs.values()):
+                    for index in sorted(job.open):
+                        self._deliver([self.core.fail(job.sequences[index], self.core.now)])
+            finally:
+                self._lockstep.group.fail(f"{type(error).__name__}: {error}")
             raise
 
     def _check_alive(self) -> None:
         if self._error is not None:
+            if self._is_lent:
+                raise RuntimeError("the engine's executor is lent, to be measured: wait until that has ended")
             raise RuntimeError("the engine has failed, and its requests with it") from self._error
         if not self._lockstep.leads:
             raise RuntimeError(

@@ -1,6 +1,5 @@
 """Checks, tokenises and hashes requests, and makes sequences of them."""
 
-import os
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
-from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
+from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.detokenizer import Detokenizer
@@ -51,9 +50,6 @@ class InputProcessor:
         keys: list[bytes] = []
         if self._config.prefix_cache:
             self._hash.extend(keys, tokens, self._hash.root(request.tenant))
-        elif request.sampling.n > 1:
-            # Its completions share the prompt's pages with each other alone.
-            self._hash.extend(keys, tokens, os.urandom(KEY_BYTES))
         return PreparedRequest(request, tokens, keys, self.fingerprint)
 
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
@@ -102,13 +98,20 @@ class SequenceMaker:
 
     Args:
       sessions: where conversations stopped.
-      seed: of the seeds of requests that bring none.
     """
 
-    def __init__(self, model: LlamaConfig, tokenizer: "Tokenizer | None", sessions: Sessions, seed: int) -> None:
+    def __init__(
+        self,
+        model: LlamaConfig,
+        config: EngineConfig,
+        tokenizer: "Tokenizer | None",
+        page_hash: PageHash,
+        sessions: Sessions,
+    ) -> None:
         self._eos_ids = {*model.eos_ids, *(tokenizer.eos_ids if tokenizer else ())}
         self._tokenizer, self._sessions = tokenizer, sessions
-        self._rng = np.random.default_rng(seed)
+        self._hash, self._prefix_cache = page_hash, config.prefix_cache
+        self._rng = np.random.default_rng(config.seed)
         self._count = 0
 
     def make(self, prepared: PreparedRequest, request_id: str, arrival: float) -> list[Sequence]:
@@ -118,6 +121,10 @@ class SequenceMaker:
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
+        if params.n > 1 and not self._prefix_cache:
+            # The completions share the prompt's pages with each other alone.
+            keys = []
+            self._hash.extend(keys, tokens, self._hash.root_of_request(self._count))
         partial_page = self._sessions.find(request.tenant, request.session_id, keys, tokens)
         sequences = []
         for index in range(params.n):

@@ -42,7 +42,7 @@ class TokenStream(Iterator[Event]):
         self._num_open = sum(len(job.sequences) for job in jobs)
 
     def __next__(self) -> Event:
-        while self._num_open:
+        while self._num_open > 0:
             with contextlib.suppress(IndexError):
                 event = self._events.popleft()
                 self._num_open -= event.output is not None
@@ -52,11 +52,11 @@ class TokenStream(Iterator[Event]):
 
     def close(self) -> None:
         """End what has not ended; there are no more events then."""
-        if self._num_open:
+        if self._num_open > 0:
             self._num_open = 0
             for job in self.jobs:
                 self._engine.cancel_job(job)
 
     def __del__(self) -> None:
-        if self._num_open:
+        if self._num_open > 0:
             self._engine.abandon(self.jobs)

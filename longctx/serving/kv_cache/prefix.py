@@ -25,6 +25,10 @@ class PageHash:
         """The key before a tenant's first page."""
         return self._hash(b"tenant", tenant.encode())
 
+    def root_of_request(self, number: int) -> bytes:
+        """The key before the first page of a request that shares pages with no other."""
+        return self._hash(b"request", str(number).encode())
+
     def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
         """Append the keys of all full pages of tokens `[T]` int32 that `keys` does not have yet."""
         size = self.page_size

@@ -23,7 +23,7 @@ class Completion:
     stop_ids: frozenset[int]  # end the sequence
     detokenizer: Detokenizer
     metrics: Metrics
-    prompt_logprobs: list[TokenLogprob] | None  # shared by all completions of the request, told by the first
+    prompt_logprobs: list[TokenLogprob] | None  # of the first completion of a request that asks for them
     num_known: int = 0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Completion:
             reason,
             self.metrics,
             None if self.params.logprobs is None else self.logprobs,
-            self.prompt_logprobs,  # one list for all completions, complete when the first one has its first token
+            None if self.num_prompt_logprobs is None else self.prompt_logprobs,
         )
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:

@@ -76,7 +76,7 @@ class Output:
       finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"` (a step of
         the engine failed).
       logprobs: of each token, if asked for.
-      prompt_logprobs: of the prompt's tokens but the first, if asked for.
+      prompt_logprobs: of the prompt's tokens but the first, if asked for; with the first completion (`index` 0) alone.
     """
 
     request_id: str

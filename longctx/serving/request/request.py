@@ -75,7 +75,7 @@ def read_requests(
     Raises:
       TypeError, ValueError: it is none of what that takes.
     """
-    if not isinstance(prompts, Iterable | Request):
+    if not isinstance(prompts, Iterable | Request) or isinstance(prompts, bytes | bytearray | set | frozenset | dict):
         raise TypeError(f"prompts must be text, token ids, a Request, or several of them, got {shown(prompts)}")
     if not isinstance(sampling, SamplingParams | list | tuple | None):
         raise TypeError(f"sampling must be SamplingParams or a list of them, got {shown(sampling)}")
@@ -95,5 +95,5 @@ def read_requests(
                 raise ValueError("sampling must be None for a Request, which brings its own")
             requests.append(prompt)
         else:
-            requests.append(Request(prompt, params or SamplingParams()))
+            requests.append(Request(prompt, SamplingParams() if params is None else params))
     return requests

@@ -15,6 +15,8 @@ from longctx.serving.scheduler.sequence import Sequence
 
 # Seconds after which those who wait are ranked again, though nothing has changed but the time.
 _RANKED_AGAIN = 0.1
+# Sequences that begin to wait for a prefix in a step; those after them are looked at in the next step.
+_PASSED_OVER = 128
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Admission:
         self._running, self._pool, self._placer = running, running.pool, placer
         self._policy, self._forecast, self._optimistic = policy, forecast, optimistic
         self.waiting: list[Sequence] = []
-        self._waits = PrefixWaits(running, forecast)
+        self._waits = PrefixWaits(running, forecast, policy)
         self._blocked: _Blocked | None = None
         self._load: list[float] | None = None  # seconds of prompts on each rank, while sequences are admitted
 
@@ -95,11 +97,13 @@ class Admission:
         if not self._waits.end(now) and self._is_blocked(now):
             return
         self._blocked, self._load = None, None
+        passed_over = 0
         for sequence in rank(self._policy, self._waits.others(self.waiting), now):
-            if not self._running.slots.free or sequence.in_flight:
+            if passed_over == _PASSED_OVER or not self._running.slots.free or sequence.in_flight:
                 return
             shared = find_prefix(self._pool, sequence, self._running.page_size)
             if self._waits.begin(sequence, len(shared), now):
+                passed_over += 1
                 continue
             if not self._try_to_admit(batch, sequence, shared):
                 missing = sequence.keys[len(shared)] if len(shared) < len(sequence.keys) else None

@@ -13,6 +13,7 @@ from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.policy import Policy, rank
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
+from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, above the second a larger one
 # gains nothing, but keeps whoever comes meanwhile waiting.
@@ -39,8 +40,9 @@ class Chunking(NamedTuple):
         if not isinstance(text, str):
             raise TypeError(f"chunking must be a string, got {text!r}")
         name, colon, number = text.partition(":")
-        if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not number.isdecimal())):
-            raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {text!r}')
+        is_number = number.isascii() and number.isdecimal() and len(number) < 10
+        if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not is_number)):
+            raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {shown(text)}')
         tokens = int(number) if colon else token_budget
         if not max_running <= tokens <= token_budget:
             raise ValueError(

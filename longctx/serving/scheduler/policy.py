@@ -123,7 +123,8 @@ def make_policy(name: str | Policy, max_share: float) -> Policy:
         if name not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
         return POLICIES[name](max_share)
-    if isinstance(name, type) or not isinstance(name, Policy):
+    methods = [getattr(name, method, None) for method in ("urgency", "share")]
+    if isinstance(name, type) or not all(map(callable, methods)):
         raise TypeError(f"policy must be a name or have `urgency` and `share`, got {name!r}")
     probe = Sequence("probe", 0, prompt_length=1, max_tokens=1, deadline=1.0)
     for method in (name.urgency, name.share):

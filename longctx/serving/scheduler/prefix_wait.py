@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.scheduler.forecast import Forecast
+from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 
@@ -20,59 +21,87 @@ def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]
     return pages
 
 
-@dataclass
-class _Wait:
-    """For `other` to register as many pages as both begin with, each in `seconds_per_page`, until `until` at most."""
+# The share of the rows of prompts below which a sequence is too slow to be waited for by a more urgent one.
+_TOO_SLOW = 0.25
 
-    other: Sequence
-    pages: int
+
+@dataclass
+class _Leader:
+    """A sequence that others wait for, and how it got on since it was looked at last.
+
+    `waiting`: how many pages each waits for. `until`: when it should have come further by prediction.
+    """
+
+    sequence: Sequence
     seconds_per_page: float
     registered: int
+    computed: int
+    prompt_rows: int  # of all prompts, so far
     until: float
+    waiting: dict[Sequence, int]
 
-    def ends(self) -> bool:
-        """Whether the pages are there, or will not come."""
-        return self.other.state is not State.PREFILLING or self.other.registered >= self.pages
-
-    def takes_too_long(self, now: float) -> bool:
-        if self.other.registered != self.registered:
-            self.registered = self.other.registered
-            self.until = now + (self.pages - self.registered) * self.seconds_per_page
-        return now > self.until
+    def is_slow(self, now: float, prompt_rows: int) -> bool:
+        """Whether it got few of the rows of prompts, or none for as long as all that is waited for should take."""
+        computed, rows = self.sequence.computed - self.computed, prompt_rows - self.prompt_rows
+        is_slow = computed < _TOO_SLOW * rows or (computed == 0 and now > self.until)
+        if computed:
+            self.until = now + (max(self.waiting.values()) - self.sequence.registered) * self.seconds_per_page
+        self.registered = self.sequence.registered
+        self.computed, self.prompt_rows = self.sequence.computed, prompt_rows
+        return is_slow
 
 
 class PrefixWaits:
     """Who waits for whose pages, and for how long.
 
     A sequence whose next page another one is computing waits for all pages that both begin with, if these are
-    predicted to be there sooner than it could compute them itself; and no longer than that without progress.
+    predicted to be there sooner than it could compute them itself. It gives up when it would itself come before the
+    other, which is slow: so it never waits longer than computing takes.
     """
 
-    def __init__(self, running: Running, forecast: Forecast) -> None:
-        self._running, self._forecast = running, forecast
-        self._waits: dict[Sequence, _Wait] = {}
-        self._given_up: dict[Sequence, _Wait] = {}
+    def __init__(self, running: Running, forecast: Forecast, policy: Policy) -> None:
+        self._running, self._forecast, self._policy = running, forecast, policy
+        self._leaders: dict[Sequence, _Leader] = {}
+        self._leader_of: dict[Sequence, Sequence] = {}  # of those that wait, or gave up
 
     def end(self, now: float) -> bool:
         """End the waits that are over; whether there was one."""
-        before = len(self._waits)
-        for sequence, wait in list(self._waits.items()):
-            if wait.ends():
-                del self._waits[sequence]
-                sequence.prefix_hit_tokens = min(wait.other.registered, wait.pages) * self._running.page_size
+        ended = False
+        for leader in list(self._leaders.values()):
+            there = leader.sequence.registered
+            over: list[Sequence] = []
+            if leader.sequence.state is not State.PREFILLING:
+                over, there = list(leader.waiting), leader.registered
+            elif there >= min(leader.waiting.values()):
+                over = [sequence for sequence, pages in leader.waiting.items() if pages <= there]
+            for sequence in over:
+                hit = min(there, leader.waiting[sequence]) * self._running.page_size
+                sequence.prefix_hit_tokens = max(hit, sequence.prefix_hit_tokens)
                 self._forecast.update(sequence)
-            elif wait.takes_too_long(now):
-                self._given_up[sequence] = self._waits.pop(sequence)
-        return len(self._waits) < before
+                self.forget(sequence)
+            if leader.waiting and leader.is_slow(now, self._running.prompt_rows):
+                first = self._order(leader.sequence, now)
+                slow = [sequence for sequence in leader.waiting if self._order(sequence, now) < first]
+                for sequence in slow:
+                    del leader.waiting[sequence]
+                over += slow
+            ended = ended or bool(over)
+            if not leader.waiting:
+                self._leaders.pop(leader.sequence, None)
+        return ended
 
     def others(self, waiting: list[Sequence]) -> list[Sequence]:
         """The sequences that wait for no prefix."""
-        return [s for s in waiting if s not in self._waits] if self._waits else waiting
+        if not self._leaders:
+            return waiting
+        waits = set().union(*(leader.waiting for leader in self._leaders.values()))
+        return [sequence for sequence in waiting if sequence not in waits]
 
     def forget(self, sequence: Sequence) -> None:
-        """It has been admitted, or has ended."""
-        self._waits.pop(sequence, None)
-        self._given_up.pop(sequence, None)
+        """It has been admitted, or has ended, or its pages are there."""
+        leader = self._leader_of.pop(sequence, None)
+        if leader is not None and leader in self._leaders:
+            self._leaders[leader].waiting.pop(sequence, None)
 
     def begin(self, sequence: Sequence, found: int, now: float) -> bool:
         """Whether a sequence of which `found` pages are in the cache waits for more."""
@@ -81,19 +110,27 @@ class PrefixWaits:
         if not sequence.may_share or found >= usable:
             return False
         other = self._computing(sequence.keys[found], found)
-        before = self._given_up.get(sequence)
-        if other is None or (before is not None and before.other is other and before.registered == other.registered):
-            return False
+        if other is None or self._leader_of.get(sequence) is other:
+            return False  # nobody computes the page, or it has been waited for long enough
         pages = min(usable, _common(sequence, other, found + 1))
         alone = self._forecast.prefill_seconds(found * size, pages * size)
         if self._forecast.prefill_seconds(min(other.computed, pages * size), pages * size) > alone:
             return False
-        self._waits[sequence] = _Wait(other, pages, alone / (pages - found), other.registered, now + alone)
+        leader = self._leaders.get(other)
+        if leader is None:
+            rows, seconds = self._running.prompt_rows, alone / (pages - found)
+            leader = _Leader(other, seconds, other.registered, other.computed, rows, now + alone, {})
+            self._leaders[other] = leader
+        leader.waiting[sequence] = pages
+        self._leader_of[sequence] = other
         return True
 
     def _computing(self, key: object, number: int) -> Sequence | None:
         """Who computes the page of this key and number next."""
         return next((s for s in self._running.prefilling if s.registered == number and _key(s, number) == key), None)
+
+    def _order(self, sequence: Sequence, now: float) -> tuple[int, float, int]:
+        return -sequence.priority, self._policy.urgency(sequence, now), sequence.order
 
 
 def _key(sequence: Sequence, number: int) -> object:

@@ -36,11 +36,13 @@ class Running:
       prefilling: prompt tokens are yet to be planned; in order of arrival.
       decoding: every step computes one token; higher priorities first, then in order of arrival.
       slots: see `Slots`.
+      prompt_rows: tokens of prompts that have been planned so far.
     """
 
     def __init__(self, pool: PagePool, page_size: int, max_running: int) -> None:
         self.pool, self.page_size = pool, page_size
         self.max_running, self.slots = max_running, Slots(max_running)
+        self.prompt_rows = 0
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
 

@@ -158,6 +158,7 @@ class Scheduler:
         samples = count == sequence.remaining
         batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, False, share.ranks, share.sharded))
         sequence.computed += count
+        self.running.prompt_rows += count
         self.running.register(sequence)
         if samples:
             sequence.length += 1

@@ -28,8 +28,10 @@ class Slo:
     def __post_init__(self) -> None:
         for name in ("ttft_factor", "ttft_least", "tpot"):
             value = getattr(self, name)
-            if (name != "tpot" or value is not None) and check_real(name, value, 0) == 0:
-                raise ValueError(f"{name} must be above 0")
+            if name != "tpot" or value is not None:
+                object.__setattr__(self, name, check_real(name, value, 0))
+                if getattr(self, name) == 0:
+                    raise ValueError(f"{name} must be above 0")
         if self.ttft_factor < 1:
             raise ValueError(f"ttft_factor must be at least 1, no prompt being read faster, got {self.ttft_factor}")
 
