@@ -130,6 +130,17 @@ def test_a_wait_for_a_prefix_ends_with_its_maker() -> None:
     assert [t for event in second for t in event.token_ids] == expected_tokens([*PROMPT[:40], 3], TEN)
 
 
+def test_a_sequence_that_waits_for_a_prefix_may_be_cancelled() -> None:
+    engine = make_engine(60, 4)
+    streams = [engine.stream([*PROMPT[:40], i], TEN) for i in range(3)]
+    engine.step()
+    assert len(engine.scheduler.waiting) == 2
+    streams.append(engine.stream([1] * 150, SamplingParams(max_tokens=60)))  # which does not fit beside the first
+    streams[1].close()
+    streams[2].close()
+    assert [t for event in streams[0] for t in event.token_ids] == expected_tokens([*PROMPT[:40], 0], TEN)
+
+
 def test_a_wait_ends_though_another_request_has_no_room() -> None:
     """The second completion is admitted once its prefix is there, before a later request that waits for memory."""
     large = Request(np.random.default_rng(1).integers(0, VOCAB, 100).tolist(), SamplingParams(max_tokens=60))

@@ -1,5 +1,6 @@
 """Sequences that wait for a prefix which another is computing, so that a burst of equal prefixes computes it once."""
 
+import math
 from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import PagePool
@@ -71,8 +72,8 @@ class PrefixWaits:
             there = leader.sequence.registered
             over: list[Sequence] = []
             if leader.sequence.state is not State.PREFILLING:
-                over, there = list(leader.waiting), leader.registered
-            elif there >= min(leader.waiting.values()):
+                over, there = list(leader.waiting), max(there, leader.registered)
+            elif there >= min(leader.waiting.values(), default=math.inf):
                 over = [sequence for sequence, pages in leader.waiting.items() if pages <= there]
             for sequence in over:
                 hit = min(there, leader.waiting[sequence]) * self._running.page_size
