@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 from fake_device import VOCAB, FakeDevice, FakeExecutor, expected_tokens, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workload import Workload
 
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.kv_cache.page_pool import PagePool
@@ -151,6 +154,27 @@ def test_a_wait_ends_though_another_request_has_no_room() -> None:
         outputs = engine.generate([Request(PROMPT[:40], params), *others])
         admitted.append([x.metrics.admitted for x in outputs[:2]])
     assert admitted[0] == admitted[1]
+
+
+class Bursts(Workload):
+    """Requests come several at once, and many begin alike."""
+
+    def submit(self) -> None:
+        for _ in range(int(self.rng.integers(1, 6))):
+            super().submit()
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**20),
+    plan=st.sampled_from(PLANS),
+    policy=st.sampled_from(["fcfs", "srpf", "lrs", "ilrs"]),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    run_ahead=st.integers(1, 4),
+)
+def test_random_bursts(seed: int, plan: ParallelPlan, policy: str, admission: str, run_ahead: int) -> None:
+    engine = make_engine(90, 2, plan, policy=policy, admission=admission, run_ahead=run_ahead)
+    Bursts(engine, seed).run(120)
 
 
 def test_the_next_turn_finds_the_partial_page_too() -> None:
