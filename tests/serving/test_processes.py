@@ -126,9 +126,10 @@ DEATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sign", "count", "who", "idle"),
-    [DEATHS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in DEATHS[1:])],
+    DEATHS,
 )
 def test_all_processes_end_when_one_is_gone(
     sign: signal.Signals, count: int, who: int, idle: bool, tmp_path: Path
