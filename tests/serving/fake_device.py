@@ -93,7 +93,10 @@ class FakeDevice:
             tokens[rank, number] = next_token(seen, seed, controls["completion"])
         for rank, number in np.argwhere(inputs.slots >= 0):
             self.last[inputs.slots[rank, number]] = tokens[rank, number]
-        return SampledTokens(tokens.reshape(-1), None, None, None), None  # type: ignore[arg-type]
+        count = tokens.size
+        logprobs, top_logprobs = np.zeros(count), np.zeros((count, shape.num_top))  # nobody computed any
+        arrays: Any = (tokens.reshape(-1), logprobs, top_logprobs.astype(int), top_logprobs)
+        return SampledTokens(*arrays), None
 
     def _compute(self, stage: int, inputs: RowInputs, shape: Shape, arrived: Any) -> Any:
         """Update tables and write tokens; returns the tokens by kind, padded to be independent of the bucket."""
