@@ -14,7 +14,7 @@ from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingPara
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.chunking import Chunker, Chunking
-from longctx.serving.scheduler.policy import POLICIES, make_policy, rank
+from longctx.serving.scheduler.policy import POLICIES, by_urgency, make_policy
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import Record, Simulation, VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
@@ -173,7 +173,7 @@ def test_priority_comes_before_urgency() -> None:
     for policy in POLICIES:
         chunker = Chunker(make_policy(policy, 0.5), DEVICE, Chunking(False, BUDGET))
         low, high = prompt(0, 100), prompt(1, 90_000, priority=1)
-        assert list(rank(chunker.policy, [low, high], 1.0)) == [high, low]
+        assert list(by_urgency(chunker.policy, [low, high], 1.0)) == [high, low]
 
 
 def test_more_than_can_be_done_of_a_mix() -> None:
@@ -266,7 +266,7 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
         chunker = Chunker(make_policy("ilrs", max_share), DEVICE, Chunking(False, BUDGET))
         shares = tokens_of(chunker, [long, short], [], now)
         used = 1 - (20.0 - now - short.prefill_remaining) / 10.0
-        if next(rank(chunker.policy, [long, short], now)) is short:
+        if next(by_urgency(chunker.policy, [long, short], now)) is short:
             assert shares == {short: BUDGET}
         else:
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)

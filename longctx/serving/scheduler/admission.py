@@ -8,7 +8,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Need, Placement, Placer
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.policy import Policy, rank, relative_slack
+from longctx.serving.scheduler.policy import Policy, by_urgency, relative_slack
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
 from longctx.serving.scheduler.running import Running, arrival_order
 from longctx.serving.scheduler.sequence import Sequence
@@ -98,7 +98,7 @@ class Admission:
             return
         self._blocked, self._load = None, None
         passed_over = 0
-        for sequence in rank(self._policy, self._waits.others(self.waiting), now):
+        for sequence in by_urgency(self._policy, self._waits.others(self.waiting), now):
             if passed_over == _PASSED_OVER or not self._running.slots.free or sequence.in_flight:
                 return
             shared = find_prefix(self._pool, sequence, self._running.page_size)
@@ -122,7 +122,7 @@ class Admission:
             return False
         if now > blocked.until:  # with time another one may have become the most urgent
             blocked.until = now + _RANKED_AGAIN
-            return next(rank(self._policy, self._waits.others(self.waiting), now)) is blocked.sequence
+            return next(by_urgency(self._policy, self._waits.others(self.waiting), now)) is blocked.sequence
         return True
 
     def _try_to_admit(self, batch: Batch, sequence: Sequence, shared: list[int]) -> bool:

@@ -10,7 +10,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
-from longctx.serving.scheduler.policy import Policy, rank
+from longctx.serving.scheduler.policy import Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.validation import shown
@@ -88,7 +88,7 @@ class Chunker:
         step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
         if step.tokens <= step.rows:
             return {}
-        ranked = rank(self.policy, prompts, now)
+        ranked = by_urgency(self.policy, prompts, now)
         head = next(ranked)
         seconds, least = self._time(decodes), 1
         if seconds < math.inf:

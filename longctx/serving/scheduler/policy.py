@@ -32,7 +32,7 @@ class Policy(Protocol):
         ...
 
 
-def rank(policy: Policy, sequences: Iterable[Sequence], now: float) -> Iterator[Sequence]:
+def by_urgency(policy: Policy, sequences: Iterable[Sequence], now: float) -> Iterator[Sequence]:
     """The most urgent first. Whoever stops early pays for no more than a look at each."""
     urgency = policy.urgency
     heap = [(-s.priority, urgency(s, now), s.order, s) for s in sequences]
