@@ -90,6 +90,16 @@ class EngineConfig:
                 raise ValueError(f"buckets must end at token_budget={self.token_budget}, got {self.buckets}")
             object.__setattr__(self, "buckets", buckets)
 
+    def longest_sequence(self, max_positions: int) -> int:
+        """`max_length`, or the model's context; ValueError if that is shorter."""
+        if self.max_length is None:
+            return max_positions
+        if self.max_length > max_positions:
+            raise ValueError(
+                f"max_length must be at most the model's context of {max_positions}, got {self.max_length}"
+            )
+        return self.max_length
+
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """Numbers of rows that steps are compiled for on one context rank, ascending."""

@@ -8,6 +8,7 @@ from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.engine.run_step import run_step
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor, check_predictor
@@ -46,11 +47,7 @@ class Simulation:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
         plan = plan or ParallelPlan()
         plan.check(model, plan.num_devices)
-        max_length = config.max_length or model.max_positions
-        if max_length > model.max_positions:
-            raise ValueError(
-                f"max_length must be at most the model's context of {model.max_positions}, got {max_length}"
-            )
+        max_length = config.longest_sequence(model.max_positions)
         check_predictor(predictor, config.token_budget)
         self.core, self._input_processor, self._sequence_maker = build_core(
             model, config, plan, predictor, config.num_pages, max_length
@@ -92,14 +89,10 @@ class Simulation:
                 request = requests[submitted]
                 dues[self._add(request, start + request.arrival, seed)] = request.arrival
                 submitted += 1
-            while (batch := self.core.begin(executor.now)) is not None:
-                self._queue.submit(batch)
-            if not self._queue:
-                if self.core.is_stuck:
-                    raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
+            step = run_step(self.core, self._queue, executor.now)
+            if step is None:
                 executor.now = max(executor.now, start + requests[submitted].arrival)
                 continue
-            step = self._queue.wait()
             record.steps.append(StepMetrics.of(step))
             for event in self.core.end(step.batch, step.results, step.finished, step.seconds):
                 if event.output is not None:
@@ -142,10 +135,5 @@ class Simulation:
             for sequence in sequences:
                 self.core.cancel(sequence)
         self._open.clear()
-        while (batch := self.core.begin(self.executor.now)) is not None:
-            self._queue.submit(batch)
-        while self._queue:
-            step = self._queue.wait()
+        while (step := run_step(self.core, self._queue, self.executor.now)) is not None:
             self.core.end(step.batch, step.results, step.finished, None)
-            while (batch := self.core.begin(self.executor.now)) is not None:
-                self._queue.submit(batch)

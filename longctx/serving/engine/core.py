@@ -1,6 +1,6 @@
 """The engine without lock, thread, clock, executor, processes or JAX: what it decides, and what it makes of results.
 
-A driver adds sequences, begins batches, has an executor run them, and ends each with its results:
+A driver adds sequences, begins batches, has an executor run them (`run_step`), and ends each with its results:
 
     while (batch := core.begin(now)) is not None:
         queue.submit(batch)
@@ -42,11 +42,6 @@ class Core:
         self._hash = page_hash
         self._now = 0.0
         self._counts = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
-
-    @property
-    def now(self) -> float:
-        """The last time that it was told."""
-        return self._now
 
     @property
     def pool(self) -> PagePool:
@@ -105,10 +100,10 @@ class Core:
         self._counts["output_tokens"] += len(events)
         return events
 
-    def fail(self, sequence: Sequence, now: float) -> Event:
+    def fail(self, sequence: Sequence) -> Event:
         """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
-        _complete(completion.metrics, sequence, now)
+        _complete(completion.metrics, sequence, self._now)
         return completion.event("", None, "error")  # not the text that was held back: its tokenizer may have failed
 
     @property

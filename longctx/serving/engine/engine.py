@@ -17,6 +17,7 @@ from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.engine.resolve import resolve
+from longctx.serving.engine.run_step import run_step
 from longctx.serving.engine.stream import Job, TokenStream
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import SubmitQueue
@@ -343,18 +344,12 @@ class Engine:
         with self._failing(), self._lockstep.limit("a step"):
             self._lockstep.send_step(now, self._seconds)
             self._seconds = None
-            while (batch := self.core.begin(now)) is not None:
-                self._lockstep.note_plan(batch)
-                self._queue.submit(batch)
-            if self._queue:
-                step = self._queue.wait()
-                self._lockstep.note_draw(step.batch, step.results.tokens)
+            step = run_step(self.core, self._queue, now, self._lockstep)
+            if step is not None:
                 if self._monitor is not None:
                     self._ended_steps.append(StepMetrics.of(step))
                 self._seconds = step.seconds
                 self._deliver(self.core.end(step.batch, step.results, step.finished, step.seconds))
-            elif self.core.is_stuck:
-                raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -390,7 +385,7 @@ class Engine:
             try:
                 for job in list(self._jobs.values()):
                     for index in sorted(job.open):
-                        self._deliver([self.core.fail(job.sequences[index], self.core.now)])
+                        self._deliver([self.core.fail(job.sequences[index])])
             finally:
                 self._lockstep.group.fail(f"{type(error).__name__}: {error}")
             raise

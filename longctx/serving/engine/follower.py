@@ -5,6 +5,7 @@ from collections import deque
 from longctx.serving.distributed.lockstep import Arrival, Lockstep, RequestUpdate, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
+from longctx.serving.engine.run_step import run_step
 from longctx.serving.engine.stream import Job
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -41,19 +42,9 @@ class Follower:
             for news in order.updates:
                 self._hear(news)
             with self._lockstep.limit("a step"):
-                ended = self._step(order.now)
+                ended = run_step(self._core, self._queue, order.now, self._lockstep)
         if ended is not None:
             self._end(ended, self._lockstep.now, None)
-
-    def _step(self, now: float) -> EndedStep | None:
-        while (batch := self._core.begin(now)) is not None:
-            self._lockstep.note_plan(batch)
-            self._queue.submit(batch)
-        if not self._queue:
-            return None
-        step = self._queue.wait()
-        self._lockstep.note_draw(step.batch, step.results.tokens)
-        return step
 
     def _end(self, step: EndedStep, now: float, seconds: float | None) -> None:
         for event in self._core.end(step.batch, step.results, now, seconds):

@@ -17,6 +17,7 @@ from longctx.serving.distributed.config_check import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
+from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import hardware_of, roofline
@@ -45,8 +46,6 @@ class Resolved(NamedTuple):
         """The executor that runs batches on the mesh; ValueError without parameters."""
         if params is None or self.mesh is None:
             raise ValueError("params must be given, unless an executor is")
-        from longctx.serving.executor.executor import DeviceExecutor
-
         return DeviceExecutor.on_mesh(
             self.model, params, self.config, self.plan, self.mesh, self.num_pages, self.max_length
         )
@@ -80,10 +79,7 @@ def resolve(
     """
     config = config or EngineConfig()
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
-    positions = model.config.max_positions
-    max_length = config.max_length or positions
-    if max_length > positions:
-        raise ValueError(f"max_length must be at most the model's context of {positions}, got {max_length}")
+    max_length = config.longest_sequence(model.config.max_positions)
     num_pages = resolve_num_pages(model, params, config, max_length, mesh)
     if process_group is not None and process_group.num_processes > 1:
         config, num_pages = check_config(
