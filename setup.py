@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 # What the examples train with.
 TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]
+# Models from where they are: llama.cpp's files, and the Hugging Face hub.
+GGUF, HUB = ["gguf>=0.17"], ["huggingface_hub>=1.0"]
 
 setup(
     name="longctx-jax",
@@ -17,7 +19,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["longctx", "longctx.*"]),
     package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*"]},
-    entry_points={"console_scripts": ["longctx = longctx.cli:main"]},
+    entry_points={"console_scripts": ["longctx = longctx.cli:program"]},
     install_requires=[
         "jax>=0.10",
         "jaxtyping>=0.3",
@@ -28,6 +30,8 @@ setup(
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "jinja2>=3.1",
+        "platformdirs>=4.2",
+        "prompt_toolkit>=3.0.36",
         "tqdm>=4.66",
     ],
     extras_require={
@@ -38,16 +42,24 @@ setup(
         "aot": ["jax-cuda12-plugin>=0.10"],
         "distributed": ["pyzmq>=26"],  # one engine in many processes
         "docs": ["matplotlib>=3.9"],
+        "gguf": GGUF,
+        "hub": HUB,
         "train": TRAIN,
         "test": [
+            *GGUF,
+            *HUB,
             *TRAIN,
+            "accelerate>=1.0",  # with which transformers loads GGUF
             "chex>=0.1.90",
+            "filelock>=3.16",  # with which JAX locks its store of compiled programs
+            "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU
             "pytest>=8",
             "pyzmq>=26",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "mpmath>=1.3",
             "ruff>=0.14",
+            "sentencepiece>=0.2",
             "mypy>=1.18",
             "pre-commit>=4",
             "torch==2.13.0",

@@ -37,7 +37,6 @@ from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.runner.model_runner import MeshModelRunner
-from longctx.serving.runner.step import step
 from longctx.serving.runner.step_inputs import Shape
 from longctx.simulation.workloads import Lengths, synthesize
 
@@ -70,7 +69,7 @@ class RecordingDevice(MeshModelRunner):
         start = time.perf_counter()
         for rows, samples, shape in self.steps:
             told = self.model, self.mesh, self.params, self.state, rows, samples, shape, self._sections
-            self.state, drawn, _ = step(*told)
+            self.state, drawn, _ = self.run_step(*told)
         jax.block_until_ready((self.state, drawn))
         return time.perf_counter() - start
 
@@ -137,11 +136,11 @@ class Transformers:
 
 
 @contextlib.contextmanager
-def llama_cpp(python: Path, directory: Path, workload: Workload) -> Iterator[Contender]:
-    """A contender in a process of its own."""
+def llama_cpp(python: Path, directory: Path, workload: Workload, checkpoint: Path | None = None) -> Iterator[Contender]:
+    """A contender in a process of its own, of a checkpoint (or GGUF file), which may be in `directory`."""
     (directory / "workload.json").write_text(json.dumps(workload))
     script = Path(__file__).with_name("llama_cpp_peer.py")
-    command = [str(python), str(script), str(directory), str(directory / "workload.json")]
+    command = [str(python), str(script), str(checkpoint or directory), str(directory / "workload.json")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

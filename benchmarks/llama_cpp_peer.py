@@ -2,7 +2,8 @@
 
 Runs by itself in an environment with `pip install llama-cpp-python gguf`. CHECKPOINT is a directory as Hugging Face's,
 one float32 safetensors file of a Llama without biases or scaled rotary embedding; it is written anew as GGUF, float32
-too, without a vocabulary. WORKLOAD is JSON: [[prompt token ids, number of tokens to generate], ...].
+too, without a vocabulary. Or it is a GGUF file, which is written anew with all tensors dequantised to float32. WORKLOAD
+is JSON: [[prompt token ids, number of tokens to generate], ...].
 
 It prints a line about itself; then, for each line on its input, serves the workload once, greedily, and prints JSON:
 {"seconds": ..., "tokens": [[...], ...]}. The batching is continuous, as in llama.cpp's own server: each `llama_decode`
@@ -97,6 +98,22 @@ def write_gguf(checkpoint: Path, path: Path) -> dict[str, Any]:
     return config
 
 
+def write_float32(source: Path, path: Path) -> dict[str, Any]:
+    """Copy a GGUF file with all tensors dequantised; returns what `write_gguf` does, of which `main` needs the size."""
+    reader = gguf.GGUFReader(source)
+    metadata = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture").contents())
+    for name, field in metadata.items():
+        writer.add_key_value(name, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {"vocab_size": len(metadata["tokenizer.ggml.tokens"].contents())}
+
+
 class Server:
     """One context that holds all sequences of the workload at a time."""
 
@@ -159,7 +176,8 @@ def main() -> None:
     workload = json.loads(Path(sys.argv[2]).read_text())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
-        config = write_gguf(Path(sys.argv[1]), path)
+        source = Path(sys.argv[1])
+        config = (write_float32 if source.suffix == ".gguf" else write_gguf)(source, path)
         servers = [Server(path, config["vocab_size"], workload, unified) for unified in (False, True)]
         print(f"llama.cpp (llama-cpp-python {version('llama-cpp-python')}), float32", flush=True)
         for _ in sys.stdin:

@@ -25,7 +25,7 @@ import numpy as np
 from longctx.models import Llama, load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
-from longctx.serving import Engine, EngineConfig, Slo, StepMetrics
+from longctx.serving import Engine, EngineConfig, Slo
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
 from longctx.serving.profiler import measure, random_shapes, shapes_to_measure, tiles
@@ -69,11 +69,11 @@ class Bench(NamedTuple):
 
     def run(self, name: str, policy: str, chunking: str, tpot: float, predictor: RuntimePredictor) -> "Result":
         tell(f"{name} ...")
-        steps: list[StepMetrics] = []
+        record = Record()
         known = None if str(WHOLE) in chunking else predictor  # it knows no step so large, nor does fcfs need it
-        engine = self.engine(policy, chunking, tpot, predictor=known, monitor=steps.append)
+        engine = self.engine(policy, chunking, tpot, predictor=known, monitor=record.steps.append)
         engine.warm_up()
-        return Result(name, replay(engine, self.requests, time.monotonic, steps=steps))
+        return Result(name, replay(engine, self.requests, time.monotonic, record=record))
 
     def rounds(
         self, cases: list[tuple[str, str, str, float]], predictor: RuntimePredictor, rounds: int

@@ -16,7 +16,6 @@ The limit: over loopback, a hundred bytes take some 30 us to a receiver that spi
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.processes import free_coordinator
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup, initialize
@@ -168,9 +168,7 @@ def main() -> None:
     if options.process is not None:
         run(options.process, options.coordinator, options.tokens)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = free_coordinator()
     command = [sys.executable, "-m", "benchmarks.step_channel", "--coordinator", coordinator]
     load = os.getloadavg()[0]
     # One thread each: on a host with GPUs no step takes the cores from who listens.

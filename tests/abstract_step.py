@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
 from longctx.models.sharded_params import abstract_sharded_params, device_config
+from longctx.serving.runner.layered_step import compile_layered_step
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.step import DeviceState, state_specs, step
+from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 CONFIG = LlamaConfig(64, 32, 48, 3, 4, 2, 16, max_positions=1 << 20)
@@ -53,9 +54,9 @@ def on_mesh(mesh: Mesh, x: Any, spec: P) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def abstract_params(mesh: Mesh, dtype: object, config: LlamaConfig = CONFIG, unrolled: bool = False) -> dict:
+def abstract_params(mesh: Mesh, dtype: object, config: LlamaConfig = CONFIG, layered: bool = False) -> dict:
     params = abstract_sharded_params(config, mesh, dtype)
-    if unrolled:  # as `shard_params` makes them on a CPU
+    if layered:  # as `shard_params` makes them on a CPU
         layer = {
             name: on_mesh(mesh, jax.ShapeDtypeStruct((mesh.shape["stage"], *x.shape[1:]), x.dtype), x.sharding.spec)
             for name, x in params["layers"].items()
@@ -74,10 +75,10 @@ def compile_step(
     shape: Shape,
     dtype: object,
     config: LlamaConfig = CONFIG,
-    unrolled: bool = False,
+    layered: bool = False,
     sections: tuple[int, int, int] = (64, 64, 64),
 ) -> Any:
-    """Compile the step for the devices of a mesh."""
+    """Compile the step for the devices of a mesh: one program, or those of `layered_step`."""
     inputs = [
         on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), spec)
         for size, spec in (
@@ -86,6 +87,9 @@ def compile_step(
         )
     ]
     state = abstract_state(mesh, dtype, config, shape.num_pages, sections)
-    params = abstract_params(mesh, dtype, config, unrolled)
+    params = abstract_params(mesh, dtype, config, layered)
     starts = (sections[0], sections[0] + sections[1])
-    return step.lower(Llama(config), mesh, params, state, *inputs, shape, starts).compile()
+    arguments = (Llama(config), mesh, params, state, *inputs, shape, starts)
+    if layered:
+        return compile_layered_step(*arguments)
+    return step_program(mesh, config.quantization is not None).lower(*arguments).compile()

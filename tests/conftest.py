@@ -1,6 +1,12 @@
-"""Settings of all tests: eight CPU devices, and no implicit rank promotion. pyproject.toml makes warnings errors."""
+"""Settings of all tests: eight CPU devices, no implicit rank promotion, a shared store of compiled programs.
 
+pyproject.toml makes warnings errors.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +18,16 @@ from hypothesis import HealthCheck, Phase, settings
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Workers of one run share what they compile. They inherit the folder from the process that starts them and removes it.
+if "LONGCTX_TEST_PROGRAMS" not in os.environ:
+    os.environ["LONGCTX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="longctx-tests-")
+    atexit.register(shutil.rmtree, os.environ["LONGCTX_TEST_PROGRAMS"], ignore_errors=True)
+os.environ["LONGCTX_CACHE"] = os.path.join(os.environ["LONGCTX_TEST_PROGRAMS"] or tempfile.gettempdir(), "commands")
+if os.environ["LONGCTX_TEST_PROGRAMS"]:
+    jax.config.update("jax_compilation_cache_dir", os.environ["LONGCTX_TEST_PROGRAMS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_compilation_cache_max_size", 2**32)  # with a limit, JAX locks it against other processes
 
 # An example of a new shape compiles, which takes too long for deadlines and for shrinking.
 settings.register_profile(

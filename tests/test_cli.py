@@ -47,17 +47,17 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
 
     def text(*more: str) -> str:
         assert main([*arguments, *more]) == 0
-        return capsys.readouterr().out.split("\n\nprompt")[0]
+        return capsys.readouterr().out.removesuffix("\n")
 
     assert main(arguments) == 0
     printed = capsys.readouterr()
-    greedy = printed.out.splitlines()[0]
-    assert len(greedy.split()) == 5
-    assert "prompt   6 tokens" in printed.out
-    for figure in ("TTFT", "prefill", "decode"):
-        assert figure in printed.out
-    assert "compiling steps of" in printed.err
-    assert "6/6" in printed.err
+    greedy = printed.out.removesuffix("\n")
+    assert len(greedy.split()) == 5, "standard output is the text alone"
+    for figure in ("compiled in", "prompt   6 tokens", "memory", "TTFT", "prefill", "decode"):
+        assert figure in printed.err
+    assert "6/6" not in printed.err, "a progress bar is no use off a terminal"
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == printed._replace(err="")
 
     sampled = [text("--temperature", "2", "--seed", seed) for seed in ("1", "1", "2")]
     assert sampled[0] == sampled[1] != sampled[2]
@@ -70,7 +70,7 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
 def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "the dog", "--temperature", "2", "--n", "2"]
     assert main([*arguments, "--max-tokens", "7", "--chunk-size", "2"]) == 0
-    first, second = capsys.readouterr().out.split("\n\nprompt")[0].split("\n--- 2\n")
+    first, second = capsys.readouterr().out.split("\n--- 2\n")
     assert len(first.split()) == len(second.split()) == 7
     assert first != second
 
@@ -78,12 +78,13 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", " \n"], "--prompt is empty"),
         (["--prompt", "the " * 64], "more than the model's context of 64"),
-        (["--prompt", "the", "--max-tokens", "0"], "max_tokens must be an integer of 1 to"),
-        (["--prompt", "the", "--top-p", "2"], "top_p must be finite and 1e-06 to 1"),
+        (["--prompt", "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
+        (["--prompt", "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
         (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be at least 1"),
-        (["--prompt", "the", "--n", "2"], "n=2 contradicts temperature=0"),
+        (["--prompt", "the", "--n", "2"], "--n=2 contradicts --temperature=0"),
         (["--prompt", "the", "--chat"], "no chat template"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "the", "--model", "nowhere"], "no such directory: nowhere"),
@@ -138,10 +139,12 @@ def test_demo_answers_about_a_given_document(tmp_path: Path, capsys: pytest.Capt
     [
         (["--question", "What?"], "--document and --question go together"),
         (["--document", "nowhere.txt", "--question", "What?"], "nowhere.txt"),
-        (["--tokens", "10"], "do not fit into num_bytes=10"),
-        (["--questions", "999"], "num_facts must be between 0"),
+        (["--document", __file__, "--question", ""], "--question is empty"),
+        (["--document", __file__, "--question", " \n"], "--question is empty"),
+        (["--tokens", "10"], "--tokens must be at least"),
+        (["--questions", "999"], "--questions must be at most"),
         (["--questions", "0"], "--questions must be at least 1, got 0"),
-        (["--tokens", "1000000"], "model's context"),
+        (["--tokens", "1000000"], "--tokens must be at most 131,0"),
         (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be at least 1, got 0"),
     ],
 )

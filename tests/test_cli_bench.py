@@ -4,12 +4,11 @@ import importlib.util
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from small_checkpoint import MODEL, save_small_checkpoint
 
 from longctx.cli import main
-from longctx.models import Llama, LlamaConfig, save_checkpoint
 from longctx.serving import Engine, EngineConfig
 from longctx.simulation import VirtualExecutor
 from longctx.simulation.replay import replay
@@ -23,7 +22,6 @@ from longctx.simulation.workloads import (
 )
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-MODEL = Llama(LlamaConfig(50, 16, 24, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_positions=128))
 # With one bucket there is little to compile.
 ENGINE = ["--page-size", "4", "--max-running", "4", "--token-budget", "8", "--max-length", "128", "--num-pages", "128"]
 TRACE = [
@@ -35,11 +33,7 @@ TRACE = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), MODEL.abstract_params())
-    save_checkpoint(directory, MODEL, params)
-    return directory
+    return save_small_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -78,6 +72,7 @@ def test_a_profile_is_measured_and_used(checkpoint: Path, tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert "error, fitted" in out
     assert "of 3 batches" in out
+    assert "weighted by time" in out
     profile = json.loads(file.read_text())
     assert [program["rows"] for program in profile["predictor"]["programs"]] == [8]
     assert profile["subject"]["page_size"] == 4
@@ -96,6 +91,11 @@ def test_a_profile_is_measured_and_used(checkpoint: Path, tmp_path: Path, capsys
         r["prompt_tokens"] - r["cached_tokens"] for r in contents["requests"]
     )
     assert all(step["predicted"] > 0 and step["seconds"] > 0 for step in steps)
+    known = [step for step in steps if step["is_exact"]]
+    errors = [abs(step["predicted"] - step["seconds"]) for step in known]
+    summary = contents["summary"]
+    assert summary["steps_measured"] == len(known) > 0
+    assert summary["prediction_error_by_time"] == pytest.approx(sum(errors) / sum(step["seconds"] for step in known))
 
     other = ["--page-size", "8", *ENGINE[2:]]
     assert main(["bench", *model, *other, "--requests", "1", "--prompt-tokens", "9", "--profile", str(file)]) == 2
@@ -127,7 +127,7 @@ def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys
         (["--requests", "0"], "--requests must be at least 1, got 0"),
         (["--prompt-tokens", "9:3"], "--prompt-tokens must have 1 <= LOW <= HIGH"),
         (["--output-tokens", "many"], "--output-tokens must be N, LOW:HIGH or LOW:HIGH:log, got 'many'"),
-        (["--rate", "-1"], "--rate must be above 0"),
+        (["--rate", "-1"], "--rate must be at least 1e-06"),
         (["--prompt-tokens", "9", "--page-size", "0"], "--page-size must be an integer of at least 1"),
         (["--prompt-tokens", "9", "--max-running", "600"], "--token-budget must have a row for each of --max-running"),
         (["--prompt-tokens", "9", "--output-tokens", "9", "--page-size", "4", "--num-pages", "2"], "--num-pages must"),
@@ -182,7 +182,7 @@ def test_prompts_and_csv_files_are_read(tmp_path: Path) -> None:
         ('{"input_length": 5}', "'output_length' is missing"),
         ('{"input_length": 0, "output_length": 5}', "prompt_tokens must be an integer of at least 1, got 0"),
         ('{"prompt": [], "max_tokens": 5}', "prompt_tokens must be an integer of at least 1"),
-        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "arrival must be finite and 0 to inf"),
+        ('{"input_length": 5, "output_length": 5, "timestamp": -1}', "arrival must be finite and 0 to 1e+09"),
         ("", "it has no requests"),
     ],
 )

@@ -1,24 +1,65 @@
-"""The command line: `longctx bench | demo | generate | profile`."""
+"""The command line, `longctx COMMAND`: see `COMMANDS` and docs/command_line.md."""
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from longctx.cli import bench, demo, generate, profile
+from longctx import __version__
+from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
+
+COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize")
+
+
+def program() -> NoReturn:
+    """`main` as a program of its own, which Ctrl-C ends at once."""
+    interrupts.watch()
+    status = main()
+    if status:
+        # Otherwise JAX's own exit would wait for other processes, or crash in the midst of a step.
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; an error that the user can correct is one line on standard error, with exit status 2."""
-    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (bench, demo, generate, profile):
-        name = command.__name__.rpartition(".")[2]
-        sub = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    """Run one command, and return its exit status; an error is one line on standard error."""
     try:
-        return options.run(options)
+        with stdout_is_ours():
+            return _run(arguments)
+    except KeyboardInterrupt:
+        return report_error("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read the text has left, such as `head`
+        return FAILED
     except (OSError, ValueError) as error:
-        print(f"longctx: {error}", file=sys.stderr)
-        return 2
+        return report_error(str(error), WRONG)
+    except MemoryError as error:
+        return report_error(f"failed: {type(error).__name__}: {error}", FAILED)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
+    parser.add_argument("--version", action="version", version=f"longctx {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = name.replace("-", "_")
+        flags = importlib.import_module(f"longctx.cli.arguments.{module}")
+        sub = commands.add_parser(name, help=flags.SUMMARY, description=flags.SUMMARY)
+        sub.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
+        flags.add_arguments(sub)
+        sub.set_defaults(command=module)
+    options = parser.parse_args(arguments)
+    # Only now, so that `--help` doesn't wait for JAX.
+    command = importlib.import_module(f"longctx.cli.{options.command}")
+    from jax.errors import JaxRuntimeError
+
+    if hasattr(options, "no_compile_cache"):
+        from longctx.cli import compile_cache
+
+        compile_cache.enable(not options.no_compile_cache)
+    try:
+        return command.run(options)
+    except JaxRuntimeError as error:  # the device's, such as that its memory is full
+        return report_error(f"failed: {str(error).splitlines()[0]}", FAILED)

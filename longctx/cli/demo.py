@@ -1,22 +1,27 @@
 """`longctx demo`: prefill a long document, answer questions about a note meanwhile, then about the document."""
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tqdm import tqdm
 
 from longctx.cli import prompt_progress
+from longctx.cli.arguments.engine import flag
+from longctx.cli.engine_flags import LOWER, check_memory, naming_flags
+from longctx.cli.files import check_prompt, read_text
+from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
-from longctx.serving import Engine, EngineConfig, Output, Request, SamplingParams
+from longctx.models.checkpoint import read_model
+from longctx.serving import Engine, EngineConfig, Output, ParallelPlan, Request, SamplingParams
 
-SUMMARY = "Hide pass keys in a long document and ask the built-in model for them."
 MAX_ANSWER = 16  # tokens
 MAX_RUNNING = 8
 PAGE_SIZE = 64
 NOTE_QUESTIONS = 4
+_LOWER = LOWER | {"pages": "shorten the document", "steps": "lower --chunk-size"}
 
 
 @dataclass(frozen=True)
@@ -29,41 +34,57 @@ class Question:
     expected: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="length of the document in bytes")
-    parser.add_argument("--questions", type=int, default=8, metavar="N", help="pass keys to hide and ask for")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the document")
-    parser.add_argument("--document", type=Path, metavar="FILE", help="ask about this text instead (with --question)")
-    parser.add_argument("--question", metavar="TEXT", help='such as "What is the pass key of lemon?"')
-    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="the most tokens of a step")
-
-
 def run(options: argparse.Namespace) -> int:
     if (options.document is None) != (options.question is None):
         raise ValueError("--document and --question go together")
-    for name in ("questions", "chunk_size"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, least in (("questions", 1), ("chunk_size", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{flag(name)} must be at least {least}, got {getattr(options, name)}")
+    console = Console(options.quiet)
+    (model, dtype), tokenizer = read_model(TINY), load_tokenizer(TINY)
     notes: list[Question] = []
     if options.document is None:
-        document = passkey.make_document(options.tokens, options.questions, options.seed)
+        _check_lengths(options, model, tokenizer)
+        with naming_flags({"num_bytes": "--tokens", "num_facts": "--questions"}):
+            document = passkey.make_document(options.tokens, options.questions, options.seed)
         # The note has a seed that no document has. Its questions are answered while the document is prefilled.
         note = passkey.make_document(min(1024, max(256, options.tokens // 8)), NOTE_QUESTIONS, options.seed + 2**31)
         questions, notes = _questions(document, "document"), _questions(note, "note")
-        print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
-        print(f"a note of {len(note.text):,} bytes {len(notes)}.")
     else:
-        text = options.document.read_text(encoding="utf-8")
-        questions = [Question(options.question, passkey.prompt(text, options.question), "document")]
+        text, question = read_text("--document", options.document), check_prompt("--question", options.question)
+        questions = [Question(question, passkey.prompt(text, question), "document")]
 
-    (model, params), tokenizer = load_checkpoint(TINY), load_tokenizer(TINY)
     config = _config(model, tokenizer, questions, notes, options.chunk_size)
+    check_memory(console, model, config, ParallelPlan(), None, dtype, _LOWER)
+    if options.document is None:
+        print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
+        print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
+    model, params = load_checkpoint(TINY)
     engine = Engine(model, params, config, tokenizer=tokenizer)
-    compiling = prompt_progress.warm_up(engine)
-    conversation = _Conversation(engine, questions, notes)
+    compiling = prompt_progress.show_compiling(engine.compile, console)
+    conversation = _Conversation(engine, questions, notes, console)
     conversation.run()
-    print(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
-    return 0 if conversation.num_right == conversation.num_expected else 1
+    if failures := conversation.failures:
+        total, causes = len(questions) + len(notes), ", ".join(sorted(set(failures)))
+        return report_error(f"failed: {len(failures)} of {total} answers: {causes}", FAILED)
+    console.note(f"\ncompile  {compiling:.1f} s, beforehand\n{conversation.figures()}")
+    if conversation.num_expected:
+        print(f"right    {conversation.num_right} of {conversation.num_expected}")
+    return 0 if conversation.num_right == conversation.num_expected else FAILED
+
+
+def _check_lengths(options: argparse.Namespace, model: Llama, tokenizer: Tokenizer) -> None:
+    """Check the flags of a made-up document, before it is made."""
+    if options.questions > len(passkey.NAMES):
+        raise ValueError(f"--questions must be at most {len(passkey.NAMES)}, got {options.questions}")
+    longest = passkey.question(max(passkey.NAMES, key=len))
+    beside = len(tokenizer.encode(passkey.prompt("", longest))) + MAX_ANSWER
+    most, context = model.config.max_positions - beside, model.config.max_positions
+    if options.tokens > most:
+        raise ValueError(
+            f"--tokens must be at most {most:,}, as a question and its answer share the model's context of "
+            f"{context:,}, got {options.tokens}"
+        )
 
 
 def _questions(document: passkey.Document, about: str) -> list[Question]:
@@ -106,8 +127,8 @@ def _round_up(count: int, multiple: int) -> int:
 class _Conversation:
     """Submits the questions: the first prefills the document, those about the note come meanwhile, all others after."""
 
-    def __init__(self, engine: Engine, questions: list[Question], notes: list[Question]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, questions: list[Question], notes: list[Question], console: Console) -> None:
+        self._engine, self._console = engine, console
         self._first, self._later, self._notes = questions[0], questions[1:], notes
         self._asked: dict[str, Question] = {}
         self._outputs: dict[str, list[Output]] = {"first": [], "later": [], "note": []}
@@ -115,6 +136,7 @@ class _Conversation:
         self._is_read = False
         self._prompt_tokens, self._seconds = 0, 0.0  # until the document was prefilled, notes included
         self.num_right = 0
+        self.failures: list[str] = []
         self.num_expected = sum(question.expected is not None for question in [*questions, *notes])
 
     def run(self) -> None:
@@ -122,7 +144,7 @@ class _Conversation:
         self._start = time.monotonic()
         self._reader = self._ask(self._first)
         waiting = list(self._notes)
-        for events in prompt_progress.steps(self._engine, self._reader):
+        for events in prompt_progress.steps(self._engine, self._reader, self._console):
             if not self._is_read and any(event.request_id == self._reader for event in events):
                 self._is_read = True
                 self._seconds = time.monotonic() - self._start
@@ -143,13 +165,11 @@ class _Conversation:
             "once it was read": outputs["later"],
             "about the note meanwhile": outputs["note"],
         }
-        lines = [
+        lines = (
             f"prefill  {self._prompt_tokens / self._seconds:,.0f} tokens/s",
             f"TTFT     {', '.join(f'{_range(some)} {what}' for what, some in ttft.items() if some)}",
             f"decode   {prompt_progress.decode_rate(outputs['later'] or outputs['first'])}",
-        ]
-        if self.num_expected:
-            lines += [f"right    {self.num_right} of {self.num_expected}"]
+        )
         return "\n".join(lines)
 
     def _ask(self, question: Question) -> str:
@@ -171,11 +191,14 @@ class _Conversation:
         answer = " ".join(output.text.split())
         is_right = answer == question.expected
         self.num_right += is_right
+        if output.finish_reason == "error":
+            self.failures.append(str(output.error))
         wrong = "" if is_right or question.expected is None else f"  wrong: it is {question.expected}"
         tqdm.write(
             f"{time.monotonic() - self._start:6.2f} s  {self._share():5.0%}  {question.about:8}  "
-            f"{question.text:{self._width}}  {answer:6}  {metrics.ttft:6.2f} s  {metrics.cached_tokens:,}{wrong}"
+            f"{question.text:{self._width}}  {answer:6}  {metrics.ttft or 0:6.2f} s  {metrics.cached_tokens:,}{wrong}"
         )
+        sys.stdout.flush()
 
 
 def _range(outputs: list[Output]) -> str:

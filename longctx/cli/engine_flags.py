@@ -1,85 +1,35 @@
-"""Flags that configure an engine, and what commands make from them."""
+"""What commands make from the flags of model, engine, devices and scheduling (`arguments.engine`)."""
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
+from longctx.cli.arguments.engine import CHOICES, SIZES, SLO, flag
+from longctx.cli.terminal import Console
 from longctx.models import Llama
-from longctx.models.builtin import TINY
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, EngineConfig, ParallelPlan, Slo
-from longctx.serving.parallel_plan import EXCHANGES, PLACEMENTS
+from longctx.parallel.mesh import AXES
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, Slo
+from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
 
-_SIZES = ("page_size", "num_pages", "max_running", "token_budget", "run_ahead")
-_CHOICES = ("admission", "policy", "chunking", "max_share")
-_SLO = ("ttft_factor", "ttft_least", "tpot")
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=TINY, metavar="DIR", help="checkpoint; default: the built-in one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    defaults = EngineConfig()
-    for name in _SIZES:
-        default = getattr(defaults, name)
-        engine.add_argument(
-            flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'what fits'}"
-        )
-    engine.add_argument("--buckets", metavar="N,N", help="numbers of rows of compiled steps; default: doubling from 8")
-    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=defaults.admission)
-    engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    plan = parser.add_argument_group("devices")
-    for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
-        plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
-    plan.add_argument("--exchange", choices=EXCHANGES, default="auto", help="exchange across --context; default: auto")
-    plan.add_argument(
-        "--placement", choices=PLACEMENTS, default="grow", help="placement of pages over --context; default: grow"
-    )
-    plan.add_argument(
-        "--rank-tokens", type=int, metavar="N", help="the most tokens of a request on one rank before it grows"
-    )
-
-
-def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
-    scheduling = parser.add_argument_group("scheduling")
-    defaults, slo = EngineConfig(), Slo()
-    scheduling.add_argument("--policy", default=defaults.policy, help="fcfs, edf, srpf, lrs or ilrs (the default)")
-    scheduling.add_argument("--chunking", default=defaults.chunking, help="static (the default), static:N or adaptive")
-    scheduling.add_argument(
-        "--max-share",
-        type=float,
-        default=defaults.max_share,
-        metavar="X",
-        help="share of a step for short prompts, ilrs",
-    )
-    for name, about in zip(
-        _SLO,
-        ("TTFT target: times the prompt alone", "TTFT target: at least, seconds", "TPOT target, seconds"),
-        strict=True,
-    ):
-        default = getattr(slo, name)
-        scheduling.add_argument(
-            flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
-        )
-    scheduling.add_argument(
-        "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
-    )
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
+MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
+LOWER = {
+    "params": "take more devices by --stage or --tensor, or --dtype bfloat16",
+    "pages": "lower --num-pages or --page-size; about {fit:,} pages fit",
+    "steps": "lower --max-running or --token-budget",
+}
+"""What to do where memory is short, as `MemoryEstimate.check` takes it."""
 
 
 def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
@@ -87,17 +37,25 @@ def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
     if options.buckets is not None and not re.fullmatch(r"\d+(,\d+)*", options.buckets):
         raise ValueError(f"--buckets must be integers with commas between them, got {options.buckets!r}")
     with naming_flags():
-        given = {name: getattr(options, name) for name in (*_SIZES, *_CHOICES) if hasattr(options, name)}
+        given = {name: getattr(options, name) for name in (*SIZES, *CHOICES) if hasattr(options, name)}
         if hasattr(options, "tpot"):
-            given["slo"] = Slo(**{name: getattr(options, name) for name in _SLO})
+            given["slo"] = Slo(**{name: getattr(options, name) for name in SLO})
         if options.buckets is not None:
             given["buckets"] = tuple(map(int, options.buckets.split(",")))
         return EngineConfig(prefix_cache=not options.no_prefix_cache, **given, **more)
 
 
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Make the sampling parameters from the flags; errors name the flags."""
+    with naming_flags(_SAMPLING):
+        return SamplingParams(**{name: getattr(options, name) for name in _SAMPLING if hasattr(options, name)})
+
+
 def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
-    """Make the parallel plan from the flags."""
-    return ParallelPlan(**{field.name: getattr(options, field.name) for field in fields(ParallelPlan)})
+    """Make the parallel plan from the flags; errors name the flags."""
+    names = [field.name for field in fields(ParallelPlan)]
+    with naming_flags(names):
+        return ParallelPlan(**{name: getattr(options, name) for name in names})
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
@@ -105,13 +63,56 @@ def plan_mesh(plan: ParallelPlan) -> Mesh | None:
     if plan.num_devices == 1:
         return None
     make_cpu_devices(plan.num_devices)
-    return make_mesh(plan.stage, plan.context, plan.tensor)
+    with naming_flags(AXES):
+        return make_mesh(plan.stage, plan.context, plan.tensor)
 
 
 def make_cpu_devices(count: int) -> None:
-    """Make JAX divide the CPU into as many devices as a plan needs."""
+    """Make JAX divide the CPU into as many devices as a plan needs; ValueError if they are too many for a process."""
+    if count > MAX_DEVICES:
+        raise ValueError(f"--stage * --context * --tensor must be at most {MAX_DEVICES} for a process, got {count}")
     with suppress(RuntimeError):  # JAX has created its devices already, as in tests
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def check_memory(
+    console: Console,
+    model: Llama,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    mesh: Mesh | None,
+    dtype: np.dtype[Any],
+    lower: Mapping[str, str] = LOWER,
+    least_pages: int = 1,
+) -> int:
+    """Check, before weights are loaded, that an engine fits into memory, and print the estimate.
+
+    The result is the number of pages on each context rank.
+
+    Args:
+      mesh: as the checkpoint will be loaded; None: one device.
+      least_pages: pages of the longest request.
+
+    Raises:
+      ValueError: it doesn't fit, or the plan doesn't suit model and devices.
+    """
+    with naming_flags({"plan's stage": "--stage", "plan's tensor": "--tensor"} | {axis: flag(axis) for axis in AXES}):
+        plan.check(model.config, jax.device_count())
+    mesh = mesh or make_mesh()
+    device, max_length = mesh.local_devices[0], config.longest_sequence(model.config.max_positions)
+    with naming_flags():
+        num_pages = config.num_pages
+        if num_pages is None:
+            estimate(model, config, mesh, dtype, 1, max_length).check(device, lower)
+            num_pages = default_pages(model, config, mesh, dtype, max_length, param_bytes(model, mesh, dtype))
+        if num_pages * plan.context < least_pages:
+            got = num_pages * plan.context
+            raise ValueError(f"num_pages must be at least {least_pages} for the longest request, got {got}")
+        needed = estimate(model, config, mesh, dtype, num_pages, max_length)
+        available = needed.check(device, lower)
+    there = "" if available is None else f" of {in_units(available)}"
+    console.note(f"memory   {in_units(needed.total)}{there}: {needed}")
+    return num_pages
 
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
@@ -129,15 +130,22 @@ def make_engine(options: argparse.Namespace, model: Llama, params: Params, confi
 
 
 @contextmanager
-def naming_flags(arguments: Sequence[str] = (*_SIZES, *_CHOICES, *_SLO, "buckets")) -> Iterator[None]:
-    """Replace the engine's argument names by flags in its error messages."""
-    names = "|".join(arguments)
+def naming_flags(
+    arguments: Sequence[str] | Mapping[str, str] = (*SIZES, *CHOICES, *SLO, "buckets"),
+) -> Iterator[None]:
+    """Replace argument names by flags in error messages: by those of the same names, or those that a mapping has."""
+    flags = arguments if isinstance(arguments, Mapping) else {name: flag(name) for name in arguments}
     try:
         yield
     except (ValueError, TimeoutError) as error:
-        raise type(error)(re.sub(rf"\b({names})\b", lambda name: flag(name[0]), str(error))) from None
+        names = rf"(?<!-)\b({'|'.join(flags)})\b"
+        raise type(error)(re.sub(names, lambda name: flags[name[0]], str(error))) from None
 
 
-def flag(name: str) -> str:
-    """The flag of an argument."""
-    return f"--{name.replace('_', '-')}"
+@contextmanager
+def prefixing(prefix: str) -> Iterator[None]:
+    """Put a flag before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None

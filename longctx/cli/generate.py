@@ -2,55 +2,34 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from longctx.cli import prompt_progress
-from longctx.cli.engine_flags import add_plan_arguments, parallel_plan
-from longctx.cli.process_flags import add_process_arguments, initialize_processes, make_parameter_mesh
-from longctx.models import Llama, load_checkpoint, load_tokenizer
+from longctx.cli.engine_flags import LOWER, check_memory, parallel_plan, sampling_params
+from longctx.cli.files import check_prompt, read_text
+from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
+from longctx.cli.terminal import FAILED, Console, report_error
+from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
+from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineConfig, Event, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 
-SUMMARY = "Continue a prompt with a Llama 3 or Qwen2.5 checkpoint."
 PAGE_SIZE = 64
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint directory")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text to continue")
-    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N")
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="completions (needs a temperature)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="text that ends a completion; may be repeated"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
-    parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="the most prompt tokens of a step")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most probable tokens")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="X", help="sample from the most probable tokens that add up to X"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="sample from tokens at least X times as probable as the top one",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    add_plan_arguments(parser)
-    add_process_arguments(parser)
+_LOWER = LOWER | {
+    "pages": "lower --max-tokens or --n, or shorten the prompt",
+    "steps": "lower --n or --chunk-size",
+}
 
 
 def run(options: argparse.Namespace) -> int:
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
-    sampling = SamplingParams(**{name: getattr(options, name) for name in names})
+    sampling = sampling_params(options)
+    if sampling.n > options.max_running:
+        raise ValueError(f"--n must be at most --max-running={options.max_running}, got {sampling.n}")
     if options.chunk_size < 1:
         raise ValueError(f"--chunk-size must be at least 1, got {options.chunk_size}")
-    text = options.prompt if options.prompt is not None else options.prompt_file.read_text(encoding="utf-8")
+    if options.prompt is None:
+        text = read_text("--prompt-file", options.prompt_file)
+    else:
+        text = check_prompt("--prompt", options.prompt)
     plan = parallel_plan(options)
     with initialize_processes(options) as group:
         return _generate(options, text, sampling, plan, group)
@@ -59,30 +38,38 @@ def run(options: argparse.Namespace) -> int:
 def _generate(
     options: argparse.Namespace, text: str, sampling: SamplingParams, plan: ParallelPlan, group: ProcessGroup
 ) -> int:
+    console = Console(options.quiet or not group.is_first)
+    options.model = resolve_model(options.model, options.quiet)
     tokenizer = load_tokenizer(options.model)
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     tokens = tokenizer.encode(text, add_special_tokens=not options.chat)
     if not tokens:
         raise ValueError("the prompt is empty")
-    mesh = make_parameter_mesh(options, plan, group)
-    model, params = load_checkpoint(options.model, mesh, options.dtype)
+    model, dtype = read_model(options.model, options.dtype)
     config = _config(model, len(tokens), sampling, options.chunk_size)
+    mesh = make_parameter_mesh(options, plan, group, console)
+    check_memory(console, model, config, plan, mesh, dtype, _LOWER)
+    model, params = load_checkpoint(options.model, mesh, dtype)
     engine = Engine(model, params, config, mesh, tokenizer, plan=plan, process_group=group)
     if not group.is_first:
         engine.follow()
         return 0
-    compiling = prompt_progress.warm_up(engine)
+    compiling = prompt_progress.show_compiling(engine.compile, console)
 
     request_id = engine.submit(Request(tokens, sampling))
     printer = _Printer(sampling.n)
-    for events in prompt_progress.steps(engine, request_id):
+    for events in prompt_progress.steps(engine, request_id, console):
         for event in events:
             printer.show(event)
 
+    failed = [output for output in printer.outputs if output.finish_reason == "error"]
+    if failed:
+        causes = ", ".join(sorted({str(output.error) for output in failed}))
+        return report_error(f"failed: {len(failed)} of {sampling.n} completions: {causes}", FAILED)
     ttft = printer.outputs[0].metrics.ttft
     assert ttft is not None
-    print(
+    console.note(
         f"\nprompt   {len(tokens):,} tokens\n"
         f"TTFT     {ttft:.2f} s (after {compiling:.1f} s of compilation)\n"
         f"prefill  {len(tokens) / max(ttft, 1e-9):,.0f} tokens/s\n"

@@ -1,57 +1,48 @@
 """`longctx profile`: measure an engine's steps and fit a runtime predictor to them."""
 
 import argparse
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from longctx.cli.engine_flags import add_engine_arguments, add_model_arguments, engine_config, flag, make_engine
-from longctx.models import load_checkpoint
+from longctx.cli.arguments.engine import flag
+from longctx.cli.engine_flags import (
+    check_memory,
+    engine_config,
+    make_engine,
+)
+from longctx.cli.files import check_output
+from longctx.cli.prompt_progress import show_compiling
+from longctx.cli.terminal import Console
+from longctx.models import load_checkpoint, resolve_model
+from longctx.models.checkpoint import read_model
+from longctx.serving import ParallelPlan
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.file import save_profile
-from longctx.serving.predictor.fit import relative_errors
+from longctx.serving.predictor.fit import Measurement, relative_errors
 from longctx.serving.profiler import longest_context, measure, profile, random_shapes, subject
-
-SUMMARY = "Measure an engine's steps and fit the runtime predictor that scheduling uses."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="FILE", help="profile to write, JSON, for bench --profile")
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of the longest sequence; default: the model's context"
-    )
-    parser.add_argument("--max-context", type=int, metavar="N", help="the longest measured context in tokens (16,384)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="runs of each batch; their median counts (5)"
-    )
-    parser.add_argument(
-        "--check", type=int, default=20, metavar="N", help="random batches to evaluate the predictor on (20)"
-    )
-    add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.out.is_dir() or not options.out.parent.is_dir():
-        raise ValueError(f"FILE must not be a directory, and must be in one that exists, got {options.out}")
+    console = Console(options.quiet)
+    check_output("FILE", options.out)
     for name, low in (("repeats", 1), ("check", 0), ("max_context", 1)):
         value = getattr(options, name)
         if value is not None and value < low:
             raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
-    model, params = load_checkpoint(options.model, dtype=options.dtype)
+    options.model = resolve_model(options.model, options.quiet)
+    model, dtype = read_model(options.model, options.dtype)
     config = engine_config(options, max_length=options.max_length)
+    check_memory(console, model, config, ParallelPlan(), None, dtype)
+    model, params = load_checkpoint(options.model, dtype=dtype)
     engine = make_engine(options, model, params, config)
     room = longest_context(engine)
     context = min(16_384, room) if options.max_context is None else options.max_context
     if context > room:
         raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")
 
-    print("compiling ...", file=sys.stderr)
-    engine.warm_up()
-    with tqdm(desc="measuring", unit="batch") as bar:
+    show_compiling(engine.warm_up, console)
+    with console.bar(desc="measuring", unit="batch") as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
@@ -69,14 +60,15 @@ def run(options: argparse.Namespace) -> int:
     print(table(predictor))
     for name, errors in notes.items():
         if isinstance(errors, dict):
-            shown = f"mean {errors['mean']:.1%}, at most {errors['largest']:.1%}, of {errors['batches']} batches"
-            print(f"error, {name.replace('_', ' '):<9} {shown}")
+            shown = f"mean {errors['mean']:.1%}, {errors['by_time']:.1%} weighted by time, at most"
+            print(f"error, {name.replace('_', ' '):<9} {shown} {errors['largest']:.1%}, of {errors['batches']} batches")
     return 0
 
 
-def _error_summary(predictor: RuntimePredictor, measured: list) -> dict[str, float]:
-    errors = np.abs(relative_errors(predictor, measured))
-    return {"mean": float(errors.mean()), "largest": float(errors.max()), "batches": len(errors)}
+def _error_summary(predictor: RuntimePredictor, measured: list[Measurement]) -> dict[str, float]:
+    errors, seconds = np.abs(relative_errors(predictor, measured)), [time for _, time in measured]
+    by_time = float(np.average(errors, weights=seconds))
+    return {"mean": float(errors.mean()), "by_time": by_time, "largest": float(errors.max()), "batches": len(errors)}
 
 
 def table(predictor: RuntimePredictor) -> str:

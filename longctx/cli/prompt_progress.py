@@ -1,31 +1,36 @@
 """Progress of compilation and prefill on standard error, and decode rates, for all commands."""
 
-import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from tqdm import tqdm
-
+from longctx.cli.terminal import Console
 from longctx.serving import Engine, Event, Output
+from longctx.serving.executor.interface import Progress
 
 
-def warm_up(engine: Engine) -> float:
-    """Compile an engine's steps, and print which; returns the seconds that it took."""
-    sizes = " and ".join(map(str, engine.config.row_buckets))
-    print(f"compiling steps of {sizes} tokens", file=sys.stderr)
+def show_compiling(compile_steps: Callable[[Progress], None], console: Console) -> float:
+    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took."""
     start = time.perf_counter()
-    engine.warm_up()
-    return time.perf_counter() - start
+    with console.bar(desc="compiling", unit="program") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        compile_steps(show)
+    seconds = time.perf_counter() - start
+    console.note(f"compiled in {seconds:.1f} s")
+    return seconds
 
 
-def steps(engine: Engine, request_id: str) -> Iterator[list[Event]]:
+def steps(engine: Engine, request_id: str, console: Console) -> Iterator[list[Event]]:
     """Run an engine until it has no work, and yield the events of each step.
 
     A bar on standard error shows how much of this request's prompt has been prefilled; it closes with the request's
     first event.
     """
     done, total = engine.progress(request_id)
-    with tqdm(total=total, initial=done, desc="reading", unit="tok") as bar:
+    with console.bar(total=total, initial=done, desc="reading", unit="tok") as bar:
         is_read = False
         while not is_read:
             events = engine.step()

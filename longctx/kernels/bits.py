@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from longctx.kernels.operand_dtype import operand_dtype
+
 
 def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which a cache of `dtype` is stored."""
@@ -26,12 +28,14 @@ def from_bits(x: Array, dtype: DTypeLike) -> Array:
 
 
 def widen(x: Array, dtype: DTypeLike) -> Array:
-    """`from_bits(x, dtype)` in float32. Floats are returned unchanged.
+    """`from_bits(x, dtype)` in the dtype of products (`operand_dtype`). Floats are returned unchanged.
 
     bf16 is widened by a shift: XLA's CPU backend would fold a conversion into a bf16 product, which is slower.
     """
     if x.dtype != jnp.uint16:
         return x
+    if operand_dtype(dtype) == dtype:
+        return from_bits(x, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
     return from_bits(x, dtype).astype(jnp.float32)

@@ -1,12 +1,17 @@
 """Exact merging of attention states of disjoint key sets (context parallelism paper, appendix B)."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import ArrayLike, Float
+
+from longctx.kernels.arrays import check_array
 
 
 def merge_states(
-    outs: Float[Array, "*states H"], lses: Float[Array, "*states"], axis: int = 0
+    outs: Float[ArrayLike, "*states H"], lses: Float[ArrayLike, "*states"], axis: int = 0
 ) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
     """Merge stacked attention states into the state over the union of their keys.
 
@@ -22,11 +27,12 @@ def merge_states(
 
     Raises:
       ValueError: the shapes or `axis` don't fit, or there is no state to merge.
-      TypeError: lses are not float32 (or float64).
+      TypeError: outs or lses are no arrays, or lses are not float32 (or float64).
 
     Merging many partial results in bf16 adds an error per merge: keep them float32 until the last one
-    (`attention(..., out_dtype=jnp.float32)`).
+    (`attention(..., out_dtype=jnp.float32)`). Outside of `jax.jit` a call compiles once for its shapes.
     """
+    outs, lses = check_array("outs", outs), check_array("lses", lses)
     if outs.shape[:-1] != lses.shape:
         raise ValueError(f"lses must have the shape of outs without its last axis, {outs.shape[:-1]}: {lses.shape}")
     if not -lses.ndim <= axis < lses.ndim:
@@ -35,8 +41,11 @@ def merge_states(
         raise ValueError(f"lses must stack at least one state along axis {axis}, got {lses.shape}")
     if lses.dtype not in (jnp.float32, jnp.float64):
         raise TypeError(f"lses must be float32, got {lses.dtype}")
-    axis %= lses.ndim
+    return _merge_states(outs, lses, axis % lses.ndim)
 
+
+@functools.partial(jax.jit, static_argnames="axis", inline=True)
+def _merge_states(outs: Array, lses: Array, axis: int) -> tuple[Array, Array]:
     # The peak shifts all exponentials and cancels, so it needs no gradient.
     peak = lax.stop_gradient(jnp.max(lses, axis, keepdims=True))
     empty = peak == -jnp.inf
@@ -49,10 +58,10 @@ def merge_states(
 
 
 def merge_state(
-    out_a: Float[Array, "*B T N H"],
-    lse_a: Float[Array, "*B T N"],
-    out_b: Float[Array, "*B T N H"],
-    lse_b: Float[Array, "*B T N"],
+    out_a: Float[ArrayLike, "*B T N H"],
+    lse_a: Float[ArrayLike, "*B T N"],
+    out_b: Float[ArrayLike, "*B T N H"],
+    lse_b: Float[ArrayLike, "*B T N"],
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Merge two attention states: `merge_states` for a pair.
 
@@ -63,7 +72,14 @@ def merge_state(
     Returns:
       `(out, lse)` over the keys of both; `out` in the promoted dtype of `out_a` and `out_b`.
     """
+    out_a, out_b = check_array("out_a", out_a), check_array("out_b", out_b)
+    lse_a, lse_b = check_array("lse_a", lse_a), check_array("lse_b", lse_b)
     for name, a, b in (("out", out_a, out_b), ("lse", lse_a, lse_b)):
         if a.shape != b.shape:
             raise ValueError(f"{name}_a and {name}_b must have one shape, got {a.shape} and {b.shape}")
+    return _merge_state(out_a, lse_a, out_b, lse_b)
+
+
+@functools.partial(jax.jit, inline=True)
+def _merge_state(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     return merge_states(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))

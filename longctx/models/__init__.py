@@ -1,4 +1,4 @@
-"""The Llama 3 family and Qwen2.5: configuration, forward pass, checkpoints and tokenizers."""
+"""Llama, Mistral, Qwen2.5 and Qwen3: configuration, forward pass, checkpoints and tokenizers."""
 
 import lazy_loader
 

@@ -1,77 +1,178 @@
-"""Renders a tokenizer's chat template as transformers does, in a sandbox, because templates are untrusted jinja2.
+"""Renders a tokenizer's chat template as transformers does, in a process of its own, because nobody vouches for it.
 
-This module imports jinja2, so `longctx.models.tokenizer` imports it only to render a template.
+A template is a program. jinja2's sandbox keeps it from files and Python objects, but bounds neither time nor memory:
+loops nest, strings double, and a width or a precision of 10**10 keeps one call into C busy. A process can be bounded
+from outside, whatever it does. So one process (`chat_worker`) renders the templates of all threads, one after another;
+it is started with the first, and again after a template has exceeded a limit.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
+import atexit
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from longctx.models.python_child import module_command, module_environment
+
+MAX_SECONDS = 5.0
+"""CPU time that rendering may take, compiling the template included."""
+
+MAX_WALL_SECONDS = 10 * MAX_SECONDS
+"""Time until a process that does not answer is ended, such as one that was stopped, which uses no CPU time."""
+
+MAX_CHARACTERS = 2**20
+"""Characters that a template may give, beside `GROWTH` for each byte of the template, messages and variables."""
+
+MAX_MEMORY = 512 * 2**20
+"""Bytes of memory for the process that renders, beside `MEMORY_GROWTH` for each byte of its input."""
+
+GROWTH, MEMORY_GROWTH = 8, 64
+
+OUT_OF_MEMORY = 3
+"""Exit status of a process whose template needs more memory than it may."""
 
 
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    special_tokens: Mapping[str, str],
-    **variables: Any,
-) -> str:
-    """Render the prompt for `messages`. The template may use `special_tokens` (`bos_token` and so on).
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text of a chat template, in jinja2, and the file that it comes from, which errors name."""
+
+    file: Path
+    text: str
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        special_tokens: Mapping[str, str],
+        **variables: Any,
+    ) -> str:
+        """Render the prompt for `messages`. The template may use `special_tokens` (`bos_token` and so on).
+
+        Any thread may call it. The limits are `MAX_SECONDS`, `MAX_WALL_SECONDS`, `MAX_CHARACTERS` and `MAX_MEMORY` of
+        this module.
+
+        Raises:
+          ValueError: the template is no jinja2, rejects these messages, or exceeds a limit; or messages or variables
+            cannot be written as JSON.
+          OSError: no process can be started.
+        """
+        values = {"tools": None, "documents": None, **special_tokens, **variables}
+        try:
+            values |= {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+            job = json.dumps([self.text, values])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"messages of a chat must be objects of JSON, and variables JSON: {error}") from error
+        limits = (MAX_SECONDS, MAX_CHARACTERS + GROWTH * len(job), MAX_MEMORY + MEMORY_GROWTH * len(job))
+        text, error_text = _worker.run(f"[{json.dumps(limits)}, {job}]\n".encode())
+        if error_text is not None:
+            raise ValueError(f"{self.file}: the chat template cannot render these messages: {error_text}")
+        return text
+
+
+class _Worker:
+    """The process that renders, started when it is needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, line: bytes) -> tuple[str, str | None]:
+        """Send a job; returns the text and None, or "" and what is wrong."""
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                self.close()
+                process = self._process = _start()
+            try:
+                answer = _ask(process, line)
+            except TimeoutError as late:
+                self.close()
+                return "", str(late)
+            except BaseException:  # an interrupt: the answer would be taken for that to the next job
+                self.close()
+                raise
+            if not answer.endswith(b"\n"):
+                return "", _reason(self.close())
+        text, error = json.loads(answer)
+        return text, error
+
+    def close(self) -> int | None:
+        """End the process, if there is one, and return its status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, and waits
+            pass
+        return process.returncode
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        module_command("longctx.models.chat_worker"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=module_environment(),
+        start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+    )
+
+
+def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Send a line, and return the answer, which is not whole if the process ends.
 
     Raises:
-      ValueError: the template is no jinja2, or rejects these messages.
+      TimeoutError: there is no answer within `MAX_WALL_SECONDS`; the process is killed.
     """
-    values = {"tools": None, "documents": None, **special_tokens, **variables}
+    assert process.stdin is not None
+    assert process.stdout is not None
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        process.kill()  # which closes the pipes, so that neither writing nor reading waits any longer
+
+    timer = threading.Timer(MAX_WALL_SECONDS, end)
+    timer.daemon = True
     try:
-        return _compile(template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            **values,
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template cannot render these messages: {error}") from error
+        timer.start()
+        process.stdin.write(line)
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except BrokenPipeError:
+        answer = b""
+    finally:
+        timer.cancel()
+    timer.join()  # it must not kill the process in the midst of the next job
+    if is_late.is_set():
+        raise TimeoutError(f"there is no answer within {MAX_WALL_SECONDS:g} seconds")
+    return answer
 
 
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(template)
+def _reason(status: int | None) -> str:
+    if status == -signal.SIGPROF:
+        return f"it takes more than {MAX_SECONDS:g} seconds"
+    if status == OUT_OF_MEMORY:
+        return f"it needs more than {MAX_MEMORY} bytes of memory"
+    return f"the process that renders it ended with status {status}"
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its contents are kept as they are."""
-
-    tags = {"generation"}  # noqa: RUF012 (how jinja2 declares it)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+_worker = _Worker()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """A `tojson` that, unlike jinja2's own, does not escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _forget_worker() -> None:
+    """A forked process must not talk to its parent's worker."""
+    global _worker
+    _worker = _Worker()
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+atexit.register(lambda: _worker.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_worker)

@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints directly into their sharding.
+"""Loads Hugging Face checkpoints, and GGUF files of llama.cpp, directly into their sharding.
 
 The host never holds a stack of layers: it reads a slice of one layer and sends it to the device, which writes it into
 the stack. Peak host memory is one slice of one tensor.
@@ -6,9 +6,10 @@ the stack. Peak host memory is one slice of one tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +21,129 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from longctx.models.config import LlamaConfig
+from longctx.models.fp8 import BITS, from_e4m3_bits
+from longctx.models.gguf import GgufReader
+from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts
+from longctx.models.json_file import check_directory, is_gguf
 from longctx.models.llama import Llama
-from longctx.models.params import Params, param_specs
+from longctx.models.params import Params, num_stages, param_specs
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
+from longctx.models.validation import shown
+
+TensorReader = SafetensorsReader | GgufReader
+"""What reads tensors by their Hugging Face names."""
+
+_EMBEDDING, _TIED_COPY = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_checkpoint(
     directory: str | os.PathLike[str], mesh: Mesh | None = None, dtype: DTypeLike | None = None
 ) -> tuple[Llama, Params]:
-    """Load a Llama or Qwen2 checkpoint from its `config.json` and safetensors files.
+    """Load a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint: `config.json` and safetensors files, or a GGUF file.
+
+    Quantised tensors of a GGUF file are dequantised to float32, and then converted to `dtype`.
 
     Qwen2.5-1M checkpoints load too. Their `dual_chunk_attention_config`, an approximation for lengths beyond training,
     is ignored, so they attend densely.
 
     Args:
-      directory: a local directory as `save_pretrained` writes it.
+      directory: a local directory as `save_pretrained` writes it, or a file `*.gguf`.
       mesh: the mesh over which the parameters are sharded by `param_specs`. None: one device.
-      dtype: dtype of the parameters. None: that of the checkpoint (of its embedding, if mixed).
+      dtype: dtype of the parameters. None: that of the checkpoint (of its embedding, if mixed; float32 if quantised).
 
     Returns:
-      The model and its parameters. In a multi-process run each process reads only its own slices.
+      The model and its parameters. In a multi-process run each process reads only its own slices (and the embedding,
+      where the checkpoint has a copy of it that is to be compared).
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: an unknown architecture or an unsupported setting in `config.json`.
+      ValueError: the directory or `config.json` cannot be read, or the latter has an unknown architecture or an
+        unsupported setting; or the package that reads GGUF files is not installed.
       CheckpointError: (a ValueError) a tensor is missing, unexpected, or of a wrong shape or dtype, or a file is
-        truncated.
+        truncated or not as it should be.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no such directory: {directory}")
+    with _open_checkpoint(Path(directory), dtype) as (reader, model, dtype):
+        params = jax.tree.map(
+            lambda layout, sharding: _load_param(reader, layout, sharding, layout.dtype or jnp.dtype(dtype)),
+            layouts(model.config, num_stages(model.config, mesh)),
+            _shardings(model.config, mesh),
+        )
+    return model, params
+
+
+def read_model(directory: str | os.PathLike[str], dtype: DTypeLike | None = None) -> tuple[Llama, np.dtype[Any]]:
+    """The model that `load_checkpoint` would load, and the dtype of its parameters; no weights are read.
+
+    Raises:
+      FileNotFoundError, ValueError, CheckpointError: as there, but a copy of the embedding is not compared with it.
+    """
+    with _open_checkpoint(Path(directory), dtype, reads_values=False) as (_, model, dtype):
+        return model, dtype
+
+
+@contextlib.contextmanager
+def _open_checkpoint(
+    directory: Path, dtype: DTypeLike | None, reads_values: bool = True
+) -> Iterator[tuple[TensorReader, Llama, np.dtype[Any]]]:
+    """Check a checkpoint by its `config.json` and the headers of its files, which stay open; see `tensor_problems`."""
+    if not is_gguf(directory):
+        check_directory(directory)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype must be a floating-point type or None, got {dtype}")
-    config = LlamaConfig.from_hf(directory / "config.json")
-    wanted = layouts(config)
-    with SafetensorsReader(directory) as reader:
-        _check_tensors(reader, config, jax.tree.leaves(wanted))
-        dtype = reader.check(wanted["embed"].names[0], wanted["embed"].file_shape) if dtype is None else dtype
-        params = jax.tree.map(
-            lambda layout, sharding: _load_param(reader, layout, sharding, jnp.dtype(dtype)),
-            wanted,
-            _shardings(config, mesh),
-        )
-    return Llama(config), params
+    with contextlib.ExitStack() as stack:
+        reader: TensorReader
+        if is_gguf(directory):
+            reader = stack.enter_context(GgufReader(directory))
+            config = config_from_gguf(reader)
+        else:
+            config = LlamaConfig.from_hf(directory / "config.json")
+            reader = stack.enter_context(SafetensorsReader(directory))
+        for problem in tensor_problems(reader, config, reads_values):
+            raise problem
+        wanted = layouts(config)
+        own = reader.check(wanted["embed"].names[0], wanted["embed"].file_shape)
+        yield reader, Llama(config), own if dtype is None else jnp.dtype(dtype)
 
 
-def _check_tensors(reader: SafetensorsReader, config: LlamaConfig, wanted: Iterable[Layout]) -> None:
-    """Check that every tensor of the model exists, and that no tensor is unknown."""
+def tensor_problems(reader: TensorReader, config: LlamaConfig, reads_values: bool = True) -> Iterator[CheckpointError]:
+    """Every reason why these tensors are not those of the model: missing, unexpected, of a wrong shape or dtype.
+
+    Values are read only to compare a copy of the embedding with it, and only if `reads_values`.
+    """
+    if config.num_layers > len(reader.tensors):  # before anything is made for each layer
+        count = f"num_hidden_layers is {config.num_layers}, but there are {len(reader.tensors)} tensors in all"
+        yield CheckpointError(f"{reader.directory}: {count}")
+        return
     known = set()
-    for layout in wanted:
+    for layout in jax.tree.leaves(layouts(config)):
         for name in layout.names:
-            reader.check(name, layout.file_shape)
             known.add(name)
-    for name in reader.tensors.keys() - known:
+            try:
+                if layout.is_e4m3:
+                    assert isinstance(reader, SafetensorsReader)  # GGUF has quantised types of its own
+                    reader.check_e4m3(name, layout.file_shape)
+                else:
+                    reader.check(name, layout.file_shape)
+            except CheckpointError as error:
+                yield error
+    for name in sorted(reader.tensors.keys() - known):
         # Some checkpoints store the tied copy, and old ones a buffer of rotary frequencies.
-        tied_copy = config.tie_embeddings and name == "lm_head.weight"
-        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+        if config.tie_embeddings and name == _TIED_COPY:
+            if reads_values and not _is_copy(reader):
+                file = reader.tensors[name].file
+                yield CheckpointError(f"{file}: {name} is not {_EMBEDDING}, but config.json has tie_word_embeddings")
+        elif not name.endswith("rotary_emb.inv_freq"):
             file = reader.tensors[name].file
-            raise CheckpointError(f"{file}: unexpected tensor {name!r}: not part of this architecture")
+            yield CheckpointError(f"{file}: unexpected tensor {shown(name)}: not part of this architecture")
+
+
+def _is_copy(reader: TensorReader) -> bool:
+    copy, embedding = reader.tensors[_TIED_COPY], reader.tensors.get(_EMBEDDING)
+    if embedding is None or (copy.dtype, copy.shape) != (embedding.dtype, embedding.shape):
+        return False
+    pairs = zip(reader.blocks(_TIED_COPY), reader.blocks(_EMBEDDING), strict=True)
+    return all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs)
 
 
 def _shardings(config: LlamaConfig, mesh: Mesh | None) -> Any:
@@ -88,7 +153,7 @@ def _shardings(config: LlamaConfig, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh))
 
 
-def _load_param(reader: SafetensorsReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]) -> jax.Array:
+def _load_param(reader: TensorReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]) -> jax.Array:
     shape = (len(layout.names), *layout.shape) if layout.stacked else layout.shape
     loaded: dict[tuple[tuple[int, int], ...], jax.Array] = {}
     arrays = []
@@ -104,7 +169,7 @@ def _load_param(reader: SafetensorsReader, layout: Layout, sharding: Sharding, d
 
 
 def _load_stacked_shard(
-    reader: SafetensorsReader,
+    reader: TensorReader,
     layout: Layout,
     ranges: tuple[tuple[int, int], ...],
     dtype: np.dtype[Any],
@@ -115,14 +180,25 @@ def _load_stacked_shard(
     slices = layout.file_slices(tuple(slice(*part) for part in rest))
     stack = jnp.zeros(shape, dtype, device=device)
     for i, layer in enumerate(range(*layers)):
-        tensor = jax.device_put(reader.read(layout.names[layer], slices), device)
+        name = layout.names[layer]
+        if name is None:
+            continue
+        tensor = jax.device_put(_read(reader, layout, name, slices), device)
         # Without the wait, asynchronous dispatch would keep many slices alive on the host.
         stack = _write_layer(layout, stack, tensor, np.int32(i)).block_until_ready()
     return stack
 
 
+def _read(reader: TensorReader, layout: Layout, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+    tensor = reader.read(name, slices)
+    if layout.is_scale:
+        assert isinstance(reader, SafetensorsReader)
+        reader.check_scale(name, tensor)
+    return tensor
+
+
 def _load_single_shard(
-    reader: SafetensorsReader,
+    reader: TensorReader,
     layout: Layout,
     ranges: tuple[tuple[int, int], ...],
     dtype: np.dtype[Any],
@@ -130,13 +206,17 @@ def _load_single_shard(
 ) -> jax.Array:
     slices = layout.file_slices(tuple(slice(*part) for part in ranges))
     shape = tuple(stop - start for start, stop in ranges)
-    tensor = jax.device_put(reader.read(layout.names[0], slices), device)
+    name = layout.names[0]
+    assert name is not None
+    tensor = jax.device_put(reader.read(name, slices), device)
     return _convert(layout, tensor, shape, dtype).block_until_ready()
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _write_layer(layout: Layout, stack: jax.Array, tensor: jax.Array, layer: jax.Array) -> jax.Array:
     """Convert one layer on its device, so that the host only moves bytes, and write it into the stack."""
+    if tensor.dtype == BITS != stack.dtype:  # a quantised layer in a stack that is not
+        tensor = from_e4m3_bits(tensor, stack.dtype)
     ours = layout.from_file(tensor, stack.shape[1:]).astype(stack.dtype)
     return lax.dynamic_update_index_in_dim(stack, ours, layer, axis=0)
 

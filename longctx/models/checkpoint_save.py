@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,16 @@ import jax
 import numpy as np
 from jax import lax
 
+from longctx.models.checkpoint_files import replacing_files, write_json
+from longctx.models.fp8 import E4M3
 from longctx.models.hf_names import Layout, layouts
+from longctx.models.layer_stacks import stacks_of
 from longctx.models.llama import Llama
 from longctx.models.params import Params
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 
 # One tensor to write: its name in the file, its layout, the parameter, and the layer if the parameter is a stack.
-_Piece = tuple[str, Layout, jax.Array, int | None]
+_Piece = tuple[str, Layout, Any, int | None]
 
 
 def save_checkpoint(
@@ -35,7 +35,7 @@ def save_checkpoint(
       directory: created if missing; its other files (a tokenizer) stay.
       model: the model of the parameters.
       params: parameters with the structure and shapes of `model.abstract_params()`, all float32, all float16 or all
-        bfloat16.
+        bfloat16, but for quantised weights and their scales.
       max_shard_bytes: the largest file; more bytes are split into several files with an index.
 
     Raises:
@@ -43,32 +43,26 @@ def save_checkpoint(
     """
     dtype = _check_params(model, params)
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     groups = _group(_pieces(model, params), max_shard_bytes)
     names = [SINGLE_FILE]
     if len(groups) > 1:
         names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
 
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as staging:
+    with replacing_files(directory) as staging:
         for name, group in zip(names, groups, strict=True):
-            _write_tensors(Path(staging, name), group)
+            _write_tensors(staging / name, group)
         if len(groups) > 1:
-            names.append(INDEX_FILE)
-            _write_json(Path(staging, INDEX_FILE), _index(groups, names))
-        names.append("config.json")
+            write_json(staging / INDEX_FILE, _index(groups, names))
         # `torch_dtype` is what `dtype` was called before transformers 4.56.
         dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
-        _write_json(Path(staging, "config.json"), model.config.to_hf() | dtypes)
-        for name in names:
-            # safetensors makes files that only their owner can read.
-            shutil.copymode(Path(staging, "config.json"), Path(staging, name))
-            os.replace(Path(staging, name), directory / name)
+        write_json(staging / "config.json", model.config.to_hf() | dtypes)
     # A file that an earlier save left would be read instead of, or beside, the new ones.
     (directory / (INDEX_FILE if len(groups) == 1 else SINGLE_FILE)).unlink(missing_ok=True)
 
 
 def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
-    expected = jax.tree.leaves_with_path(model.abstract_params())
+    # float16 stands for the dtype of the parameters, which no scale or quantised weight has.
+    expected = jax.tree.leaves_with_path(model.abstract_params(np.float16))
     given = dict(jax.tree.leaves_with_path(params))
     if given.keys() != {path for path, _ in expected}:
         different = sorted(map(jax.tree_util.keystr, given.keys() ^ {path for path, _ in expected}))
@@ -78,20 +72,26 @@ def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
             raise ValueError(f"params{jax.tree_util.keystr(path)} is {given[path].shape}, the model's is {leaf.shape}")
         if isinstance(given[path], jax.Array) and not given[path].is_fully_addressable:
             raise ValueError(f"params{jax.tree_util.keystr(path)} is spread over several processes")
-    dtypes = {np.dtype(leaf.dtype) for leaf in given.values()}
-    if len(dtypes) != 1 or not dtypes <= STORED_DTYPES:
-        names = ", ".join(sorted(map(str, dtypes)))
+    own = {np.dtype(given[path].dtype) for path, leaf in expected if leaf.dtype == np.float16}
+    for path, leaf in expected:
+        if leaf.dtype != np.float16 and given[path].dtype != leaf.dtype:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"params{name} is {given[path].dtype}, that of a quantised model is {leaf.dtype}")
+    if len(own) != 1 or not own <= STORED_DTYPES:
+        names = ", ".join(sorted(map(str, own)))
         raise ValueError(f"params must be all float32, all float16 or all bfloat16, got {names}")
-    return dtypes.pop()
+    return own.pop()
 
 
 def _pieces(model: Llama, params: Params) -> list[_Piece]:
     """Every tensor to write, layer by layer."""
     wanted = layouts(model.config)
-    stacks = wanted.pop("layers")
+    runs = wanted.pop("layers")
     pieces: list[_Piece] = [(layout.names[0], layout, params[key], None) for key, layout in wanted.items()]
-    for i in range(model.config.num_layers):
-        pieces += [(stack.names[i], stack, params["layers"][key], i) for key, stack in stacks.items()]
+    for run, stacks in zip(stacks_of(runs), stacks_of(params["layers"]), strict=True):
+        pairs = [*zip(jax.tree.leaves(run), jax.tree.leaves(stacks), strict=True)]
+        for i in range(len(run["attn_norm"].names)):
+            pieces += [(layout.names[i], layout, stack, i) for layout, stack in pairs]
     return pieces
 
 
@@ -118,7 +118,8 @@ def _write_tensors(path: Path, pieces: list[_Piece]) -> None:
     tensors = {}
     for name, layout, param, layer in pieces:
         index = None if layer is None else np.int32(layer)
-        tensors[name] = np.asarray(_file_tensor(layout, param, index))
+        tensor = np.asarray(_file_tensor(layout, param, index))
+        tensors[name] = tensor.view(E4M3) if layout.is_e4m3 else tensor
     # transformers rejects files that do not name the framework of their layout.
     save_file(tensors, path, metadata={"format": "pt"})
 
@@ -131,10 +132,6 @@ def _file_tensor(layout: Layout, param: jax.Array, layer: jax.Array | None) -> j
 
 
 def _index(groups: list[list[_Piece]], names: list[str]) -> dict[str, Any]:
-    files = {piece[0]: name for name, group in zip(names, groups, strict=False) for piece in group}
+    files = {piece[0]: name for name, group in zip(names, groups, strict=True) for piece in group}
     total = sum(_bytes(piece) for group in groups for piece in group)
     return {"metadata": {"total_size": total}, "weight_map": files}
-
-
-def _write_json(path: Path, contents: dict[str, Any]) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from longctx.models.config import LlamaConfig
-from longctx.models.rope_config import RopeConfig, YarnScaling, rope_from_hf, rope_to_hf
+from longctx.models.json_file import read_json
+from longctx.models.quantization_config import quantization_from_hf, quantization_to_hf
+from longctx.models.rope_config import HF_NAMES, RopeConfig, YarnScaling, rope_from_hf, rope_to_hf
+from longctx.models.validation import MAX_INT32, check_integer, check_token_ids, shown
 
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What an absent key of an architecture means, as in transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # Keys of which only this value is supported: others mean a different computation.
@@ -22,51 +36,82 @@ _ONLY = {
     "mlp_bias": False,
     "pretraining_tp": 1,
     "use_sliding_window": False,
-    "quantization_config": None,
+}
+
+
+# The keys of fields whose names differ.
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+    "bos_id": "bos_token_id",
+    "eos_ids": "eos_token_id",
+    "quantization": "quantization_config",
+    "theta": "rope_theta",
+    **HF_NAMES,
 }
 
 
 def config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> LlamaConfig:
     """See `LlamaConfig.from_hf`."""
-    hf = source if isinstance(source, Mapping) else _read_json(Path(source))
+    hf = source if isinstance(source, Mapping) else read_json(Path(source))
+    try:
+        return _config(hf)
+    except (TypeError, ValueError) as error:
+        named = re.sub(rf"\b({'|'.join(_KEYS)})\b", lambda field: _KEYS[field[0]], str(error))
+        raise ValueError(f"config.json: {named}") from error
+
+
+def _config(hf: Mapping[str, Any]) -> LlamaConfig:
     architecture = _architecture(hf)
-    for key in _REQUIRED:
-        if not isinstance(hf.get(key), int):
-            raise ValueError(f"config.json: `{key}` must be an integer, got {hf.get(key)!r}")
+    hf = {**_DEFAULTS[architecture], **hf}
+    if architecture == "MistralForCausalLM" and hf["sliding_window"] is not None:
+        window = shown(hf["sliding_window"])
+        raise ValueError(f"sliding_window = {window} is not supported, only Mistral without one (null)")
     for key, supported in _ONLY.items():
         if hf.get(key, supported) not in (supported, None):
-            raise ValueError(f"config.json: `{key}` = {hf[key]!r} is not supported, only {supported!r}")
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-        raise ValueError("config.json: `layer_types` other than full_attention are not supported")
+            raise ValueError(f"{key} = {shown(hf[key])} is not supported, only {supported!r}")
+    layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError("layer_types other than full_attention are not supported")
 
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    heads = hf["num_attention_heads"]
-    max_positions = _get(hf, "max_position_embeddings", 32768 if qwen2 else 2048)
+    vocab_size, hidden, intermediate, layers, heads = (_integer(hf, key) for key in _REQUIRED)
+    max_positions = _integer(hf, "max_position_embeddings", _DEFAULTS[architecture]["max_position_embeddings"])
     rope = rope_from_hf({**hf, "max_position_embeddings": max_positions})
     return LlamaConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_get(hf, "num_key_value_heads", heads),
-        head_dim=_get(hf, "head_dim", hf["hidden_size"] // heads),
+        num_kv_heads=_integer(hf, "num_key_value_heads", heads),
+        head_dim=_integer(hf, "head_dim", hidden // heads),
         rope=rope,
         norm_eps=_get(hf, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(_get(hf, "tie_word_embeddings", False)),
-        qkv_bias=qwen2,
+        tie_embeddings=_get(hf, "tie_word_embeddings", False),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
         max_positions=_stretched(max_positions, rope),
         bos_id=hf.get("bos_token_id"),
-        eos_ids=_ids(hf.get("eos_token_id")),
+        eos_ids=check_token_ids("eos_token_id", hf.get("eos_token_id"), vocab_size),
+        quantization=quantization_from_hf(hf.get("quantization_config"), layers),
     )
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """See `LlamaConfig.to_hf`."""
-    qwen2 = config.qkv_bias
+    model_type = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"  # Mistral is written as Llama
+    own = {
+        "llama": {"attention_bias": False, "mlp_bias": False},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    }
     return {
-        "architectures": ["Qwen2ForCausalLM" if qwen2 else "LlamaForCausalLM"],
-        "model_type": "qwen2" if qwen2 else "llama",
+        "architectures": [_MODEL_TYPES[model_type]],
+        "model_type": model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -77,32 +122,24 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        **({"use_sliding_window": False} if qwen2 else {"attention_bias": False, "mlp_bias": False}),
+        **own[model_type],
         "max_position_embeddings": config.max_positions,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids) or None,
         **rope_to_hf(config.rope),
+        **({} if config.quantization is None else {"quantization_config": quantization_to_hf(config.quantization)}),
     }
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds {type(contents).__name__}, not a JSON object")
-    return contents
-
-
 def _architecture(hf: Mapping[str, Any]) -> str:
-    architectures = hf.get("architectures") or [_MODEL_TYPES.get(hf.get("model_type", ""))]
-    if architectures[0] not in _ARCHITECTURES:
-        named, supported = hf.get("architectures") or hf.get("model_type"), ", ".join(_ARCHITECTURES)
-        raise ValueError(f"config.json: unknown architecture {named!r}; supported: {supported}")
-    return architectures[0]
+    named = hf.get("architectures")
+    if named in (None, []):
+        model_type = hf.get("model_type")
+        named = [_MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type]
+    if not isinstance(named, list) or named[0] not in _MODEL_TYPES.values():
+        supported = ", ".join(_MODEL_TYPES.values())
+        raise ValueError(f"unknown architecture: architectures or model_type is {shown(named)}; supported: {supported}")
+    return named[0]
 
 
 def _get(hf: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -110,10 +147,8 @@ def _get(hf: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _integer(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    return check_integer(key, _get(hf, key, default), 1, MAX_INT32)
 
 
 def _stretched(max_positions: int, rope: RopeConfig) -> int:

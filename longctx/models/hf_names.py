@@ -1,19 +1,23 @@
 """The name and the layout of each parameter in a Hugging Face checkpoint.
 
 Hugging Face stores one matrix per layer, `[out, in]`, with heads and head size merged. In this library layers are
-stacked, inputs come first and heads have an axis of their own.
+stacked, inputs come first (of quantised weights, outputs) and heads have an axis of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from longctx.models.config import LlamaConfig
-from longctx.models.params import Axes, param_axes, param_shape
+from longctx.models.fp8 import BITS
+from longctx.models.layer_stacks import LayerRuns
+from longctx.models.params import Axes, Param, param_shape, param_table
 
 # Name, and the file's axes, where "head head_dim" is one axis of length head * head_dim.
 _TOP: dict[str, tuple[str, Axes]] = {
@@ -29,12 +33,17 @@ _LAYERS: dict[str, tuple[str, Axes]] = {
     "bq": ("self_attn.q_proj.bias", ("head head_dim",)),
     "bk": ("self_attn.k_proj.bias", ("kv_head head_dim",)),
     "bv": ("self_attn.v_proj.bias", ("kv_head head_dim",)),
+    "q_norm": ("self_attn.q_norm.weight", ("head_dim",)),
+    "k_norm": ("self_attn.k_norm.weight", ("head_dim",)),
     "wo": ("self_attn.o_proj.weight", ("hidden", "head head_dim")),
     "mlp_norm": ("post_attention_layernorm.weight", ("hidden",)),
     "w_gate": ("mlp.gate_proj.weight", ("intermediate", "hidden")),
     "w_up": ("mlp.up_proj.weight", ("intermediate", "hidden")),
     "w_down": ("mlp.down_proj.weight", ("hidden", "intermediate")),
 }
+
+SCALE_SUFFIX = "_scale"
+"""What the name of a scale has after that of its weight."""
 
 T = TypeVar("T")
 
@@ -43,15 +52,27 @@ T = TypeVar("T")
 class Layout:
     """One parameter, and the tensors of a checkpoint (one, or one per layer) that it consists of.
 
-    `axes` and `shape` describe one tensor in our order, without the layer axis. Layouts that differ only in `names` are
-    equal, so that they share compiled functions.
+    `axes` and `shape` describe one tensor in our order, without the layer axis; `dtype` is ours, None for the one in
+    which a model is loaded. Layouts that differ only in `names` are equal, so that they share compiled functions. The
+    name None stands for zeros.
     """
 
-    names: tuple[str, ...] = field(compare=False)
+    names: tuple[str | None, ...] = field(compare=False)
     stacked: bool
     axes: Axes
     shape: tuple[int, ...]
     file_axes: Axes
+    dtype: Any = None
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether the tensors are e4m3, which is kept as bits."""
+        return self.dtype == BITS
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether the tensors are scales of quantised weights."""
+        return self.dtype == np.float32
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -64,6 +85,9 @@ class Layout:
         sizes, parts = self._by_axis(self.shape), self._by_axis(slices)
         ranges = []
         for merged in self.file_axes:
+            if not merged:  # the axis of size 1 of a scale
+                ranges.append(slice(0, 1))
+                continue
             outer, *inner = merged.split()
             start, stop, _ = parts[outer].indices(sizes[outer])
             width = math.prod(sizes[axis] for axis in inner)
@@ -89,21 +113,36 @@ class Layout:
         return dict(zip(self.axes, values, strict=True))
 
 
-def layouts(config: LlamaConfig) -> dict[str, Any]:
-    """A pytree with the structure of the parameters, whose leaves are Layouts."""
-    axes = param_axes(config)
-    prefixes = [f"model.layers.{i}." for i in range(config.num_layers)]
+def layouts(config: LlamaConfig, stages: int = 1) -> dict[str, Any]:
+    """A pytree with the structure of the parameters, whose leaves are Layouts; `stages` as `param_table` takes it."""
+    table = param_table(config, stages)
 
-    def layout(names: list[str], stacked: bool, axes: Axes, file_axes: Axes) -> Layout:
-        own = axes[1:] if stacked else axes
-        return Layout(tuple(names), stacked, own, param_shape(config, own), file_axes)
+    def layout(param: Param, names: tuple[str | None, ...], file_axes: Axes) -> Layout:
+        stacked = "layer" in param.axes
+        sizes = param_shape(config, param)[int(stacked) :]
+        return Layout(names, stacked, param.axes[int(stacked) :], sizes, file_axes, param.dtype)
 
-    def layer(key: str) -> Layout:
+    def of_layers(key: str, param: Any) -> Any:
         name, file_axes = _LAYERS[key]
-        return layout([prefix + name for prefix in prefixes], True, axes["layers"][key], file_axes)
+        if isinstance(param, Param):
+            return layout(param, tuple(f"model.layers.{i}.{name}" for i in param.layers), file_axes)
+        assert config.quantization is not None
+        quantized = config.quantization.layers
+        weights = tuple(f"model.layers.{i}.{name}" for i in param.values.layers)
+        scales = (f"model.layers.{i}.{name}{SCALE_SUFFIX}" if key in quantized[i] else None for i in param.scale.layers)
+        return dataclasses.replace(
+            param,
+            values=layout(param.values, weights, file_axes),
+            scale=layout(param.scale, tuple(scales), (file_axes[0], "")),
+        )
 
     def top(key: str) -> Layout:
         name, file_axes = _TOP[key]
-        return layout([name], False, axes[key], file_axes)
+        return layout(table[key], (name,), file_axes)
 
-    return {key: {k: layer(k) for k in axes[key]} if key == "layers" else top(key) for key in axes}
+    def of_run(stack: dict[str, Any]) -> dict[str, Any]:
+        return {key: of_layers(key, param) for key, param in stack.items()}
+
+    layers = table["layers"]
+    stacks = LayerRuns(tuple(map(of_run, layers.stacks))) if isinstance(layers, LayerRuns) else of_run(layers)
+    return {key: stacks if key == "layers" else top(key) for key in table}

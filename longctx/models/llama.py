@@ -1,4 +1,4 @@
-"""The Llama forward pass.
+"""The forward pass of Llama, Mistral, Qwen2.5 and Qwen3.
 
 A caller may pass `attend(cache, layer, q, k, v) -> (out, cache)`, which decides what the queries of a layer attend to
 and where its keys and values are stored. So the same forward pass runs dense, in a ring over devices, or over a paged
@@ -23,6 +23,8 @@ from longctx.kernels import attention
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
+from longctx.models.fp8 import PartlyQuantized, RowQuantized
+from longctx.models.layer_stacks import stacks_of
 from longctx.models.params import Params, abstract_params, init_params
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
@@ -44,6 +46,9 @@ Attend = Callable[
 `layer` is a traced int32. `q` `[*B, T, N, H]` and `k`, `v` `[*B, T, K, H]` are those of the new tokens, with the rotary
 embedding applied. `out` has the shape and dtype of `q`.
 """
+
+Rope = tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]
+"""Float32 cosines and sines of the rows' positions."""
 
 
 @dataclass(frozen=True)
@@ -111,49 +116,76 @@ class Llama:
         `sharded_params.local_params`. The cache is a carry of the scan over layers, because scanned-over inputs and
         outputs would be copied whole.
         """
-        x, cache = self.run_layers(params["layers"], params["embed"][tokens], positions, attend, cache)
+        x, cache = self.run_layers(params["layers"], params["embed"][tokens], self.rope(positions), attend, cache)
         return self.norm(params, x), cache
 
     def run_layers(
         self,
-        layers: Any,
+        layers: Params,
         x: Float[Array, "*B T D"],
-        positions: Int[Array, "*B T"],
+        rope: Rope,
         attend: Attend,
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """Run hidden states through some consecutive layers, all or part of `params["layers"]`.
+        """Run hidden states through some consecutive layers, all or part of `params["layers"]`, by a scan.
 
-        `attend` counts these layers from 0. Under tensor parallelism a device has some columns of wq, wk, wv, w_gate
-        and w_up and the corresponding rows of wo and w_down; `psum` sums the products with the latter two over the
-        devices.
+        `attend` counts these layers from 0; `rope`, `psum` and `pmax` are as in `layer`.
         """
-        config = self.config
-        cos, sin = rope_cos_sin(rope_table(config.rope, config.head_dim), positions)
 
         def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params]) -> Any:
             x, cache = carry
-            index, bits = scanned
-            weights = jax.tree.map(lambda w: widen(w, x.dtype), bits)
-            normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
-            q = apply_rope(project(normed, weights["wq"], weights.get("bq")), cos, sin)
-            k = apply_rope(project(normed, weights["wk"], weights.get("bk")), cos, sin)
-            v = project(normed, weights["wv"], weights.get("bv"))
-            out, cache = attend(cache, index, q, k, v)
-            x = x + psum(project(out, weights["wo"], axes=2))
-            normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
-            gated = jax.nn.silu(project(normed, weights["w_gate"])) * project(normed, weights["w_up"])
-            x = x + psum(project(gated, weights["w_down"]))
-            return (x, cache), None
+            index, weights = scanned
+            return self.layer(weights, index, x, rope, attend, cache, psum, pmax), None
 
-        if isinstance(layers, tuple):
-            carry = (x, cache)
-            for index, weights in enumerate(layers):
-                carry, _ = layer(carry, (jnp.int32(index), weights))
-            return carry
-        indices = jnp.arange(layers["attn_norm"].shape[0], dtype=jnp.int32)
-        return lax.scan(layer, (x, cache), (indices, layers))[0]
+        carry, first = (x, cache), 0
+        for stack in stacks_of(layers):
+            count = stack["attn_norm"].shape[0]
+            indices = first + jnp.arange(count, dtype=jnp.int32)
+            carry, _ = lax.scan(layer, carry, (indices, stack))
+            first += count
+        return carry
+
+    def layer(
+        self,
+        params: Params,
+        index: Int[Array, ""],
+        x: Float[Array, "*B T D"],
+        rope: Rope,
+        attend: Attend,
+        cache: Cache,
+        psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
+    ) -> tuple[Float[Array, "*B T D"], Cache]:
+        """Run hidden states through one layer.
+
+        Under tensor parallelism a device has some columns of wq, wk, wv, w_gate and w_up and the corresponding rows of
+        wo and w_down; `psum` sums the products with the latter two over the devices. Where these are quantised, `pmax`
+        gives each row of their inputs its maximum over the devices.
+
+        Args:
+          params: the layer's parameters; 16-bit ones may be bits.
+          index: int32, what `attend` is told.
+          rope: what `rope` returned for the rows' positions.
+        """
+        config = self.config
+        is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
+        weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
+        normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
+        q, k, v = project_together(normed, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
+        if config.qk_norm:
+            q = rms_norm(q, weights["q_norm"], config.norm_eps)
+            k = rms_norm(k, weights["k_norm"], config.norm_eps)
+        out, cache = attend(cache, index, apply_rope(q, *rope), apply_rope(k, *rope), v)
+        x = x + psum(project(out, weights["wo"], axes=2, pmax=pmax))
+        normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+        gate, up = project_together(normed, weights, ("w_gate", "w_up"))
+        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax)), cache
+
+    def rope(self, positions: Int[Array, "*B T"]) -> Rope:
+        """Rotary cosines and sines, which all layers share."""
+        return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """Apply the norm after the last layer."""
@@ -190,27 +222,42 @@ def dense_attend(positions: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] 
     return attend
 
 
+def project_together(
+    x: Array, weights: Params, names: tuple[str, ...], biases: tuple[str, ...] = ()
+) -> tuple[Array, ...]:
+    """`project` by each of some weights of a layer, which may be fused into one (`OutputMajor`)."""
+    fused = weights.get(" ".join(names))
+    products = fused.product(x) if fused is not None else [project(x, weights[n], dtype=jnp.float32) for n in names]
+    given = [weights.get(name) for name in biases] or [None] * len(names)
+    return tuple(_add_bias(y, bias).astype(x.dtype) for y, bias in zip(products, given, strict=True))
+
+
 def project(
     x: Array,
-    weight: Array | OutputMajor,
-    bias: Array | None = None,
+    weight: Array | OutputMajor | RowQuantized | PartlyQuantized,
     axes: int = 1,
     dtype: DTypeLike | None = None,
+    pmax: Callable[[Array], Array] = lambda x: x,
 ) -> Array:
-    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32, and add `bias`.
+    """Contract the last `axes` axes of `x` with the first of `weight`, summing in float32.
 
-    The result has dtype `dtype`, by default that of `x`.
+    The result has dtype `dtype`, by default that of `x`. A quantised weight quantises `x` too, whose rows have
+    their maximum over devices by `pmax`.
     """
     if isinstance(weight, OutputMajor):
-        y = weight.product(x, axes)
+        (y,) = weight.product(x, axes)
+    elif isinstance(weight, RowQuantized | PartlyQuantized):
+        y = weight.product(x, axes, pmax)
     else:
         # By default a GPU would multiply float32 in TF32. "highest" does not slow down products of 16-bit floats.
         y = jnp.tensordot(
             x.astype(weight.dtype), weight, axes=axes, precision="highest", preferred_element_type=jnp.float32
         )
-    if bias is not None:
-        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y.astype(x.dtype if dtype is None else dtype)
+
+
+def _add_bias(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Float[Array, "*B D"]:

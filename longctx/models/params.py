@@ -1,21 +1,28 @@
 """The parameters of a Llama: a table of named axes determines shapes and shardings.
 
-Layers are stacked along a leading axis for `lax.scan`.
+Layers are stacked along a leading axis for `lax.scan`. Projections have their inputs first; of quantised ones, outputs
+come first, as FP8 products on GPUs ask for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from longctx.models.config import LlamaConfig
+from longctx.models.fp8 import BITS, PartlyQuantized, RowQuantized
+from longctx.models.layer_runs import Run, layer_runs
+from longctx.models.layer_stacks import by_run
 
 Params = dict[str, Any]
-"""A pytree with the structure of `param_axes`."""
+"""A pytree with the structure of `param_table`."""
 
 Axes = tuple[str, ...]
 
@@ -35,6 +42,10 @@ _BIAS_AXES: dict[str, Axes] = {
     "bk": ("layer", "kv_head", "head_dim"),
     "bv": ("layer", "kv_head", "head_dim"),
 }
+_QK_NORM_AXES: dict[str, Axes] = {"q_norm": ("layer", "head_dim"), "k_norm": ("layer", "head_dim")}
+INPUT_AXES = {"wo": 2}
+"""The number of input axes of a projection that has not one."""
+
 # The mesh axis of an axis, if the mesh has it and its size divides; other axes are replicated.
 _MESH_AXIS = {
     "layer": "stage",
@@ -45,27 +56,64 @@ _MESH_AXIS = {
 }
 
 
-def param_axes(config: LlamaConfig) -> Params:
-    """The names of every parameter's axes, as a pytree whose leaves are tuples of strings."""
-    axes: Params = {
-        "embed": ("vocab", "hidden"),
-        "layers": _LAYER_AXES | (_BIAS_AXES if config.qkv_bias else {}),
-        "final_norm": ("hidden",),
+class Param(NamedTuple):
+    """A parameter: its axes, and which layers it has.
+
+    Attributes:
+      axes: the names of its axes.
+      layers: indices of the model's layers along the axis "layer"; none without that axis.
+      dtype: None: the one in which a model is loaded.
+    """
+
+    axes: Axes
+    layers: tuple[int, ...] = ()
+    dtype: Any = None
+
+
+def param_table(config: LlamaConfig, stages: int = 1) -> Params:
+    """Every parameter, as a pytree whose leaves are `Param`s.
+
+    Args:
+      stages: layers are stacked for this many stages of a pipeline, see `layer_runs`. It makes a difference only where
+        some layers are quantised and others are not.
+    """
+    table: Params = {
+        "embed": Param(("vocab", "hidden")),
+        "layers": by_run(layer_runs(config, stages), functools.partial(_layer_table, config)),
+        "final_norm": Param(("hidden",)),
     }
     if not config.tie_embeddings:
-        axes["lm_head"] = ("hidden", "vocab")
-    return axes
+        table["lm_head"] = Param(("hidden", "vocab"))
+    return table
 
 
-def map_axes(function: Any, axes: Params) -> Params:
-    """Map a function over the leaves of `param_axes`, which are tuples and so no leaves to `jax.tree`."""
-    return jax.tree.map(function, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+def _layer_table(config: LlamaConfig, run: Run) -> Params:
+    def entry(name: str, axes: Axes) -> Any:
+        if name not in run.quantized | run.partly:
+            return Param(axes, run.layers)
+        assert config.quantization is not None
+        split = 1 + INPUT_AXES.get(name, 1)
+        outputs, inputs = axes[split:], axes[1:split]
+        is_partly = name in run.partly
+        return (PartlyQuantized if is_partly else RowQuantized)(
+            Param(("layer", *outputs, *inputs), run.layers, None if is_partly else BITS),  # type: ignore[arg-type]
+            Param(("layer", *outputs), run.layers, np.float32),  # type: ignore[arg-type]
+            config.quantization.activation_scale_ub,
+        )
+
+    axes = _LAYER_AXES | (_BIAS_AXES if config.qkv_bias else {}) | (_QK_NORM_AXES if config.qk_norm else {})
+    return {name: entry(name, axes) for name, axes in axes.items()}
 
 
-def param_shape(config: LlamaConfig, axes: Axes) -> tuple[int, ...]:
-    """The sizes of the named axes."""
+def map_table(function: Any, *trees: Params) -> Params:
+    """Map a function over the leaves of a `param_table`, and of other trees, which have its structure."""
+    return jax.tree.map(function, *trees, is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
+def param_shape(config: LlamaConfig, param: Param) -> tuple[int, ...]:
+    """The sizes of a parameter's axes."""
     sizes = {
-        "layer": config.num_layers,
+        "layer": len(param.layers),
         "hidden": config.hidden_size,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
@@ -73,18 +121,29 @@ def param_shape(config: LlamaConfig, axes: Axes) -> tuple[int, ...]:
         "intermediate": config.intermediate_size,
         "vocab": config.vocab_size,
     }
-    return tuple(sizes[axis] for axis in axes)
+    return tuple(sizes[axis] for axis in param.axes)
 
 
-def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> Params:
-    """The parameters of `init_params` as a pytree of `jax.ShapeDtypeStruct`."""
-    return map_axes(lambda axes: jax.ShapeDtypeStruct(param_shape(config, axes), dtype), param_axes(config))
+def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32, stages: int = 1) -> Params:
+    """The parameters as a pytree of `jax.ShapeDtypeStruct`; `stages` as `param_table` takes it."""
+    return map_table(
+        lambda param: jax.ShapeDtypeStruct(param_shape(config, param), dtype if param.dtype is None else param.dtype),
+        param_table(config, stages),
+    )
 
 
 def init_params(
     config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02
 ) -> Params:
-    """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0."""
+    """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
+
+    Those of a quantised model are quantised after that.
+    """
+    if config.quantization is not None:
+        from longctx.models.quantize import quantize_params  # which imports this file
+
+        plain = init_params(dataclasses.replace(config, quantization=None), key, dtype, initializer_range)
+        return quantize_params(plain, config)
 
     def init(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         name = path[-1].key
@@ -99,17 +158,24 @@ def init_params(
     return jax.tree.unflatten(structure, [init(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
 
 
+def num_stages(config: LlamaConfig, mesh: Mesh | None) -> int:
+    """The stages for which layers are stacked on a mesh: its own if they divide the layers, else 1."""
+    stages = 1 if mesh is None else mesh.shape.get("stage", 1)
+    return stages if config.num_layers % stages == 0 else 1
+
+
 def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
     """A PartitionSpec per parameter: layers over `stage`, heads, feed-forward and vocabulary over `tensor`.
 
-    An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide.
+    An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Where some layers are
+    quantised and others are not, layers are stacked for the mesh's stages (`param_table`).
     """
 
-    def spec(axes: Axes) -> PartitionSpec:
-        sharded = zip(axes, param_shape(config, axes), strict=True)
-        return PartitionSpec(*(_mesh_axis(mesh, axis, size) for axis, size in sharded))
+    def spec(param: Param) -> PartitionSpec:
+        sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": config.num_layers}
+        return PartitionSpec(*(_mesh_axis(mesh, axis, sizes[axis]) for axis in param.axes))
 
-    return map_axes(spec, param_axes(config))
+    return map_table(spec, param_table(config, num_stages(config, mesh)))
 
 
 def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:

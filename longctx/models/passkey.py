@@ -148,7 +148,8 @@ def make_document(num_bytes: int, num_facts: int = 8, seed: int = 0) -> Document
 
     room = num_bytes - sum(len(sentence) + 1 for sentence in statements)
     if room < 1:
-        raise ValueError(f"{num_facts} statements and a byte of filler do not fit into num_bytes={num_bytes}")
+        least = num_bytes - room + 1  # the statements and a byte of filler
+        raise ValueError(f"num_bytes must be at least {least} for num_facts={num_facts}, got {num_bytes}")
     filler: list[str] = []
     while room > 0:
         filler.append(filler_sentence(rng))

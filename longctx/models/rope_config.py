@@ -14,6 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
+
+# The largest rotary base and scale that are accepted, far above those of published models: frequencies stay finite.
+_MAX_THETA, _MAX_SCALE = 1e15, 1e6
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -104,12 +109,10 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if not self.theta > 1:
-            raise ValueError(f"rope theta must be greater than 1, got {self.theta}")
-        if self.scaling is None:
-            return
-        if not self.scaling.factor > 0:
-            raise ValueError(f"rope scaling factor must be positive, got {self.scaling.factor}")
+        if not check_real("theta", self.theta, 0.0, _MAX_THETA) > 1:
+            raise ValueError(f"theta, the rotary base, must be greater than 1, got {self.theta}")
+        if self.scaling is not None:
+            _check_scaling(self.scaling)
         if isinstance(self.scaling, Llama3Scaling) and not (
             self.scaling.low_freq_factor < self.scaling.high_freq_factor
         ):
@@ -126,8 +129,23 @@ class RopeConfig:
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
+def _check_scaling(scaling: RopeScaling) -> None:
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        if value is None and field.default is None:
+            continue
+        if field.name == "truncate":
+            check_bool(field.name, value)
+        elif field.name == "original_max_positions":
+            check_integer(field.name, value, 1, MAX_INT32)
+        else:
+            # transformers reads an mscale of 0 as absent
+            low = 0.0 if field.name.startswith("mscale") else 1 / _MAX_SCALE
+            check_real(field.name, value, low, _MAX_SCALE)
+
+
 # Names in config.json that differ from our field names.
-_HF_NAMES = {
+HF_NAMES = {
     "original_max_positions": "original_max_position_embeddings",
     "explicit_attention_factor": "attention_factor",
 }
@@ -141,38 +159,49 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
       ValueError: a rope type other than default, linear, llama3 and yarn, a parameter that is
         missing, or one that this type does not have; the message names the key.
     """
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    given = {name: value for name, value in (config.get(key) or {}).items() if value is not None}
-    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind, old_kind = given.pop("rope_type", None), given.pop("type", None)
-    kind = kind or old_kind or "default"
-    if given.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError(f"config.json: `{key}.partial_rotary_factor` other than 1 is not supported")
+    key = "rope_parameters" if config.get("rope_parameters") not in (None, {}) else "rope_scaling"
+    scaling = config.get(key)
+    if not isinstance(scaling, Mapping | None):
+        raise ValueError(f"{key} must be an object or null, got {shown(scaling)}")
+    given = {name: value for name, value in (scaling or {}).items() if value is not None}
+    theta = check_real(
+        "rope_theta", _first(given.pop("rope_theta", None), config.get("rope_theta"), 1e4), 0, _MAX_THETA
+    )
+    kind = _first(given.pop("rope_type", None), given.pop("type", None), "default")
+    if _first(given.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"), 1.0) != 1.0:
+        raise ValueError(f"{key}.partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         if given:
-            raise ValueError(f"config.json: `{key}` of type 'default' has unsupported {sorted(given)}")
-        return RopeConfig(theta=float(theta))
-    if kind not in _KINDS:
+            raise ValueError(f"{key} of type 'default' has unsupported {shown(sorted(given))}")
+        return RopeConfig(theta=theta)
+    if not isinstance(kind, str) or kind not in _KINDS:
         supported = ", ".join(["default", *_KINDS])
-        raise ValueError(f"config.json: `{key}` has unsupported rope type {kind!r}; supported: {supported}")
+        raise ValueError(f"{key} has unsupported rope type {shown(kind)}; supported: {supported}")
     if kind in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind == "yarn" and "factor" not in given:
         # Some models (first DeepSeek-V3) give the factor as the ratio of the two lengths.
-        given["factor"] = config["max_position_embeddings"] / given["original_max_position_embeddings"]
-    return RopeConfig(theta=float(theta), scaling=_scaling_from_hf(key, kind, given))
+        original = given["original_max_position_embeddings"]
+        check_integer("original_max_position_embeddings", original, 1, MAX_INT32)
+        given["factor"] = config["max_position_embeddings"] / original
+    return RopeConfig(theta=theta, scaling=_scaling_from_hf(key, kind, given))
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def _scaling_from_hf(key: str, kind: str, given: dict[str, Any]) -> RopeScaling:
     values = {}
     for field in dataclasses.fields(_KINDS[kind]):
-        name = _HF_NAMES.get(field.name, field.name)
+        name = HF_NAMES.get(field.name, field.name)
         if name in given:
             values[field.name] = given.pop(name)
         elif field.default is dataclasses.MISSING:
-            raise ValueError(f"config.json: `{key}` of type {kind!r} lacks {name!r}")
+            raise ValueError(f"{key} of type {kind!r} lacks {name!r}")
     if given:
-        raise ValueError(f"config.json: `{key}` of type {kind!r} has unsupported {sorted(given)}")
+        raise ValueError(f"{key} of type {kind!r} has unsupported {shown(sorted(given))}")
     return _KINDS[kind](**values)
 
 
@@ -181,6 +210,6 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     kind = next(name for name, cls in _KINDS.items() if type(rope.scaling) is cls)
-    fields = {_HF_NAMES.get(name, name): value for name, value in dataclasses.asdict(rope.scaling).items()}
+    fields = {HF_NAMES.get(name, name): value for name, value in dataclasses.asdict(rope.scaling).items()}
     present = {name: value for name, value in fields.items() if value is not None}
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **present}}

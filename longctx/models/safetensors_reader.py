@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from longctx.models.json_file import MAX_JSON_BYTES, check_directory, decode, is_file, parse_json, read_json
+from longctx.models.validation import check_integer, shown
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 STORED_DTYPES = frozenset(_DTYPES.values())
+_E4M3 = "F8_E4M3"
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {_E4M3: 1}
+_MAX_DIMENSIONS = 32
+_LFS_POINTER = b"version "  # the first 8 bytes of the text that git has where LFS has the file
+_BLOCK_BYTES = 64 * 2**20  # `SafetensorsReader.blocks` reads so much at a time
 
 
 class CheckpointError(ValueError):
@@ -26,26 +35,35 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it; `dtype` is the name that safetensors uses."""
+    """A tensor as the header of its file describes it.
+
+    `dtype` is the name that safetensors uses; `begin` is where its bytes begin in the file.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0
 
 
 class SafetensorsReader:
     """Reads slices of a directory's tensors, from one file or from several with an index.
 
-    The constructor reads headers only. Use it as a context manager, which closes the files at the end.
+    The constructor reads headers only, or takes the tensors that `list_tensors` found. Use it as a context manager,
+    which closes the files at the end.
 
     Raises:
       FileNotFoundError: the directory or a required file does not exist.
       CheckpointError: a file is truncated or no safetensors file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tensors: dict[str, StoredTensor] | None = None) -> None:
         self.directory = directory
-        self.tensors = _list_tensors(directory)
+        if tensors is None:
+            tensors, problems = list_tensors(directory)
+            if problems:
+                raise problems[0]
+        self.tensors = tensors
         self._open_files: dict[Path, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -58,77 +76,190 @@ class SafetensorsReader:
 
     def check(self, name: str, shape: tuple[int, ...]) -> np.dtype[Any]:
         """Check that the tensor exists, has this shape and a supported dtype, and return the dtype."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.directory} has no tensor {name!r}")
-        stored = self.tensors[name]
-        if stored.shape != shape:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name!r} has shape {stored.shape}, but config.json makes it {shape}"
-            )
+        stored = self._check_shape(name, shape)
         if stored.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{stored.file}: tensor {name!r} is {stored.dtype}; only {', '.join(_DTYPES)} are supported"
+                f"{stored.file}: tensor {shown(name)} is {shown(stored.dtype)}; only {', '.join(_DTYPES)} are supported"
             )
         return _DTYPES[stored.dtype]
 
+    def check_e4m3(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that the tensor exists, has this shape and is e4m3; `read` gives its bits, uint8."""
+        stored = self._check_shape(name, shape)
+        if stored.dtype != _E4M3:
+            raise CheckpointError(
+                f"{stored.file}: tensor {shown(name)} is {shown(stored.dtype)}, by quantization_config it is {_E4M3}"
+            )
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory} has no tensor {shown(name)}")
+        stored = self.tensors[name]
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.file}: tensor {shown(name)} has shape {stored.shape}, but config.json makes it {shape}"
+            )
+        return stored
+
+    def check_scale(self, name: str, values: np.ndarray) -> None:
+        """Check the values of a tensor of scales, which must be positive and finite."""
+        wide = values.astype(np.float32)
+        wrong = wide.size - int(np.count_nonzero((wide > 0) & (wide < np.inf)))
+        if wrong:
+            raise CheckpointError(
+                f"{self.tensors[name].file}: tensor {shown(name)} has {wrong} scales of {wide.size} that are not "
+                "positive and finite"
+            )
+
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """Read a part of the tensor, and nothing else of it."""
-        path = self.tensors[name].file
+        """Read a part of the tensor, and nothing else of it; of an e4m3 tensor its bits."""
+        stored = self.tensors[name]
         try:
-            if path not in self._open_files:
-                self._open_files[path] = self._stack.enter_context(safe_open(path, framework="numpy"))
-            return self._open_files[path].get_slice(name)[slices]
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
+            if stored.dtype == _E4M3:  # for which numpy has no dtype, so safetensors gives no part of it
+                return np.array(np.memmap(stored.file, np.uint8, "r", stored.begin, stored.shape)[slices])
+            if stored.file not in self._open_files:
+                self._open_files[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="numpy"))
+            part = self._open_files[stored.file].get_slice(name)
+            # The library reads the header again.
+            if (part.get_dtype(), tuple(part.get_shape())) != (stored.dtype, stored.shape):
+                raise CheckpointError(f"{stored.file}: tensor {shown(name)} has changed since its header was read")
+            return part[slices]
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, MemoryError, ValueError) as error:  # ValueError: a file cut off since
+            raise CheckpointError(f"{stored.file}: cannot read tensor {shown(name)}: {error}") from error
+
+    def is_supported(self, name: str) -> bool:
+        """Whether the tensor has a dtype that can be read."""
+        return self.tensors[name].dtype in _ITEM_BYTES
+
+    def blocks(self, name: str) -> Iterator[np.ndarray]:
+        """Read the tensor, of a supported dtype, in parts of at most 64 MiB or one row."""
+        stored = self.tensors[name]
+        if not stored.shape:
+            yield self.read(name, ())
+        if not stored.shape or 0 in stored.shape:
+            return
+        rows = stored.shape[0]
+        row_bytes = math.prod(stored.shape[1:]) * _ITEM_BYTES[stored.dtype]
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for begin in range(0, rows, step):
+            yield self.read(name, (slice(begin, min(begin + step, rows)),))
 
 
-def _list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no such directory: {directory}")
+def list_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[FileNotFoundError | CheckpointError]]:
+    """The tensors of a directory by name, and every problem of its files; with none, these tensors can be read."""
+    check_directory(directory)
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.is_file():
-        return _read_header(single)
-    if not index.is_file():
-        raise FileNotFoundError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    files = _read_index(index)
-    headers = {}
+    try:
+        if is_file(single):
+            return _read_header(single), []
+        if not is_file(index):
+            raise FileNotFoundError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        files = _read_index(index)
+    except (FileNotFoundError, CheckpointError) as error:
+        return {}, [error]
+    except ValueError as error:
+        return {}, [CheckpointError(str(error))]
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    problems: list[FileNotFoundError | CheckpointError] = []
     for file in sorted(set(files.values())):
-        if not (directory / file).is_file():
-            raise FileNotFoundError(f"{index} names {file!r}, which is not in {directory}")
-        headers[file] = _read_header(directory / file)
+        try:
+            if not os.path.isfile(directory / file):
+                raise FileNotFoundError(f"{index} names {shown(file)}, which is not in {directory}")
+            headers[file] = _read_header(directory / file)
+        except (FileNotFoundError, CheckpointError) as error:
+            problems.append(error)
+    tensors = {}
     for name, file in files.items():
-        if name not in headers[file]:
-            raise CheckpointError(f"{index} puts tensor {name!r} in {file!r}, which does not have it")
-    return {name: headers[file][name] for name, file in files.items()}
+        if file in headers and name in headers[file]:
+            tensors[name] = headers[file][name]
+        elif file in headers:
+            problems.append(CheckpointError(f"{index} puts tensor {shown(name)} in {file!r}, which does not have it"))
+    return tensors, problems
+
+
+def index_files(directory: Path) -> set[str]:
+    """The names of the files beside it that a directory's index has; CheckpointError if it is none."""
+    return set(_read_index(directory / INDEX_FILE).values())
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error
+        files = read_json(path).get("weight_map")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path} is not an index of safetensors files: it has no object weight_map")
+    for name, file in files.items():
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{path} puts tensor {shown(name)} in {shown(file)}, which is not the name of a file beside it"
+            )
+    return files
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Parse the header ourselves, because the error of safetensors does not name the truncated tensor.
+    """Parse the header ourselves, because the errors of safetensors do not name the truncated tensor.
 
-    The format: a little-endian uint64 length, that much JSON, then the data
+    The format: a little-endian uint64 length, that much JSON, then the data, which tensors cover without gaps
     (https://huggingface.co/docs/safetensors).
     """
-    file_bytes = os.path.getsize(path)
-    with open(path, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or header_bytes > file_bytes - 8:
-            raise CheckpointError(f"{path} is truncated, or no safetensors file: its header is incomplete")
-        header = file.read(header_bytes)
     try:
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        ends = {name: entry["data_offsets"][1] for name, entry in entries.items()}
-        tensors = {name: StoredTensor(path, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error!r}") from error
-    for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        if end > file_bytes - 8 - header_bytes:
-            raise CheckpointError(f"{path} is truncated: tensor {name!r} is incomplete")
+        with open(path, "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = file.read(8)
+            if length == _LFS_POINTER:
+                raise CheckpointError(f"{path} is a Git LFS pointer; `git lfs pull` fetches the file")
+            header_bytes = int.from_bytes(length, "little")
+            if file_bytes < 8 or header_bytes > file_bytes - 8:
+                raise CheckpointError(f"{path} is truncated, or no safetensors file: its header is incomplete")
+            if header_bytes > MAX_JSON_BYTES:
+                raise CheckpointError(f"{path}: its header has {header_bytes} bytes, the most is {MAX_JSON_BYTES}")
+            header = file.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        entries = parse_json("its header", decode("its header", header))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}") from error
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path} is no safetensors file: __metadata__ must be an object of strings")
+    tensors, places = {}, []
+    for name, entry in entries.items():
+        tensors[name], begin, end = _parse_entry(path, name, entry, 8 + header_bytes)
+        places.append((begin, end, name))
+    _check_places(path, sorted(places), file_bytes - 8 - header_bytes)
     return tensors
+
+
+def _parse_entry(path: Path, name: str, entry: Any, data_begin: int) -> tuple[StoredTensor, int, int]:
+    """A tensor, and where its bytes begin and end after the header."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
+            raise TypeError(f"dtype is {shown(dtype)}, shape is {shown(shape)}")
+        sizes = tuple(check_integer("shape", size, 0, 2**63) for size in shape)
+        begin, end = (check_integer("data_offsets", place, 0, 2**63) for place in (begin, end))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: tensor {shown(name)}: {error!r}") from error
+    if begin > end or (dtype in _ITEM_BYTES and end - begin != math.prod(sizes) * _ITEM_BYTES[dtype]):
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)}, {dtype} of shape {sizes}, cannot have bytes {begin} to {end}"
+        )
+    return StoredTensor(path, dtype, sizes, data_begin + begin), begin, end
+
+
+def _check_places(path: Path, places: list[tuple[int, int, str]], data_bytes: int) -> None:
+    covered = 0
+    for begin, end, name in places:
+        if end > data_bytes:
+            raise CheckpointError(f"{path} is truncated: tensor {shown(name)} is incomplete")
+        if begin != covered:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} begins at byte {begin}, the one before ends at {covered}"
+            )
+        covered = end
+    if covered != data_bytes:
+        raise CheckpointError(f"{path}: the last {data_bytes - covered} bytes belong to no tensor")

@@ -1,4 +1,4 @@
-"""Parameters sharded over a mesh `(stage, context, tensor)`, for `Llama.run_layers` inside `jax.shard_map`."""
+"""Parameters sharded over a mesh `(stage, context, tensor)`, for `Llama.run_layers` or `layer` inside `shard_map`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
-from longctx.models.params import Params, abstract_params, param_specs
+from longctx.models.params import (
+    Param,
+    Params,
+    abstract_params,
+    map_table,
+    num_stages,
+    param_specs,
+    param_table,
+)
+from longctx.models.stage_stacks import stack_for_stages
 
 _ROW_PARALLEL = ("wo", "w_down")
+# Projections that are one product on CPUs, as they have the same input.
+_FUSED = (("wq", "wk", "wv"), ("wo",), ("w_gate", "w_up"), ("w_down",))
 
 
 def device_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
@@ -35,18 +46,22 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     Layers are sharded over `stage`; heads, feed-forward and the vocabulary of the embedding over `tensor`; the
     vocabulary of the head over both.
 
-    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). In float32,
-    `layers` becomes a tuple of one pytree for each layer of a stage, `[stage, ...]`, because a program copies weights
-    that it slices out of a stack before each product; and projections become `OutputMajor`, which is a copy. A slice of
-    a stack of 16-bit floats converts the whole stack each time, so such stacks become views of their bits
-    (`kernels.bits`).
+    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). `layers`
+    becomes a tuple of one pytree for each layer of a stage, `[stage, ...]`, because a program copies weights that it
+    slices out of a stack before each product; and projections become `OutputMajor`, which is a copy, those of the same
+    input one (under their names with spaces between them). Matrices of 16-bit floats become bits (`kernels.bits`). A
+    model with quantised weights keeps its stacks; a slice of a stack of 16-bit floats would convert the whole stack, so
+    they become bits too.
     """
     dtype = params["embed"].dtype
+    params = stack_for_stages(params, config, num_stages(config, mesh))
     if mesh.is_multi_process:
         return _shard_over_processes(params, config, mesh)
     if all(device.platform == "cpu" for device in mesh.devices.flat):
         params = _pad_params(jax.tree.map(np.asarray, params), config, mesh)
-        if all(stack.dtype == dtype for stack in params["layers"].values()):
+        if config.quantization is not None:
+            params = _bits_of_floats(params)
+        elif all(stack.dtype == dtype for stack in params["layers"].values()):
             params = _arrange_for_cpu(params, mesh)
     else:
         params = _pad_params(params, config, mesh)
@@ -96,7 +111,7 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
 
 def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
     """The result of `shard_params` on accelerators as `jax.ShapeDtypeStruct`; no array is allocated."""
-    params = abstract_params(device_config(config, mesh), dtype)
+    params = abstract_params(device_config(config, mesh), dtype, num_stages(config, mesh))
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
     struct = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
@@ -108,70 +123,86 @@ def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     specs = param_specs(device_config(config, mesh), mesh)
     head = params["lm_head"]
     if isinstance(head, OutputMajor):
-        specs["lm_head"] = OutputMajor(P(("tensor", "stage"), None), head.out_shape)  # type: ignore[arg-type]
+        specs["lm_head"] = OutputMajor(P(("tensor", "stage"), None), head.out_shapes)  # type: ignore[arg-type]
     else:
         specs["lm_head"] = P(None, ("tensor", "stage"))
 
-    def of_matrix(name: str, weight: Any) -> Any:
-        if not isinstance(weight, OutputMajor):
-            return specs["layers"][name]
-        spec = P("stage", None, "tensor") if name in _ROW_PARALLEL else P("stage", "tensor", None)
-        return OutputMajor(spec, weight.out_shape)  # type: ignore[arg-type]
-
     if isinstance(params["layers"], tuple):
-        layers = tuple({name: of_matrix(name, x) for name, x in layer.items()} for layer in params["layers"])
-        return specs | {"layers": layers}
+        return specs | {"layers": tuple(layer_specs(layer, config, mesh) for layer in params["layers"])}
     return specs
 
 
-def local_params(params: Params) -> Params:
-    """Inside `jax.shard_map`: the parameters of this device, with layers as `Llama.run_layers` takes them."""
-    if not isinstance(params["layers"], tuple):
-        return params
-    return params | {"layers": jax.tree.map(lambda x: x.reshape(x.shape[1:]), params["layers"])}
+def layer_specs(layer: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+    """The PartitionSpecs of one of the layers that `shard_params` arranges for CPUs."""
+    specs = param_specs(device_config(config, mesh), mesh)["layers"]
+
+    def of_weight(name: str, weight: Any) -> Any:
+        if not isinstance(weight, OutputMajor):
+            return specs[name]
+        spec = P("stage", None, "tensor") if name in _ROW_PARALLEL else P("stage", "tensor", None)
+        return OutputMajor(spec, weight.out_shapes)  # type: ignore[arg-type]
+
+    return {name: of_weight(name, weight) for name, weight in layer.items()}
 
 
 def _pad_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     """Repeat each KV head in place, and pad the vocabulary with zeros, up to `device_config`."""
     wanted = device_config(config, mesh)
     numpy: Any = np if isinstance(params["embed"], np.ndarray) else jnp
-    repeats, more = wanted.num_kv_heads // config.num_kv_heads, wanted.vocab_size - config.vocab_size
-    layers = dict(params["layers"])
-    if repeats > 1:
-        for name, axis in (("wk", 2), ("wv", 2), ("bk", 1), ("bv", 1)):
-            if name in layers:
-                layers[name] = numpy.repeat(layers[name], repeats, axis)
-    filled = params | {"layers": layers}
-    if more:
-        filled["embed"] = numpy.pad(params["embed"], ((0, more), (0, 0)))
-        if "lm_head" in params:
-            filled["lm_head"] = numpy.pad(params["lm_head"], ((0, 0), (0, more)))
-    return filled
+    repeats = wanted.num_kv_heads // config.num_kv_heads
+    more = wanted.vocab_size - config.vocab_size
+
+    def pad(param: Param, x: Any) -> Any:
+        if repeats > 1 and "kv_head" in param.axes:
+            return numpy.repeat(x, repeats, param.axes.index("kv_head"))
+        if more and "vocab" in param.axes:
+            return numpy.pad(x, [(0, more if axis == "vocab" else 0) for axis in param.axes])
+        return x
+
+    return map_table(pad, param_table(config, num_stages(config, mesh)), params)
+
+
+def _bits_of_floats(params: Params) -> Params:
+    """Stacks of 16-bit floats as views of their bits (see `shard_params`), beside those of quantised weights."""
+    dtype = params["embed"].dtype
+    layers = jax.tree.map(lambda x: _bits(x) if x.dtype == dtype else x, params["layers"])
+    return params | {"layers": layers}
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """A view of 16-bit floats as their bits; wider floats as they are."""
+    return x.view(np.uint16) if x.itemsize == 2 else x
 
 
 def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
     """Arrange numpy arrays of one dtype for XLA's CPU backend (see `shard_params`)."""
     stages, tensor, dtype = mesh.shape["stage"], mesh.shape["tensor"], params["embed"].dtype
-    if dtype.itemsize == 2:
-        return params | {"layers": {name: stack.view(np.uint16) for name, stack in params["layers"].items()}}
-    if dtype != np.float32:
+    if dtype.itemsize > 4:
         return params
 
-    def arrange(name: str, weight: np.ndarray) -> Any:
-        if not name.startswith("w"):
-            return weight
-        outputs = weight.shape[3 if name == "wo" else 2 :]
-        matrix = np.ascontiguousarray(weight.reshape(stages, -1, math.prod(outputs)).swapaxes(1, 2))
-        share = 1 if name in _ROW_PARALLEL else tensor
-        return OutputMajor(matrix, (outputs[0] // share, *outputs[1:]))  # type: ignore[arg-type]
+    def output_major(names: tuple[str, ...], layer: Params) -> OutputMajor:
+        matrices, shapes = [], []
+        share = 1 if names[0] in _ROW_PARALLEL else tensor
+        for name in names:
+            outputs = layer[name].shape[3 if name == "wo" else 2 :]
+            matrix = layer[name].reshape(stages, -1, math.prod(outputs)).swapaxes(1, 2)
+            matrices.append(matrix.reshape(stages, share, -1, matrix.shape[2]))
+            shapes.append((outputs[0] // share, *outputs[1:]))
+        fused = np.concatenate(matrices, 2)  # each device has its part of every matrix
+        matrix = _bits(fused.reshape(stages, -1, fused.shape[3]))
+        return OutputMajor(matrix, tuple(shapes))  # type: ignore[arg-type]
+
+    def arrange(layer: Params) -> Params:
+        others = {name: weight for name, weight in layer.items() if not name.startswith("w")}
+        return others | {" ".join(names): output_major(names, layer) for names in _FUSED}
 
     by_stage = {name: x.reshape(stages, -1, *x.shape[1:]) for name, x in params["layers"].items()}
     count = by_stage["attn_norm"].shape[1]
-    layers = tuple({name: arrange(name, stack[:, i]) for name, stack in by_stage.items()} for i in range(count))
-    head = {"lm_head": _head(np.ascontiguousarray(params["lm_head"].T), mesh)} if "lm_head" in params else {}
-    return params | {"layers": layers} | head
+    layers = tuple(arrange({name: stack[:, i] for name, stack in by_stage.items()}) for i in range(count))
+    head = np.ascontiguousarray(params["lm_head"].T) if "lm_head" in params else params["embed"]
+    return params | {"layers": layers, "lm_head": _head(_bits(head), mesh)}
 
 
 def _head(matrix: Any, mesh: Mesh) -> OutputMajor:
     """The output head of a matrix `[vocab, D]`."""
-    return OutputMajor(matrix, (matrix.shape[0] // (mesh.shape["tensor"] * mesh.shape["stage"]),))
+    return OutputMajor(matrix, ((matrix.shape[0] // (mesh.shape["tensor"] * mesh.shape["stage"]),),))

@@ -1,15 +1,29 @@
-"""Tokenizers: Hugging Face's `tokenizer.json`, and plain bytes."""
+"""Tokenizers: Hugging Face's `tokenizer.json`, those of GGUF files, and plain bytes."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from longctx.models.chat_template import ChatTemplate
+from longctx.models.json_file import check_directory, is_file, is_gguf, read_json, read_text
+from longctx.models.validation import check_token_ids, shown
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BYTE_TOKENIZER_CLASS = "longctx.ByteTokenizer"
 """The `tokenizer_class` in a `tokenizer_config.json` that selects `ByteTokenizer`."""
+
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Largest `tokenizer.json` that is read; those of vocabularies of 256,000 tokens have 35 MB."""
+
+
+_UNKNOWN = "\U0010fffd"  # a character for private use, which no vocabulary has
 
 
 class Tokenizer(Protocol):
@@ -27,7 +41,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Pass `add_special_tokens=False` for a rendered chat, which contains its own."""
+        """The token ids of a text. Pass `add_special_tokens=False` for a rendered chat, which contains its own.
+
+        ValueError if the text holds lone surrogates, which no Unicode text does.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -49,7 +66,7 @@ class ByteTokenizer:
     eos_ids: tuple[int, ...] = (257,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids = list(text.encode("utf-8"))
+        ids = list(_utf8(text))
         return [256, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -61,25 +78,40 @@ class ByteTokenizer:
         raise ValueError("the byte tokenizer has no chat template")
 
 
+class _LibraryErrors:
+    """Makes ValueErrors that name the file of what `tokenizers` raises: Exception itself, and for a panic of its Rust a
+    BaseException whose class cannot be imported. It is no generator because it is entered for every token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
+            raise ValueError(f"{self._path}: the tokenizer failed: {error}") from error
+
+
 class HFTokenizer:
-    """A tokenizer of a `tokenizer.json`, run by the `tokenizers` library."""
+    """A tokenizer that the `tokenizers` library runs; `path` is the file that it comes from, which errors name."""
 
     def __init__(
         self,
         path: Path,
+        tokenizer: tokenizers.Tokenizer,
         eos_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: ChatTemplate | None,
     ) -> None:
-        import tokenizers
-
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer that `tokenizers` reads: {error}") from error
-        # Files may contain the padding and truncation settings of training.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._errors = _LibraryErrors(path)
+        self._tokenizer = tokenizer
+        with self._errors:
+            # Files may contain the padding and truncation settings of training.
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            self._tokenizer.encode("")  # fails now rather than later, if special tokens are wrong
         self._special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self.bos_id: int | None = self._special_id("bos_token")
@@ -90,85 +122,138 @@ class HFTokenizer:
         token = self._special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
 
+    @functools.cached_property
+    def _controls(self) -> dict[int, str]:
+        """The special tokens but the unknown token, which stands for plain characters."""
+        unknown: list[int] = []
+        with contextlib.suppress(ValueError):  # from a tokenizer that has none
+            unknown = self.encode(_UNKNOWN, add_special_tokens=False)
+        with self._errors:
+            added = self._tokenizer.get_added_tokens_decoder()
+        return {id: token.content for id, token in added.items() if token.special and id not in unknown}
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self._chat_template
+
+    @property
+    def unknown_special_tokens(self) -> dict[str, str]:
+        """The special tokens by name, such as `eos_token`, that are not in the vocabulary."""
+        return {name: token for name, token in self._special_tokens.items() if self._special_id(name) is None}
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that it gives; files may leave out ids."""
+        return max(self._tokenizer.get_vocab().values(), default=0)
+
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        _utf8(text)  # tokenizers raises a TypeError that doesn't say what is wrong
+        with self._errors:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def control_token(self, text: str) -> str | None:
+        """The first special token that stands in a text and would be taken for one; None: there is none."""
+        ids = self.encode(text, add_special_tokens=False)
+        return next((self._controls[id] for id in ids if id in self._controls), None)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with self._errors:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        from longctx.models.chat_template import render_chat
-
         if self._chat_template is None:
             raise ValueError("this tokenizer has no chat template")
-        return render_chat(self._chat_template, messages, add_generation_prompt, self._special_tokens, **variables)
+        return self._chat_template.render(messages, add_generation_prompt, self._special_tokens, **variables)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a checkpoint directory.
+    """Load the tokenizer of a checkpoint directory, or of a GGUF file, from its metadata.
 
-    It reads `tokenizer.json`, and from `tokenizer_config.json` the special tokens and the chat template
+    Of a directory it reads `tokenizer.json`, and from `tokenizer_config.json` the special tokens and the chat template
     (`chat_template.jinja` takes precedence). The ids that end a generation are those of `generation_config.json`, or
     else the tokenizer's own. A directory whose `tokenizer_config.json` has the `tokenizer_class`
     `longctx.ByteTokenizer` needs no other file.
 
     Raises:
-      FileNotFoundError: no such directory, or no `tokenizer.json` in it.
-      ValueError: a file cannot be parsed.
+      FileNotFoundError: no such directory or GGUF file, or no `tokenizer.json` in it.
+      ValueError: the directory or a file cannot be read, or a file cannot be parsed.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no such directory: {directory}")
-    config = _read_json(directory / "tokenizer_config.json")
+    if is_gguf(directory):
+        from longctx.models.gguf_tokenizer import read_gguf_tokenizer
+
+        with _LibraryErrors(directory):
+            return HFTokenizer(directory, *read_gguf_tokenizer(directory))
+    check_directory(directory)
+    config_file, generation_file = directory / "tokenizer_config.json", directory / "generation_config.json"
+    config = read_json(config_file) if is_file(config_file) else {}
     if config.get("tokenizer_class") == BYTE_TOKENIZER_CLASS:
         return ByteTokenizer()
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"{directory} has no tokenizer.json (other tokenizer formats are not read)")
-    eos_ids = _read_json(directory / "generation_config.json").get("eos_token_id")
+    generation = read_json(generation_file) if is_file(generation_file) else {}
+    try:
+        eos_ids = check_token_ids("eos_token_id", generation.get("eos_token_id"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{generation_file}: {error}") from error
     return HFTokenizer(
-        path,
-        eos_ids=() if eos_ids is None else (eos_ids,) if isinstance(eos_ids, int) else tuple(eos_ids),
-        special_tokens=_special_tokens(config),
-        chat_template=_chat_template(directory, config),
+        path, _read_tokenizer(path), eos_ids, _special_tokens(config_file, config), _chat_template(config_file, config)
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file, empty if the file does not exist."""
-    if not path.is_file():
-        return {}
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_TOKENIZER_BYTES} bytes")
+    with _LibraryErrors(path):
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} is not a tokenizer that `tokenizers` reads: {error}") from error
+
+
+def _utf8(text: str) -> bytes:
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path} holds {type(contents).__name__}, not a JSON object")
-    return contents
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text must be valid Unicode, and has {text[error.start]!r} at {error.start}") from None
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """`bos_token` and the like; each is a string, or a dict with its `content`."""
     tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content", token)
         if token is not None:
-            tokens[name] = token["content"] if isinstance(token, dict) else token
+            tokens[name] = _text(path, name, token)
     return tokens
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _chat_template(path: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    file = path.with_name("chat_template.jinja")
+    if is_file(file):
+        return ChatTemplate(file, read_text(file))
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
+        if not all(isinstance(entry, dict) for entry in template):
+            raise ValueError(f"{path}: chat_template must be a string, or objects with name and template")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return None if template is None else ChatTemplate(path, _text(path, "chat_template", template))
+
+
+def _text(path: Path, name: str, value: Any) -> str:
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{path}: {name} must be a string of valid Unicode, got {shown(value)}") from error
+    return value

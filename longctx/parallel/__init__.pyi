@@ -9,6 +9,7 @@ from .cost import H100_RDMA as H100_RDMA
 from .cost import H100_TCP as H100_TCP
 from .cost import Hardware as Hardware
 from .cost import ModelShape as ModelShape
+from .devices import cpu_devices as cpu_devices
 from .kvp import kvp_attention as kvp_attention
 from .kvp import merge_over_ranks as merge_over_ranks
 from .layout import layout_shards as layout_shards

@@ -116,15 +116,20 @@ class Choice:
     num_ranks: int
     h: float
 
-    def explain(self) -> None:
-        """Print predicted times, both sides of the paper's equations, and the answer of each rule."""
+    def __str__(self) -> str:
+        return self.explain()
+
+    def explain(self) -> str:
+        """Predicted times, both sides of the paper's equations, and the answer of each rule: lines to `print`."""
         new, total, answers = self.new_tokens, self.new_tokens + self.cached_tokens, self.answers
         eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        print(f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}")
-        print(f"{'predicted, us':14}{'compute':>12}{'exposed':>12}{'total':>12}")
+        lines = [
+            f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}",
+            f"{'predicted, us':14}{'compute':>12}{'exposed':>12}{'total':>12}",
+        ]
         for method, times in self.times.items():
             columns = (times.compute, times.exposed, times.total)
-            print(f"{method:14}" + "".join(f"{1e6 * seconds:12,.1f}" for seconds in columns))
+            lines.append(f"{method:14}" + "".join(f"{1e6 * seconds:12,.1f}" for seconds in columns))
         miss = f"miss rate {new / total:.2%}"
         for number, left, is_met, right, if_met, if_not in (
             (1, miss, new / total >= eq.equation_1, f"{eq.equation_1:.2%}", "KV is fewer bytes", "Q is fewer bytes"),
@@ -132,12 +137,13 @@ class Choice:
             (3, f"T + P {total:,}", total >= eq.equation_3, f"{eq.equation_3:,.0f}", "Q is hidden", "Q is exposed"),
             (5, miss, new / total >= eq.equation_5, f"{eq.equation_5:.2%}", "All2All costs more", "All2All costs less"),
         ):
-            print(f"equation {number}: {left} {'>=' if is_met else '<'} {right}: {if_met if is_met else if_not}")
+            lines.append(f"equation {number}: {left} {'>=' if is_met else '<'} {right}: {if_met if is_met else if_not}")
         for rule, method in answers.items():
             source = "" if self.rule == "empirical" else ", fitted to table 4"
-            print(f"{rule}: {method}" + (f" (h = {self.h:.3f}{source})" if rule == "empirical" else ""))
+            lines.append(f"{rule}: {method}" + (f" (h = {self.h:.3f}{source})" if rule == "empirical" else ""))
         if answers["algorithm_1"] != answers["algorithm_5"]:
-            print("algorithm 1 and 5 differ: equation 5 counts pass-Q's all-to-all, equation 1 doesn't")
+            lines.append("algorithm 1 and 5 differ: equation 5 counts pass-Q's all-to-all, equation 1 doesn't")
+        return "\n".join(lines)
 
 
 def choose_ring(
@@ -166,7 +172,8 @@ def choose_ring(
       a `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
 
     Raises:
-      ValueError: an argument is out of range, or there is no such rule; the message names it.
+      TypeError, ValueError: an argument is of the wrong type or out of range, or there is no such rule; the message
+        names it.
 
     Source: context parallelism paper, algorithms 1 and 5, equations 1, 2, 3 and 5, appendix D.
     """

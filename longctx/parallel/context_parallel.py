@@ -2,35 +2,32 @@
 
 import dataclasses
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype
+from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
 from longctx.parallel.layout import check_layout
-from longctx.parallel.mesh_attention import METHODS, Masks, StaticArguments, mesh_attention
+from longctx.parallel.mesh_attention import METHODS, StaticArguments, mesh_attention
 
 
 def context_parallel_attention(
-    q: Float[Array, "*B T N H"],
-    k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
+    q: Float[ArrayLike, "*B T N H"],
+    k: Float[ArrayLike, "*B S K H"],
+    v: Float[ArrayLike, "*B S K H"],
     *,
     mesh: Mesh,
     method: str = "auto",
     layout: str = "zigzag",
-    q_positions: Int[Array, "... T"] | None = None,
-    kv_positions: Int[Array, "... S"] | None = None,
-    q_segment_ids: Int[Array, "... T"] | None = None,
-    kv_segment_ids: Int[Array, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     causal: bool = True,
@@ -44,8 +41,8 @@ def context_parallel_attention(
     Tokens are sharded over `axis_name` by the layout (queries by the new tokens alone), padded where N does not divide
     them, and put back in order. Contiguous parts become shards by permutes of half-shards (zigzag) or an all-to-all
     (striped), so no rank ever holds a whole sequence. Heads are sharded over `head_axis`, with one ring for each of its
-    ranks; KV heads are repeated if it has more ranks than there are KV heads. Works in and outside of jit, with Auto
-    and Explicit mesh axes; the work is repeated over the other axes of the mesh.
+    ranks; KV heads are repeated if it has more ranks than there are KV heads. Works in and outside of jit, where a
+    call compiles once for its shapes, with Auto and Explicit mesh axes; the work is repeated over the other axes.
 
     Args:
       q: queries, the new tokens, `[*B, T, N, H]`.
@@ -66,8 +63,8 @@ def context_parallel_attention(
 
     Source: context parallelism paper, 3.5 and figure 5.
     """
-    masks: Masks = (_array(q_positions), _array(kv_positions), _array(q_segment_ids), _array(kv_segment_ids))
-    jax.eval_shape(lambda: check_operands(q, k, v, *masks, causal=causal))  # the checks alone
+    arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    q, k = arguments.q, arguments.k
     kernel = check_kernel(q, causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     if not isinstance(mesh, Mesh):
@@ -100,8 +97,4 @@ def context_parallel_attention(
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
     static = StaticArguments(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
-    return mesh_attention(static, q, k, v, masks)
-
-
-def _array(x: Any) -> Any:
-    return x if x is None or isinstance(x, jax.Array) else np.asarray(x)
+    return mesh_attention(static, arguments)

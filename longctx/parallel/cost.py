@@ -134,9 +134,14 @@ def predict_times(
 
     Raises:
       ValueError: new_tokens T or num_ranks N is no positive integer, or cached_tokens P no non-negative one.
+      TypeError: model is no `ModelShape`, or hardware no `Hardware`.
 
     Source: context parallelism paper, 3.4, table 3 and appendix C; KVP, Mnemosyne 4.4.
     """
+    if not isinstance(model, ModelShape):
+        raise TypeError(f"model must be a ModelShape, such as LLAMA3_405B, got {model!r}")
+    if not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a Hardware, such as H100_RDMA, got {hardware!r}")
     n = check_count("num_ranks", num_ranks, 1)
     new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
     heads, head_size, e, partial = model.num_heads, model.head_size, hardware.bytes_per_element, hardware.partial_bytes

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
+from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype, flatten, match_varying
 
 
 def check_arguments(
@@ -46,7 +46,7 @@ def check_arguments(
                 f"{name} must be given when causal: a rank can't tell which tokens its layout gave it "
                 "(longctx.parallel.shard_positions does)"
             )
-    operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    operands = flatten(check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal))
     kernel = check_kernel(q, causal, scale, implementation)
     for name, x in (("k", k), ("v", v)):
         if num_ranks > 1 and is_replicated(x, axis_name):

@@ -12,14 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import Kernel
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_operands
+from longctx.kernels.attention.operands import Arguments, flatten
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
-
-Masks = tuple[Array | None, Array | None, Array | None, Array | None]
 
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
@@ -42,28 +40,26 @@ class StaticArguments(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mesh_attention(static: StaticArguments, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+def mesh_attention(static: StaticArguments, arguments: Arguments) -> Array:
     """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
-    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves((q, k, v, masks))]
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arguments)]
     explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
     if explicit is None:
         mesh = Mesh(static.mesh.devices, static.mesh.axis_names, axis_types=(AxisType.Auto,) * static.mesh.devices.ndim)
-        return _sharded_attention(static, mesh, q, k, v, masks)
+        return _sharded_attention(static, mesh, arguments)
     if explicit.mesh.shape != static.mesh.shape:
         raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {static.mesh.shape}")
     of_q = shardings[0].spec if shardings[0].mesh.shape == static.mesh.shape else P()
     sharding = NamedSharding(explicit.mesh, of_q)
-    return jax.sharding.auto_axes(functools.partial(_sharded_attention, static, None), out_sharding=sharding)(
-        q, k, v, masks
-    )
+    return jax.sharding.auto_axes(functools.partial(_sharded_attention, static, None), out_sharding=sharding)(arguments)
 
 
-def _sharded_attention(static: StaticArguments, mesh: Mesh | None, q: Array, k: Array, v: Array, masks: Masks) -> Array:
+def _sharded_attention(static: StaticArguments, mesh: Mesh | None, arguments: Arguments) -> Array:
     """Shard over `mesh`, or over the mesh of the context if it is None."""
     axis_name, num_ranks = static.axis_name, static.mesh.shape[static.axis_name]
-    flat_q, flat_k, flat_v, queries, keys = check_operands(q, k, v, *masks, causal=static.kernel.causal)
+    flat_q, flat_k, flat_v, queries, keys = flatten(arguments)
     if static.head_axis is not None:
-        repeats = max(1, static.mesh.shape[static.head_axis] // k.shape[-2])
+        repeats = max(1, static.mesh.shape[static.head_axis] // flat_k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP needs its queries on all ranks.
@@ -107,7 +103,7 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | None, q: Array, k: 
         Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
         Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
     )
-    return out[:, : q.shape[-3]].reshape(q.shape)
+    return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
 
 
 def _drop_batch(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Tensor parallelism outside attention: sums over devices, the embedding and the head of a sharded vocabulary.
+"""Tensor parallelism outside attention: reductions over devices, the embedding and the head of a sharded vocabulary.
 
 All functions run inside `longctx.parallel.mesh.shard_map`. Source: Megatron-LM (Shoeybi et al. 2019), section 3.
 """
@@ -16,6 +16,12 @@ def psum(x: Shaped[Array, "*shape"], *axes: str) -> Shaped[Array, "*shape"]:
     return lax.psum(x, axes) if axes else x
 
 
+def pmax(x: Shaped[Array, "*shape"], *axes: str) -> Shaped[Array, "*shape"]:
+    """The maximum over those of the axes that are present, by one all-reduce."""
+    axes = present(*axes)
+    return lax.pmax(x, axes) if axes else x
+
+
 def embed_tokens(
     table: Shaped[Array, "V_local D"], tokens: Int[Array, "T"], axis_name: str = "tensor"
 ) -> Shaped[Array, "T D"]:
@@ -31,14 +37,18 @@ def embed_tokens(
 def argmax(logits: Float[Array, "R V_local"], *axes: str) -> Int[Array, "R"]:
     """The token of the highest logit of each row, the first of equals; the vocabulary is sharded over `axes`.
 
-    It takes two reductions of R numbers for any vocabulary.
+    It is -1 for a row whose highest logit is not finite: one is NaN or +inf, or all are -inf. It takes two
+    reductions of R numbers for any vocabulary.
     """
     best, token = jnp.max(logits, -1), jnp.argmax(logits, -1).astype(jnp.int32)
     over = present(*axes)
-    if not over:
-        return token
-    token += index_of(*axes) * logits.shape[1]
-    return lax.pmin(jnp.where(best == lax.pmax(best, over), token, jnp.iinfo(jnp.int32).max), over)
+    if over:
+        best = jnp.where(jnp.isnan(best), jnp.inf, best)  # a reduction over devices may drop a NaN
+        token += index_of(*axes) * logits.shape[1]
+        best_of_all = lax.pmax(best, over)
+        token = lax.pmin(jnp.where(best == best_of_all, token, jnp.iinfo(jnp.int32).max), over)
+        best = best_of_all
+    return jnp.where(jnp.isfinite(best), token, -1)
 
 
 def all_gather_vocabulary(logits: Float[Array, "R V_local"], *axes: str) -> Float[Array, "R V"]:

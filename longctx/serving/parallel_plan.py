@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.validation import check_integer
+from longctx.serving.validation import check_integer, check_real
 
 if TYPE_CHECKING:
     from longctx.models import LlamaConfig
@@ -71,12 +71,21 @@ class ParallelPlan:
         """Whether some rows are sharded over `context`."""
         return self.context > 1 and self.exchange != "kvp"
 
-    def check(self, model: LlamaConfig, num_devices: int) -> None:
-        """Check that a model and a number of devices suit this plan.
+    def check(self, model: LlamaConfig, num_devices: int, device_bytes: float | None = None, tokens: int = 0) -> None:
+        """Check that a model and a number of devices suit this plan, before there is either.
+
+        Args:
+          device_bytes: memory of a device that weights and cache may take; None: not checked. What a step computes with
+            comes on top: an engine, which knows its shapes, estimates that itself.
+          tokens: tokens of all requests whose keys and values shall fit. Like weights that are not quantised, they have
+            16 bits.
 
         Raises:
-          ValueError: they don't; the message has the numbers.
+          TypeError, ValueError: they don't, and the message has the numbers; or an argument is out of range.
         """
+        if device_bytes is not None:
+            check_real("device_bytes", device_bytes, 0)
+        check_integer("tokens", tokens, 0)
         if self.num_devices > num_devices:
             raise ValueError(
                 f"plan needs stage * context * tensor = {self.stage} * {self.context} * {self.tensor} = "
@@ -91,6 +100,20 @@ class ParallelPlan:
             raise ValueError(
                 f"plan's tensor must divide the model's {model.num_kv_heads} KV heads or be a multiple of them, "
                 f"got {self.tensor}"
+            )
+        if device_bytes is not None:
+            self._check_memory(model, device_bytes, tokens)
+
+    def _check_memory(self, model: LlamaConfig, device_bytes: float, tokens: int) -> None:
+        from longctx.models.footprint import cache_bytes, weight_bytes
+
+        weights = weight_bytes(model, self.stage, self.tensor)
+        cache = cache_bytes(model, math.ceil(tokens / self.context), self.stage, self.tensor)
+        if weights + cache > device_bytes:
+            raise ValueError(
+                f"plan needs {weights / 1e9:.1f} GB of weights and {cache / 1e9:.1f} GB for the keys and values of "
+                f"{tokens} tokens on each device, which has {device_bytes / 1e9:.1f} GB: a larger stage or tensor "
+                "divides both, a larger context the latter"
             )
 
     def placer(self, page_size: int, rows: int, predicted_tokens: float) -> Placer:

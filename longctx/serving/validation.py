@@ -1,44 +1,10 @@
 """Checks of arguments, whose errors name the argument and the values that are allowed."""
 
-import math
-import reprlib
-from numbers import Integral, Real
-
-MAX_INT32 = 2**31 - 1
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 80
-
-
-def shown(value: object) -> str:
-    """A short representation of any value for an error message."""
-    try:
-        return _SHOWN.repr(value)
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-
-
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Check for a Python or numpy integer from `low` to `high`, and return it as int."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        span = f"of at least {low}" if high is None else f"of {low} to {high}"
-        raise ValueError(f"{name} must be an integer {span}, got {shown(number)}")
-    return number
-
-
-def check_real(name: str, value: object, low: float, high: float = math.inf) -> float:
-    """Check for a finite number from `low` to `high`, and return it as float."""
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not low <= number <= high or not math.isfinite(number):
-        raise ValueError(f"{name} must be finite and {low:g} to {high:g}, got {shown(value)}")
-    return number
+from longctx.models.validation import MAX_INT32 as MAX_INT32
+from longctx.models.validation import check_bool as check_bool
+from longctx.models.validation import check_integer as check_integer
+from longctx.models.validation import check_real as check_real
+from longctx.models.validation import shown as shown
 
 
 def check_text(name: str, value: object) -> str:
@@ -50,9 +16,3 @@ def check_text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} must be valid Unicode, got {shown(value)}") from error
     return value
-
-
-def check_bool(name: str, value: object) -> None:
-    """Check for True or False; numbers are not accepted."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")

@@ -126,7 +126,7 @@ class Simulation:
                 raise ValueError(
                     f"requests[{number}] has {request.length} tokens, more than the {self._max_length} of the longest"
                 )
-            self.core.scheduler.check(request.prompt_tokens, request.output_tokens, 1)
+            self.core.scheduler.check(request.prompt_tokens, request.output_tokens)
             before = request.arrival
 
     def _cancel_all(self) -> None:

@@ -33,6 +33,7 @@ class Record:
     """What a workload came to: its requests in the order in which they ended, and the engine after each step."""
 
     seconds: float = 0.0
+    failed: int = 0  # requests that ended with an error; they are not among those served
     served: list[Served] = field(default_factory=list)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, running, waiting
     stats: EngineStats | None = None

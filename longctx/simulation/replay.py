@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING
 
-from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.simulation.record import Record, Served
@@ -22,7 +22,7 @@ def replay(
     sleep: Callable[[float], None] = time.sleep,
     seed: int = 0,
     progress: Callable[[Record, EngineStats], object] | None = None,
-    steps: list[StepMetrics] | None = None,
+    record: Record | None = None,
 ) -> Record:
     """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
 
@@ -33,9 +33,11 @@ def replay(
       sleep: lets seconds pass on that clock while there is nothing to do.
       seed: of the tokens that are made up.
       progress: is called after every step.
-      steps: what the engine's monitor appends to, for the record.
+      record: is filled, so that an interrupt leaves what came until then; the engine's monitor may append to its
+        `steps`. None: a new one.
     """
-    record, due = Record(steps=[] if steps is None else steps), {}
+    record = Record() if record is None else record
+    due: dict[str, float] = {}
     vocab_size = engine.model.config.vocab_size
     start, submitted = clock(), 0
     while submitted < len(requests) or engine.has_work:
@@ -49,10 +51,12 @@ def replay(
             sleep(requests[submitted].arrival - now)
             continue
         for event in engine.step():
-            if event.output is not None:
+            if event.output is not None and event.output.finish_reason == "error":
+                record.failed += 1
+            elif event.output is not None:
                 record.served.append(Served.of(event.output.metrics, due.pop(event.request_id), start))
-        record.stats = engine.stats()
-        record.timeline.append((clock() - start, record.stats.running, record.stats.waiting))
+        record.stats, record.seconds = engine.stats(), clock() - start
+        record.timeline.append((record.seconds, record.stats.running, record.stats.waiting))
         if progress is not None:
             progress(record, record.stats)
     record.seconds = clock() - start

@@ -21,17 +21,18 @@ def summarize(record: Record) -> dict[str, Any]:
     prompt_tokens = sum(m.prompt_tokens for m in metrics)
     return {
         "requests": len(metrics),
+        "failed": record.failed,
         "seconds": record.seconds,
         "prompt_tokens": prompt_tokens,
         "cached_tokens": sum(m.cached_tokens for m in metrics),
         "output_tokens": output_tokens,
-        "output_tokens_per_second": output_tokens / record.seconds,
-        "tokens_per_second": (prompt_tokens + output_tokens) / record.seconds,
+        "output_tokens_per_second": output_tokens / max(record.seconds, 1e-9),
+        "tokens_per_second": (prompt_tokens + output_tokens) / max(record.seconds, 1e-9),
         "ttft": percentiles([served.ttft for served in record.served]),
         "tpot": percentiles([served.tpot for served in record.served if served.tpot is not None]),
         "kept_ttft": share([served.kept_ttft for served in record.served]),
         "kept_tpot": share([served.metrics.kept_tpot for served in record.served]),
-        "prediction_error": _prediction_error(record),
+        **_prediction_errors(record),
         "engine": None if record.stats is None else dataclasses.asdict(record.stats),
     }
 
@@ -42,10 +43,18 @@ def share(kept: List[bool | None]) -> float | None:
     return sum(promised) / len(promised) if promised else None
 
 
-def _prediction_error(record: Record) -> float | None:
-    """Mean of |predicted / measured - 1| over all steps whose time was measured exactly."""
-    errors = [abs(step.predicted / step.seconds - 1) for step in record.steps if step.is_exact and step.seconds > 0]
-    return float(np.mean(errors)) if errors else None
+def _prediction_errors(record: Record) -> dict[str, Any]:
+    """|predicted / measured - 1| of the steps whose time is known: its mean, and weighted by their measured seconds."""
+    known = [(step.predicted, step.seconds) for step in record.steps if step.is_exact and step.seconds > 0]
+    if not known:
+        return {"prediction_error": None, "prediction_error_by_time": None, "steps_measured": 0}
+    predicted, measured = np.array(known).T
+    errors = np.abs(predicted / measured - 1)
+    return {
+        "prediction_error": float(errors.mean()),
+        "prediction_error_by_time": float(np.average(errors, weights=measured)),
+        "steps_measured": len(known),
+    }
 
 
 def percentiles(values: List[float]) -> dict[str, float] | None:
@@ -61,7 +70,7 @@ def table(summary: dict[str, Any]) -> str:
     prompt, cached = summary["prompt_tokens"], summary["cached_tokens"]
     rows = [
         ("requests", f"{summary['requests']:,} in {summary['seconds']:.2f} s"),
-        ("prompt tokens", f"{prompt:,}, of which {cached:,} ({cached / prompt:.1%}) found in the cache"),
+        ("prompt tokens", f"{prompt:,}, of which {cached:,} ({cached / max(prompt, 1):.1%}) found in the cache"),
         ("output tokens", f"{summary['output_tokens']:,}"),
         ("output tokens/s", f"{summary['output_tokens_per_second']:,.1f}"),
         ("all tokens/s", f"{summary['tokens_per_second']:,.1f}"),
@@ -73,11 +82,15 @@ def table(summary: dict[str, Any]) -> str:
     kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
     rows.append(("promises", ", ".join(kept) or "-"))
     if summary["prediction_error"] is not None:
-        rows.append(("predictions", f"off by {summary['prediction_error']:.1%} in the mean"))
+        mean, by_time = summary["prediction_error"], summary["prediction_error_by_time"]
+        shown = f"off by {mean:.1%} in the mean, {by_time:.1%} weighted by time"
+        rows.append(("predictions", f"{shown}, of {summary['steps_measured']:,} steps whose time is known"))
     if summary["engine"] is not None:
         engine = summary["engine"]
         counts = ("steps", "preemptions", "pages_evicted", "pages_cached")
         rows.append(("engine", "  ".join(f"{engine[name]:,} {name.replace('_', ' ')}" for name in counts)))
+    if summary["failed"]:
+        rows.insert(1, ("failed requests", f"{summary['failed']:,}"))
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
@@ -100,7 +113,7 @@ def details(record: Record) -> dict[str, Any]:
         }
         for served in record.served
     ]
-    seconds, running, waiting = (list(x) for x in zip(*record.timeline, strict=True))
+    seconds, running, waiting = ([row[i] for row in record.timeline] for i in range(3))
     timeline = {"seconds": seconds, "running": running, "waiting": waiting}
     return {"requests": requests, "timeline": timeline, "steps": [step._asdict() for step in record.steps]}
 

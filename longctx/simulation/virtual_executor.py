@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longctx.serving.executor.interface import Results
+from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.scheduler.batch import Batch, Chunk
 
 
@@ -61,7 +61,7 @@ class VirtualExecutor:
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
-    def compile(self) -> None:
+    def compile(self, progress: Progress = ignore_progress) -> None:
         pass
 
     def warm_up(self) -> None:

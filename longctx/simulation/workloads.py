@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.serving.validation import check_integer, check_real, shown
+from longctx.serving.validation import check_integer, check_real, check_text, shown
 
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
+MAX_ARRIVAL = 1e9  # seconds, which a clock can wait for
+MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class WorkloadRequest:
         for name in ("prompt_tokens", "output_tokens"):
             check_integer(name, getattr(self, name), 1)
         check_integer("block_size", self.block_size, 0)
-        check_real("arrival", self.arrival, 0)
+        check_real("arrival", self.arrival, 0, MAX_ARRIVAL)
         for block in self.blocks:
             check_integer("blocks", block, 0)
 
@@ -150,6 +152,8 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
                 requests.append(parse(row, len(requests)))
         except KeyError as error:
             raise ValueError(f"{path}:{at}: {error} is missing") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{at + 1}: it is not UTF-8: {error.reason}") from None
         except (TypeError, ValueError, csv.Error, RecursionError) as error:
             raise ValueError(f"{path}:{at}: {error}") from None
     if not requests:
@@ -160,7 +164,7 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
 def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
     """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token."""
 
-    check_real("factor", factor, 0)
+    check_real("factor", factor, 0, MAX_FACTOR)
 
     def scaled(length: int) -> int:
         return max(1, round(length * factor))
@@ -201,6 +205,8 @@ def _from_json(line: str, number: int) -> WorkloadRequest:
             raise TypeError(f"prompt must be text or a list of token ids, got {shown(prompt)}")
         if isinstance(prompt, list):
             prompt = tuple(check_integer("prompt", token, 0) for token in prompt)
+        else:
+            check_text("prompt", prompt)
         return WorkloadRequest(arrival, len(prompt), row["max_tokens"], number=number, prompt=prompt)
     blocks = row.get("hash_ids", [])
     if not isinstance(blocks, list):

@@ -16,7 +16,7 @@ SIX = jnp.arange(6)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"q": np.ones((6, 4, 8), np.float32)}, TypeError, "q must be a jax.Array, got ndarray"),
+        ({"q": [1.0]}, TypeError, "q must be a jax.Array or numpy.ndarray, got list"),
         ({"q": jnp.ones((6, 8))}, ValueError, "q must have a shape"),
         ({"v": jnp.ones((2, 8))}, ValueError, "v must have a shape"),
         ({"q": jnp.ones((6, 4, 8), int)}, TypeError, "q must be floating point, got int32"),
@@ -28,7 +28,16 @@ SIX = jnp.arange(6)
         ({"q": jnp.ones((2, 6, 4, 8))}, ValueError, "batch dimensions of q"),
         ({"q": jnp.ones((5, 4, 8))}, ValueError, "q_positions must be given when causal and T != S"),
         ({"q_positions": SIX.astype(float)}, TypeError, "q_positions must be integers, got float32"),
-        ({"q_positions": SIX, "kv_positions": jnp.arange(5)}, ValueError, r"kv_positions must have the shape \(6,\)"),
+        (
+            {"q_positions": SIX, "kv_positions": jnp.arange(5)},
+            ValueError,
+            r"kv_positions must have the shape \(6,\), got \(5,\)",
+        ),
+        (
+            {name: x[None] for name, x in (("q", Q), ("k", K), ("v", K))} | {"q_positions": jnp.arange(5)},
+            ValueError,
+            r"q_positions must have the shape \(6,\) or \(1, 6\), got \(5,\)",
+        ),
         ({"q_positions": jnp.zeros((2, 6), int)}, ValueError, r"q_positions must have the shape \(6,\)"),
         ({"q_segment_ids": SIX}, ValueError, "q_segment_ids and kv_segment_ids must be given both or neither"),
         ({"q_segment_ids": SIX, "kv_segment_ids": SIX > 2}, TypeError, "kv_segment_ids must be integers, got bool"),

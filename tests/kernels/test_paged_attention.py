@@ -110,7 +110,7 @@ CALL = {
 @pytest.mark.parametrize(
     ("arguments", "refusal", "message"),
     [
-        ({"q": np.ones((6, 4, 8))}, TypeError, "q must be a jax.Array, got ndarray"),
+        ({"q": 1.0}, TypeError, "q must be a jax.Array or numpy.ndarray, got float"),
         ({"q": Q[0]}, ValueError, r"q must have a shape \[T, N, H\]"),
         ({"q": Q.astype(int)}, TypeError, "q must be floating point of 16 bits or more, got int32"),
         ({"q": Q[:, :3]}, ValueError, "multiple of k_pages' heads"),

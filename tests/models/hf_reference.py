@@ -44,6 +44,7 @@ class Case:
     hidden_size: int = 64
     intermediate_size: int = 80
     layers: int = 3
+    head_dim: int | None = None
 
     def __str__(self) -> str:
         """Its name as a pytest id."""
@@ -54,7 +55,12 @@ class Case:
         config_class, model_class = {
             "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
             "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+            "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+            "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         }[self.family]
+        own: dict[str, Any] = {"sliding_window": None} if self.family == "mistral" else {}
+        if self.head_dim is not None:
+            own["head_dim"] = self.head_dim
         config = config_class(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -69,6 +75,7 @@ class Case:
             rope_parameters=dict(ROPES[self.rope]),
             bos_token_id=1,
             eos_token_id=2,
+            **own,
         )
         torch.manual_seed(seed)
         model = model_class(config).eval()

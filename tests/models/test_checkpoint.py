@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from longctx.models import CheckpointError, load_checkpoint, param_specs, save_checkpoint
+from longctx.models.checkpoint import read_model
 from longctx.models.params import Params
 from longctx.models.safetensors_reader import SafetensorsReader
 
@@ -115,12 +116,36 @@ def test_tied_copies_and_old_buffers_are_ignored(tmp_path: Path) -> None:
     Case(tied=True).write(tmp_path)
     _, expected = load_checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"
-    extra = {"lm_head.weight": np.zeros((96, 64), np.float32)}
+    tensors = load_file(path)
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
     extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
-    save_file(load_file(path) | extra, path)
+    save_file(tensors | extra, path)
     _, params = load_checkpoint(tmp_path)
     assert "lm_head" not in params
     assert_same(params, expected)
+
+
+@pytest.mark.parametrize("change", ["value", "shape", "dtype"])
+def test_a_tied_copy_that_differs_is_refused(tmp_path: Path, change: str) -> None:
+    Case(tied=True).write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    copy = tensors["model.embed_tokens.weight"].copy()
+    copy[-1, -1] += 1
+    tensors["lm_head.weight"] = {"value": copy, "shape": copy[1:].copy(), "dtype": copy.astype(np.float16)}[change]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_model_is_read_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Case(tied=True).write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path)
+    model, _ = load_checkpoint(tmp_path)
+    monkeypatch.setattr(SafetensorsReader, "read", lambda *arguments: pytest.fail("a weight was read"))
+    assert read_model(tmp_path) == (model, np.dtype(np.float32))
 
 
 # Saving
@@ -226,6 +251,29 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
+def edit_entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes the entry of a tensor in the header."""
+
+    def damage(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:end])
+        header = json.dumps(entries | {Q_PROJ: change(entries[Q_PROJ])}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+
+    return damage
+
+
+def sparse_header(size: int) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        with (directory / "model.safetensors").open("wb") as file:
+            file.write(size.to_bytes(8, "little"))
+            file.truncate(size + 8)
+
+    return damage
+
+
 def truncate(keep: Callable[[int], int]) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         path = directory / "model.safetensors"
@@ -298,6 +346,36 @@ def index(weight_map: Any) -> Callable[[Path], None]:
             ["index.json", "'ghost'", "shard.safetensors"],
         ),
         (index([1, 2]), CheckpointError, ["index.json"]),
+        *[
+            (index(lambda names, file=file: dict.fromkeys(names, file)), CheckpointError, ["index.json", "beside it"])
+            for file in ["../shard.safetensors", "/etc/passwd", "sub/shard.safetensors", "..", "", 3, None, []]
+        ],
+        (index(lambda names: dict.fromkeys(names, "a" * 10_000)), FileNotFoundError, ["index.json", "aaa"]),
+        (index(lambda names: dict.fromkeys(names, "\0")), FileNotFoundError, ["index.json"]),
+        (edit_config(num_hidden_layers=16_000), CheckpointError, ["num_hidden_layers is 16000", "51 tensors"]),
+        (edit_config(num_hidden_layers=10**7), ValueError, ["num_hidden_layers", "10000000"]),
+        (
+            edit_entry(lambda entry: entry | {"shape": [2**62, 2**62]}),
+            CheckpointError,
+            ["model.safetensors", Q_PROJ, "cannot have"],
+        ),
+        (edit_entry(lambda entry: entry | {"shape": [1] * 33}), CheckpointError, ["model.safetensors", Q_PROJ]),
+        (edit_entry(lambda entry: entry | {"shape": [2.0, 8]}), CheckpointError, [Q_PROJ, "shape", "2.0"]),
+        (edit_entry(lambda entry: entry | {"shape": {}}), CheckpointError, [Q_PROJ, "shape"]),
+        (edit_entry(lambda entry: entry | {"data_offsets": [0]}), CheckpointError, ["model.safetensors", Q_PROJ]),
+        (edit_entry(lambda entry: entry | {"data_offsets": [-8, 8]}), CheckpointError, ["data_offsets", Q_PROJ]),
+        (edit_entry(lambda entry: 3), CheckpointError, ["model.safetensors", Q_PROJ]),
+        (
+            edit_entry(lambda entry: entry | {"data_offsets": [x - 4 for x in entry["data_offsets"]]}),
+            CheckpointError,
+            [Q_PROJ, "the one before ends at"],
+        ),
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes() + b"more"),
+            CheckpointError,
+            ["model.safetensors", "4 bytes belong to no tensor"],
+        ),
+        (sparse_header(2**39), CheckpointError, ["model.safetensors", "549755813888 bytes, the most is"]),
     ],
 )
 def test_errors_name_the_file_and_the_tensor(
@@ -308,6 +386,13 @@ def test_errors_name_the_file_and_the_tensor(
         load_checkpoint(checkpoint)
     for name in named:
         assert name in str(raised.value)
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(checkpoint: Path) -> None:
+    with SafetensorsReader(checkpoint) as reader:
+        edit_entry(lambda entry: entry | {"shape": [32, 128]})(checkpoint)
+        with pytest.raises(CheckpointError, match=f"{Q_PROJ}' has changed"):
+            reader.read(Q_PROJ, (slice(0, 1),))
 
 
 def test_a_local_directory_is_asked_for() -> None:

@@ -1,12 +1,15 @@
 """Configurations: what is read from config.json, and what is refused."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +83,72 @@ def test_reads_qwen25_1m() -> None:
     assert config.eos_ids == (151645,)
 
 
+def test_reads_qwen3() -> None:
+    """As in Qwen/Qwen3-32B, whose head size is not hidden_size / num_attention_heads."""
+    config = LlamaConfig.from_hf(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "eos_token_id": [151645, 151643],
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 64,
+            "model_type": "qwen3",
+            "num_attention_heads": 64,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        }
+    )
+    assert config == LlamaConfig.preset("qwen3-32b")
+
+
+def test_reads_mistral_and_llama_2() -> None:
+    """As in mistralai/Mistral-7B-v0.3 and meta-llama/Llama-2-7b-hf."""
+    mistral = {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32768,
+    }
+    assert LlamaConfig.from_hf(mistral) == LlamaConfig.preset("mistral-7b-v0.3")
+    llama = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 11008, "max_position_embeddings": 4096}
+    llama |= {"num_key_value_heads": 32, "rope_theta": 10000.0, "rope_scaling": None, "vocab_size": 32000}
+    assert LlamaConfig.from_hf(mistral | llama) == LlamaConfig.preset("llama-2-7b")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_absent_keys_mean_what_transformers_takes(family: str) -> None:
+    theirs = getattr(transformers, f"{family}Config")()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    required = {"model_type": theirs.model_type} | {key: getattr(theirs, key) for key in sizes}
+    config = LlamaConfig.from_hf(required | ({"sliding_window": None} if family == "Mistral" else {}))
+    assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert config.max_positions == theirs.max_position_embeddings
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
 def test_reads_a_file_and_the_newer_rope_key(tmp_path: Path) -> None:
     newer = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")}
     newer["rope_parameters"] = {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}
@@ -117,12 +186,19 @@ def test_defaults_of_absent_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+        *[
+            ({"architectures": [f"{name}ForCausalLM"]}, f"{name}ForCausalLM")
+            for name in ("Qwen3Moe", "Qwen3Next", "Mixtral", "Ministral", "Gemma", "Gemma3", "Phi", "Phi3")
+        ],
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # absent means 4096 there
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 131072}, "sliding_window"),
+        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"hidden_size": "4096"}, "hidden_size"),
-        ({"num_key_value_heads": 5}, "multiple of num_kv_heads"),
+        ({"num_key_value_heads": 5}, "multiple of num_key_value_heads"),
         ({"head_dim": 127}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
@@ -143,6 +219,72 @@ def test_defaults_of_absent_keys() -> None:
 def test_unsupported_settings_are_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LlamaConfig.from_hf({**LLAMA_31_8B, **changes})
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("num_hidden_layers", [0, -1, True, 10**7, 2**31, 2**64, 32.0, []]),
+        ("num_attention_heads", [0, -32, True]),
+        ("num_key_value_heads", [0, -1, False, "8", {}]),
+        ("head_dim", [0, -2, 2**40, "128"]),
+        ("vocab_size", [2**31, -1]),
+        ("max_position_embeddings", [0, 2**31, 1e9, "x", []]),
+        ("rms_norm_eps", [-1, 0, math.nan, math.inf, "x", [], True, 2.0, 10**400]),
+        ("bos_token_id", ["x", {}, -1, 10**6, True, [1]]),
+        ("eos_token_id", ["x", {}, -1, 10**6, True, ["x"], [[1]], [1, -1], 1.0, [1] * 1001]),
+        ("rope_theta", [0, -1, 1, math.inf, math.nan, "x", [], 1e300, 10**400]),
+        ("rope_scaling", ["x", [], 3, True, {"rope_type": []}, {"rope_type": {}}, {"rope_type": 3}]),
+        ("tie_word_embeddings", ["x", 1, 0.5, [True]]),
+        ("architectures", ["LlamaForCausalLM", {}, 3, [[]], [{}], [None]]),
+        ("layer_types", [3, True, "full_attention"]),
+    ],
+)
+def test_values_of_wrong_types_or_out_of_range_are_named(key: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=key):
+            LlamaConfig.from_hf({**LLAMA_31_8B, key: value})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "key"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, "factor"),
+        *[(LLAMA_31_8B["rope_scaling"], key) for key in LLAMA_31_8B["rope_scaling"] if key != "rope_type"],
+        *[
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, key)
+            for key in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+        ],
+        ({"rope_type": "yarn"}, "original_max_position_embeddings"),
+    ],
+)
+def test_values_of_rope_scaling_are_checked(scaling: dict[str, Any], key: str) -> None:
+    for value in [0, -1, math.nan, math.inf, "x", [], True, 1e-300, 1e300, 10**400]:
+        with pytest.raises(ValueError, match=key):
+            LlamaConfig.from_hf({**LLAMA_31_8B, "rope_scaling": scaling | {key: value}})
+
+
+def test_a_model_type_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="architecture"):
+        LlamaConfig.from_hf({**LLAMA_31_8B, "architectures": None, "model_type": []})
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"[" * 100_000, "too deeply"),
+        (b'{"x": ' * 10_000 + b"1" + b"}" * 10_000, "deep"),
+        (b'{"x": ' * 100 + b"1" + b"}" * 100, "64 levels"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"x": "\xff"}', "UTF-8"),
+        (b'{"x": "' + b"a" * 2**24 + b'"}', "larger than 16777216 bytes"),
+    ],
+)
+def test_hostile_json_is_refused(tmp_path: Path, contents: bytes, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=rf"config\.json .*{message}"):
+        LlamaConfig.from_hf(path)
 
 
 def test_files_without_an_object_are_rejected(tmp_path: Path) -> None:
@@ -177,7 +319,7 @@ scalings = st.one_of(
 )
 configs = st.builds(
     LlamaConfig,
-    vocab_size=st.integers(1, 1000),
+    vocab_size=st.integers(11, 1000),
     hidden_size=st.integers(1, 1000),
     intermediate_size=st.integers(1, 1000),
     num_layers=st.integers(1, 100),
@@ -187,15 +329,16 @@ configs = st.builds(
     rope=st.builds(RopeConfig, theta=st.floats(2, 1e8), scaling=scalings),
     norm_eps=st.floats(1e-8, 1e-3),
     tie_embeddings=st.booleans(),
-    qkv_bias=st.booleans(),
+    qkv_bias=st.just(False),
     max_positions=st.just(2_000_000),
     bos_id=st.none() | st.integers(0, 10),
     eos_ids=st.lists(st.integers(0, 10), max_size=3).map(tuple),
 )
 
 
-@given(configs)
-def test_to_hf_is_read_back(config: LlamaConfig) -> None:
+@given(configs, st.sampled_from([{}, {"qkv_bias": True}, {"qk_norm": True}]))
+def test_to_hf_is_read_back(config: LlamaConfig, family: dict[str, bool]) -> None:
+    config = dataclasses.replace(config, **family)
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     assert hash(config) == hash(LlamaConfig.from_hf(config.to_hf()))
 
@@ -211,6 +354,14 @@ def test_to_hf_is_read_back(config: LlamaConfig) -> None:
         ("llama-3.1-405b", 405.85),
         ("llama-3.2-1b", 1.236),
         ("llama-3.2-3b", 3.213),
+        ("llama-2-7b", 6.738),
+        ("llama-2-13b", 13.016),
+        ("llama-2-70b", 68.977),
+        ("llama-3.3-70b", 70.55),
+        ("mistral-7b-v0.3", 7.248),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
+        ("qwen3-32b", 32.762),
     ],
 )
 def test_presets_have_the_published_sizes(name: str, billions: float) -> None:
@@ -219,6 +370,6 @@ def test_presets_have_the_published_sizes(name: str, billions: float) -> None:
 
 
 def test_every_preset_is_tested_and_unknown_ones_are_refused() -> None:
-    assert len(PRESETS) == 7
+    assert len(PRESETS) == 15
     with pytest.raises(ValueError, match=r"llama-3\.1-405b"):
         LlamaConfig.preset("llama-4")

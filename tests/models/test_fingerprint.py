@@ -33,6 +33,13 @@ def test_another_is_not(at: float, tmp_path: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {SINGLE_FILE}
 
 
+def test_huge_files_and_directories_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)
+    assert checkpoint_fingerprint(tmp_path).keys() == {"tokenizer.json"}
+
+
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory"):
         checkpoint_fingerprint(tmp_path / "none")

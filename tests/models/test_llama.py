@@ -1,16 +1,15 @@
 """The forward pass: shapes, masks, the cache protocol, sharding, bad input."""
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_compilations
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -127,8 +126,11 @@ def test_the_cache_is_updated_in_place() -> None:
     assert memory.temp_size_in_bytes < cache_bytes
 
 
-def test_gradients_reach_every_parameter() -> None:
-    model = Llama(dataclasses.replace(CONFIG, qkv_bias=True))
+@pytest.mark.parametrize(
+    "family", [{"qkv_bias": True}, pytest.param({"qk_norm": True}, marks=pytest.mark.slow)], ids=str
+)
+def test_gradients_reach_every_parameter(family: dict[str, bool]) -> None:
+    model = Llama(dataclasses.replace(CONFIG, **family))
     weights = model.init(jax.random.key(0), initializer_range=0.2)
 
     def loss(weights: Params) -> jax.Array:
@@ -138,22 +140,6 @@ def test_gradients_reach_every_parameter() -> None:
         assert np.isfinite(gradient).all(), path
         # A bias on every key shifts all scores of a query alike, but for the rotation.
         assert np.abs(gradient).max() > 1e-7, path
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """Collects an entry per XLA compilation."""
-    compiled: list[str] = []
-
-    def listener(event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def test_repeated_calls_compile_once() -> None:

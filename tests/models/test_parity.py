@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from longctx.models import load_checkpoint
 from longctx.models.rope_config import rope_from_hf
 
-# Every pair of values of any two columns occurs.
+# Every pair of values of any two columns of Llama and Qwen2 occurs; Llama 2 is the first, Llama 3.3 the fifth.
 PAIRWISE = [
     Case("llama", kv_heads=8, tied=False, rope="none"),
     Case("qwen2", kv_heads=8, tied=True, rope="llama3"),
@@ -25,6 +25,10 @@ PAIRWISE = [
     Case("llama", kv_heads=1, tied=True, rope="none"),
     Case("qwen2", kv_heads=1, tied=True, rope="llama3"),
     Case("llama", kv_heads=1, tied=False, rope="yarn"),
+    Case("qwen3", kv_heads=2, tied=True, rope="none", head_dim=16),
+    Case("qwen3", kv_heads=8, tied=False, rope="yarn", head_dim=8),
+    Case("mistral", kv_heads=2, tied=False, rope="none"),
+    Case("mistral", kv_heads=1, tied=False, rope="llama3", head_dim=16),
 ]
 GRID = [Case(*values) for values in itertools.product(["llama", "qwen2"], [8, 2, 1], [False, True], ROPES)]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in GRID if case not in PAIRWISE]
@@ -54,7 +58,7 @@ def assert_tokens_agree(tokens: np.ndarray, expected: np.ndarray, reference_logi
             assert first - second < 1e-4
 
 
-@pytest.mark.parametrize("case", PAIRWISE[2:5], ids=lambda case: str(case))
+@pytest.mark.parametrize("case", [*PAIRWISE[2:5], PAIRWISE[9]], ids=lambda case: str(case))
 def test_bfloat16_is_as_good_as_transformers(case: Case, tmp_path: Path) -> None:
     half = case.build().to(torch.bfloat16)
     half.save_pretrained(tmp_path)

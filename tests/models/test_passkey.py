@@ -31,7 +31,7 @@ def test_document_fits_to_the_last_byte() -> None:
         assert len(document.text) == num_bytes
         assert document.facts == statement.facts
         assert len(STATEMENT.findall(document.text)) == 1
-    with pytest.raises(ValueError, match="do not fit into num_bytes"):
+    with pytest.raises(ValueError, match="num_bytes must be at least 34 for num_facts=1, got 33"):
         passkey.make_document(shortest - 1, 1, seed=3)
 
 

@@ -184,6 +184,13 @@ def test_eos_ids(
     assert load_tokenizer(tmp_path).eos_ids == expected
 
 
+def test_eos_ids_are_limited_in_number(tmp_path: Path) -> None:
+    write(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1] * 1001}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must have at most 1000 .*, got 1001"):
+        load_tokenizer(tmp_path)
+
+
 # Chat templates
 
 

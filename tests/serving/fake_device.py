@@ -71,8 +71,12 @@ class FakeDevice:
         none = np.zeros((targets.size, shape.num_top))
         return none[:, 0], none.astype(int), none
 
-    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
-        pass
+    num_programs = 1
+
+    def compile(
+        self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
+    ) -> None:
+        compiled()
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, None]:
         self.shapes.add(shape)

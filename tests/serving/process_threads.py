@@ -16,19 +16,30 @@ def free_port() -> int:
 
 
 def meet(
-    coordinator: str, num_processes: int, process_id: int, failure: float = 5.0, join: float = 60.0
+    coordinator: str,
+    num_processes: int,
+    process_id: int,
+    failure: float = 5.0,
+    join: float = 60.0,
+    group_secret: str | None = None,
 ) -> ProcessGroup:
     act = rendezvous.lead if process_id == 0 else rendezvous.join
-    options = rendezvous.RendezvousOptions(failure, join, rendezvous.ANY_PORT)
+    options = rendezvous.RendezvousOptions(failure, join, group_secret=group_secret)
     return act(ClusterEnv(coordinator, num_processes, process_id), options, {"num_processes": num_processes})[0]
 
 
-def run_processes(num_processes: int, act: Callable[[ProcessGroup], Any], join: float = 60.0) -> list[Any]:
+def run_processes(
+    num_processes: int,
+    act: Callable[[ProcessGroup], Any],
+    join: float = 60.0,
+    group_secret: str | None = None,
+    host: str = "127.0.0.1",
+) -> list[Any]:
     """Run `act` in each process of a group; returns what each returned or raised."""
-    coordinator = f"127.0.0.1:{free_port()}"
+    coordinator = f"{host}:{free_port()}"
 
     def run(process_id: int) -> Any:
-        with meet(coordinator, num_processes, process_id, join=join) as group:
+        with meet(coordinator, num_processes, process_id, join=join, group_secret=group_secret) as group:
             return act(group)
 
     return in_threads([lambda i=i: run(i) for i in range(num_processes)])

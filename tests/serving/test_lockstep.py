@@ -12,6 +12,7 @@ from workload import Workload
 
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
+from longctx.serving.distributed.lockstep import Lockstep
 
 
 @settings(max_examples=4)
@@ -110,3 +111,26 @@ def test_followers_take_no_requests() -> None:
             engine.follow()
 
     assert run_processes(2, act) == [None, None]
+
+
+class SlowCompiler:
+    """An executor that compiles for some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.is_warm = seconds, False
+
+    def compile(self, progress: object) -> None:
+        time.sleep(self.seconds)
+
+    def warm_up(self) -> None:
+        self.is_warm = True
+
+
+def test_a_process_may_compile_for_longer_than_the_join_timeout() -> None:
+    def act(group: ProcessGroup) -> bool:
+        executor: Any = SlowCompiler(2.5 * group.process_id)
+        Lockstep(group).warm_up(executor)
+        group.join_timeout = 60.0  # for the end, to which they come one after the other
+        return executor.is_warm
+
+    assert run_processes(2, act, join=1) == [True, True]

@@ -3,9 +3,11 @@
 import bisect
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from fake_device import MODEL, expected_tokens, make_engine
@@ -13,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workload import Workload
 
+from longctx.models import Llama
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, ParallelPlan, Request, SamplingParams, Slo
-from longctx.serving.engine.resolve import check_memory, param_bytes
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams, Slo
+from longctx.serving.engine.memory import MemoryEstimate, estimate, param_bytes
 from longctx.serving.executor import exchange_rule
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.predictor import CurvePredictor
@@ -249,13 +252,37 @@ class Gpu:
         return {"bytes_limit": self.limit, "bytes_in_use": self.limit // 10}
 
 
-def test_parameters_and_pages_that_exceed_memory_are_refused() -> None:
-    mesh = make_mesh(2, 1, 2)
-    needed = param_bytes(MODEL, mesh, np.float32)
-    check_memory(MODEL, mesh, np.float32, Gpu(needed))  # type: ignore[arg-type]
-    for limit, pages in ((needed - 1, 0), (needed, 1)):
-        with pytest.raises(ValueError, match=r"GiB of parameters and .* GiB of pages on each device, and"):
-            check_memory(MODEL, mesh, np.float32, Gpu(limit), pages, 4)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("params", "pages", "steps", "message"),
+    [
+        (800, 100, 101, "larger stage or tensor"),
+        (100, 801, 100, "lower num_pages or page_size; about 80 pages fit"),
+        (100, 100, 801, "lower max_running or token_budget"),
+    ],
+)
+def test_what_exceeds_memory_is_refused_by_what_takes_most(params: int, pages: int, steps: int, message: str) -> None:
+    needed = MemoryEstimate(params, pages, steps, page=10)
+    assert needed.check(Gpu(1001)) == 1001  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        needed.check(Gpu(1000))  # type: ignore[arg-type]
+
+
+def test_devices_of_a_larger_mesh_need_less_each() -> None:
+    config = EngineConfig(page_size=4, max_running=2, token_budget=8)
+    alone, spread = (
+        estimate(MODEL, config, mesh, np.float32, 10, 64) for mesh in (make_mesh(), make_mesh(stage=2, tensor=2))
+    )
+    # CPU devices share one memory, so that of all four counts: parameters and pages are divided, but for the norms.
+    assert alone.params < spread.params < 1.5 * alone.params
+    assert spread.pages == alone.pages
+    assert spread.steps > alone.steps
+
+
+def test_tied_embeddings_are_one_array_on_one_device() -> None:
+    tied = Llama(dataclasses.replace(MODEL.config, tie_embeddings=True))
+    loaded = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(tied.abstract_params()))
+    assert param_bytes(tied, make_mesh(context=2), np.float32) == loaded
+    assert param_bytes(tied, make_mesh(tensor=2), np.float32) > loaded / 2
 
 
 def test_default_num_pages_leaves_room_for_reserved_bytes() -> None:

@@ -139,20 +139,20 @@ def test_correction_follows_a_slower_device_and_ignores_outliers() -> None:
     work = Work().with_chunk(1000, 100, True)
     for _ in range(20):
         corrected.observe(work, 2 * CURVE.seconds(work))
-    assert corrected.factor == 2
+    assert corrected.prompt_factor == 2
     assert corrected.seconds(work) == 2 * CURVE.seconds(work)
     assert corrected.prefill_seconds(0, 5000, 512) == 2 * CURVE.prefill_seconds(0, 5000, 512)
     corrected.observe(work, 100.0)  # a compilation
     corrected.observe(work, 0.0)
-    assert corrected.factor == 2
+    assert corrected.prompt_factor == 2
     fresh = Corrected(CURVE)
     for seconds in (3.0, 3.0, *[2 * CURVE.seconds(work)] * 10):  # compilations at first
         fresh.observe(work, seconds)
-        assert fresh.factor in (1, 2)
-    assert fresh.factor == 2
+        assert fresh.prompt_factor in (1, 2)
+    assert fresh.prompt_factor == 2
     for _ in range(40):
         corrected.observe(work, CURVE.seconds(work))
-    assert corrected.factor == 1
+    assert corrected.prompt_factor == 1
 
 
 def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:

@@ -68,7 +68,7 @@ def test_invalid_profiling_is_refused() -> None:
     for wrong, message in (({"max_context": 0}, "max_context must be 1 to 192"), ({"repeats": 0}, "repeats must be")):
         with pytest.raises(ValueError, match=message):
             profile(engine, **wrong)
-    with pytest.raises(RuntimeError, match="the engine's executor is lent"):
+    with pytest.raises(RuntimeError, match="while its executor is lent"):
         profile(engine, 16, 1, progress=lambda *_: engine.generate(PROMPT))
     with pytest.raises(RuntimeError, match="the engine has failed"):
         engine.submit(Request(PROMPT))

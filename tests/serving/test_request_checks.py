@@ -57,7 +57,7 @@ def test_invalid_sampling_params_are_refused(options: dict, message: str) -> Non
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (50,)}, "stop_token_ids must be in the vocabulary"),
         ([1], {"logprobs": 6}, "logprobs must be at most max_logprobs=5"),
-        ([1], {"temperature": 1, "n": 7}, "n=7 completions are more than the max_running=6"),
+        ([1], {"temperature": 1, "n": 7}, "n must be at most max_running=6, got 7"),
     ],
 )
 def test_invalid_requests_leave_the_others_alone(prompt: object, options: dict, message: str) -> None:

@@ -207,7 +207,7 @@ def test_a_slow_reader_is_no_slow_device() -> None:
     while engine.has_work:
         engine.step()
         executor.now += 1.0
-    assert engine.predictor.factor == pytest.approx(1.0)
+    assert (engine.predictor.decode_factor, engine.predictor.prompt_factor) == pytest.approx((1.0, 1.0))
 
 
 def test_predictions_are_made_anew_for_all() -> None:

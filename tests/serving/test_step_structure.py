@@ -1,7 +1,10 @@
 """The compiled step updates its state in place: nothing the size of a layer of the cache is copied or converted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state, compile_step, make_shape
 from hlo import IN_PLACE, collectives, opcodes_of_size
@@ -14,17 +17,31 @@ from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
 
 
-@pytest.mark.parametrize(("dtype", "unrolled"), [(jnp.float32, True), (jnp.bfloat16, False)])
-def test_the_step_updates_the_cache_in_place(dtype: object, unrolled: bool) -> None:
+@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> None:
     mesh = make_mesh()
-    compiled = compile_step(mesh, make_shape(mesh), dtype, unrolled=unrolled)
-    memory = compiled.memory_analysis()
+    compiled = compile_step(mesh, make_shape(mesh), dtype, layered=layered)
+    programs = compiled if layered else (compiled,)
+    with_table, with_cache = (compiled.begin, compiled.layer) if layered else (compiled, compiled)
     cache_bytes = NUM_PAGES * page_bytes(WIDTH, PAGE_SIZE, dtype)
     table_bytes = SLOTS * CONFIG.max_positions // PAGE_SIZE * 4
-    assert memory.alias_size_in_bytes >= cache_bytes + table_bytes
-    assert memory.temp_size_in_bytes < LAYER * jnp.dtype(dtype).itemsize / 4
-    assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE
-    assert not collectives(compiled.as_text(), 1)  # one device needs none
+    assert with_cache.memory_analysis().alias_size_in_bytes >= cache_bytes + (0 if layered else table_bytes)
+    assert with_table.memory_analysis().alias_size_in_bytes >= table_bytes
+    for program in programs:
+        assert program.memory_analysis().temp_size_in_bytes < LAYER * jnp.dtype(dtype).itemsize / 4
+        assert opcodes_of_size(program.as_text(), LAYER) <= IN_PLACE
+        assert not collectives(program.as_text(), 1)  # one device needs none
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object) -> None:
+    mesh, layered = make_mesh(), dtype == jnp.float32
+    sizes = []
+    for num_layers in (2, 64):
+        config = dataclasses.replace(CONFIG, num_layers=num_layers)
+        made = compile_step(mesh, make_shape(mesh, num_pages=64), dtype, config, layered=layered)
+        sizes.append([len(program.as_text()) for program in (made if layered else (made,))])
+    np.testing.assert_allclose(*sizes, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -33,11 +50,11 @@ def test_state_updates_copy_no_cache(dtype: object) -> None:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     pages, seen = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((CONFIG.vocab_size,), jnp.uint8)
     state = abstract_state(mesh, dtype)
-    for lowered in (
-        state_updates.set_entries.lower(state, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), pages, pages),
-        state_updates.set_seen.lower(state, scalar, seen),
+    for update, *arguments in (
+        (state_updates.set_entries, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), pages, pages),
+        (state_updates.set_seen, scalar, seen),
     ):
-        compiled = lowered.compile()
+        compiled = state_updates.update_program(update, mesh).lower(state, *arguments).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(WIDTH, PAGE_SIZE, dtype)
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
         assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE

@@ -5,20 +5,28 @@ import functools
 
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
-from longctx.kernels.attention.kernel import attention_with_vjp
-from longctx.kernels.attention.operands import check_kernel, check_operands, check_out_dtype, match_varying
+from longctx.kernels.attention.kernel import Kernel, attention_with_vjp
+from longctx.kernels.attention.operands import (
+    Arguments,
+    check_arrays,
+    check_kernel,
+    check_out_dtype,
+    flatten,
+    match_varying,
+)
+from longctx.kernels.kernel_jit import kernel_jit
 
 
 def attention(
-    q: Float[Array, "*B T N H"],
-    k: Float[Array, "*B S K H"],
-    v: Float[Array, "*B S K H"],
-    q_positions: Int[Array, "... T"] | None = None,
-    kv_positions: Int[Array, "... S"] | None = None,
-    q_segment_ids: Int[Array, "... T"] | None = None,
-    kv_segment_ids: Int[Array, "... S"] | None = None,
+    q: Float[ArrayLike, "*B T N H"],
+    k: Float[ArrayLike, "*B S K H"],
+    v: Float[ArrayLike, "*B S K H"],
+    q_positions: Int[ArrayLike, "... T"] | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
@@ -30,6 +38,9 @@ def attention(
     after the query's. So one rule serves a cached prefix, packed sequences, padding and any sharding of a sequence.
     Lengths and the order of tokens are free; keys that are sorted by (segment, position) save work.
 
+    Outside of `jax.jit` a call compiles one program for its shapes and non-array arguments, and keeps it; inside, it
+    becomes part of the program that is traced. Arrays may be NumPy's.
+
     Args:
       q: queries `[*B, T, N, H]`, floating point.
       k, v: keys and values `[*B, S, K, H]`, N a multiple of K (grouped-query attention, nothing is repeated).
@@ -37,7 +48,7 @@ def attention(
         0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
       causal: whether a query sees only keys at its own position and before.
-      scale: factor on the scores, default `H ** -0.5`.
+      scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256), `"xla"` (blockwise,
         memory linear in T + S) or `"reference"` (dense, the oracle); None picks the best that supports the case
         (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
@@ -59,9 +70,15 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
     the context parallelism paper, section 3.5.
     """
-    operands = check_operands(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
-    out_dtype = check_out_dtype(out_dtype, q.dtype)
-    kernel = dataclasses.replace(check_kernel(q, causal, scale, implementation), out_dtype=out_dtype)
+    arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
+    kernel = check_kernel(arguments.q, causal, scale, implementation)
+    return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments)
+
+
+@kernel_jit("kernel", inline=True)
+def _attention(kernel: Kernel, arguments: Arguments) -> tuple[Array, Array]:
     compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attention_with_vjp, kernel)
-    out, lse = compute(match_varying(operands))
-    return out.reshape(q.shape).astype(out_dtype), lse.reshape(q.shape[:-1])
+    out, lse = compute(match_varying(flatten(arguments)))
+    q = arguments.q
+    return out.reshape(q.shape).astype(kernel.out_dtype), lse.reshape(q.shape[:-1])

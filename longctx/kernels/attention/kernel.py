@@ -12,6 +12,7 @@ from jax import Array, lax
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
+from longctx.kernels.kernel_jit import kernel_jit
 
 
 def mosaic_gpu_attention(*operands: Any) -> tuple[Array, Array]:
@@ -108,6 +109,8 @@ def _save(algorithm: Algorithm, operands: Any) -> Any:
     return state, (operands, *state)
 
 
+# Where a gradient is taken without `jax.jit`, JAX calls this with arrays: it then compiles once for their shapes.
+@kernel_jit("algorithm", inline=True)
 def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any]:
     # Without the barrier, common subexpression elimination would keep what backward recomputes or fetches again.
     (operands, out, lse), cotangents = lax.optimization_barrier((saved, cotangents))

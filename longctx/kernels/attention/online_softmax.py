@@ -1,6 +1,5 @@
 """The online softmax of blockwise attention."""
 
-import functools
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
@@ -8,8 +7,12 @@ from jax import Array
 
 # In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
 LOWEST = -1e30
-# By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
-dot = functools.partial(jnp.matmul, precision="highest")
+
+
+def dot(a: Array, b: Array) -> Array:
+    """The matrix product in float32 or wider."""
+    # By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
+    return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -25,20 +28,20 @@ class OnlineSoftmax(NamedTuple):
         seen = lse != -jnp.inf
         return cls(jnp.where(seen, lse, LOWEST), seen.astype(out.dtype), out)
 
-    def absorb(self, q_rows: Array, k_block: Array, v_block: Array, seen: Array | None = None) -> Self:
-        """Attend from scaled q_rows `[R, H]` to a block `[keys, H]` where `seen` `[R, keys]` says so (None:
+    def absorb(self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None) -> Self:
+        """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
         everywhere).
 
         Masked values are multiplied by 0, so they must be finite.
         """
-        scores = dot(q_rows, k_block.T)
+        scores = dot(q_rows, k_block.T) * scale
         if seen is not None:
             scores = jnp.where(seen, scores, LOWEST)
         peak = jnp.maximum(self.peak, _row_max(scores))
         weights = jnp.exp(scores - peak[:, None])
         decay = jnp.exp(self.peak - peak)
         total = self.total * decay + jnp.sum(weights, 1)
-        return type(self)(peak, total, self.acc * decay[:, None] + dot(weights, v_block))
+        return type(self)(peak, total, self.acc * decay[:, None] + dot(weights.astype(v_block.dtype), v_block))
 
     def state(self) -> tuple[Array, Array]:
         """(out `[R, H]`, lse `[R]`)."""

@@ -3,37 +3,49 @@
 import math
 from collections.abc import Iterable
 from numbers import Real
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from longctx.kernels import selection
+from longctx.kernels.arrays import check_array, check_int32
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 
 Tree = TypeVar("Tree")
 
 
-def check_operands(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None,
-    kv_positions: Array | None,
-    q_segment_ids: Array | None,
-    kv_segment_ids: Array | None,
+class Arguments(NamedTuple):
+    """The checked arrays of a call, as the caller shaped them. Positions and segments are int32, of NumPy or JAX."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_positions: Any
+    kv_positions: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+
+
+def check_arrays(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    q_positions: ArrayLike | None,
+    kv_positions: ArrayLike | None,
+    q_segment_ids: ArrayLike | None,
+    kv_segment_ids: ArrayLike | None,
     causal: bool,
-) -> Operands:
-    """Check arrays `[*B, ...]` and flatten them to one batch dimension.
+) -> Arguments:
+    """Check arrays `[*B, ...]`. Nothing is computed on a device, except for integers that are wider than int32.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
     """
-    _check_arrays(q, k, v)
+    q, k, v = _check_qkv(q, k, v)
     *batch, q_length, _, _ = q.shape
     kv_length = k.shape[-3]
     if causal and q_length != kv_length and q_positions is None:
@@ -45,9 +57,21 @@ def check_operands(
         raise ValueError("q_positions must be given when causal and kv_positions are")
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given both or neither")
-    queries = _tokens("q", q_positions, q_segment_ids, tuple(batch), q_length)
-    keys = _tokens("kv", kv_positions, kv_segment_ids, tuple(batch), kv_length)
-    flat_q, flat_k, flat_v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v))
+    masks = (
+        _check_tokens("q_positions", q_positions, tuple(batch), q_length),
+        _check_tokens("kv_positions", kv_positions, tuple(batch), kv_length),
+        _check_tokens("q_segment_ids", q_segment_ids, tuple(batch), q_length),
+        _check_tokens("kv_segment_ids", kv_segment_ids, tuple(batch), kv_length),
+    )
+    return Arguments(q, k, v, *masks)
+
+
+def flatten(arguments: Arguments) -> Operands:
+    """Flatten to one batch dimension, with default positions and segments."""
+    *batch, q_length, _, _ = arguments.q.shape
+    flat_q, flat_k, flat_v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in arguments[:3])
+    queries = _tokens(arguments.q_positions, arguments.q_segment_ids, q_length)
+    keys = _tokens(arguments.kv_positions, arguments.kv_segment_ids, arguments.k.shape[-3])
     return Operands(flat_q, flat_k, flat_v, queries, keys)
 
 
@@ -95,10 +119,9 @@ def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
     return jax.tree.map(cast, operands)
 
 
-def _check_arrays(q: Array, k: Array, v: Array) -> None:
+def _check_qkv(*arrays: ArrayLike) -> tuple[Array, Array, Array]:
+    q, k, v = (check_array(name, x) for name, x in zip("qkv", arrays, strict=True))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, jax.Array):
-            raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
         if x.dtype.itemsize < 2:
@@ -116,32 +139,21 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if 0 in (heads, kv_heads, q.shape[-1]) or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
+    return q, k, v
 
 
-def _tokens(side: str, positions: Array | None, segments: Array | None, batch: tuple[int, ...], length: int) -> Tokens:
-    """Positions and segments as int32 `[1 or batch, length]`."""
-
-    def normalise(name: str, x: Array | None, default: Array) -> Array:
-        if x is None:
-            return default[None]
-        x = check_int32(name, x)
-        if x.shape not in ((length,), (*batch, length)):
-            raise ValueError(f"{name} must have the shape {(length,)} or {(*batch, length)}, got {x.shape}")
-        return x.reshape(math.prod(x.shape[:-1]), length)
-
-    return Tokens(
-        normalise(f"{side}_positions", positions, jnp.arange(length, dtype=jnp.int32)),
-        normalise(f"{side}_segment_ids", segments, jnp.zeros(length, jnp.int32)),
-    )
+def _check_tokens(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> Any:
+    if x is None:
+        return None
+    tokens = check_int32(name, x)
+    allowed = dict.fromkeys([(length,), (*batch, length)])  # one shape if there is no batch
+    if tokens.shape not in allowed:
+        raise ValueError(f"{name} must have the shape {' or '.join(map(str, allowed))}, got {tokens.shape}")
+    return tokens
 
 
-def check_int32(name: str, x: Array) -> Array:
-    """Convert integers to int32. Values outside its range raise ValueError unless x is traced."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}")
-    if x.size and not isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
-        low, high = int(x.min()), int(x.max())
-        if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"{name} must fit into int32, got values from {low} to {high}")
-    return jnp.asarray(x).astype(jnp.int32)
+def _tokens(positions: Any, segments: Any, length: int) -> Tokens:
+    """Positions and segments as `[1 or batch, length]`."""
+    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else jnp.asarray(positions)
+    segments = jnp.zeros(length, jnp.int32) if segments is None else jnp.asarray(segments)
+    return Tokens(*(x.reshape(math.prod(x.shape[:-1]), length) for x in (positions, segments)))

@@ -16,6 +16,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.merge import merge_state
+from longctx.kernels.operand_dtype import operand_dtype
 
 # With at most this many rows over all heads, one product serves all KV heads of a block.
 _FEW_ROWS = 256
@@ -36,7 +37,7 @@ def xla_attention(
     k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
     Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype, operands = jnp.promote_types(q.dtype, jnp.float32), operand_dtype(q.dtype)
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS
@@ -45,11 +46,11 @@ def xla_attention(
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         tile = tiling.tile(index)
-        q_rows = tile.rows(grouped).astype(dtype) * scale
+        q_rows = tile.rows(grouped).astype(operands)
 
         def step(block: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
-            k_block, v_block = (tile.block(x, block, i).astype(dtype) for i, x in enumerate((k, v)))
-            return softmax.absorb(q_rows, k_block, v_block, tile.visible(block) if masked else None)
+            k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
+            return softmax.absorb(q_rows, k_block, v_block, scale, tile.visible(block) if masked else None)
 
         old_out, old_lse = (tile.rows(x) for x in state)
         out_rows, lse_rows = tile.sweep(step, OnlineSoftmax.of_state(old_out, old_lse)).state()

@@ -5,7 +5,6 @@ on a CPU, and `get_races` says whether any of them raced.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,25 +48,6 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
 def interpreting() -> bool:
     """Whether `interpreted` is in force."""
     return INTERPRETER.get() is not None
-
-
-def traced_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that calls a kernel: it is traced once for each shape and lowered once for each program.
-
-    The layers of a model and the hops of a ring repeat a call, and tracing and lowering a kernel take half a second
-    each. In the interpreter the function is called as it is.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        jitted = jax.jit(function, static_argnames=static)
-
-        @functools.wraps(function)
-        def run(*arguments: Any) -> Any:
-            return (function if interpreting() else jitted)(*arguments)
-
-        return run
-
-    return decorate
 
 
 def kernel(

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
+from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cast, read
 from longctx.kernels.mosaic_gpu.keys import Contiguous
@@ -51,7 +52,7 @@ class BackwardConfig:
         return 1 + self.scores
 
 
-@adapter.traced_once("config")
+@kernel_jit("config")
 def attention_backward(
     config: BackwardConfig,
     rows: tuple[Array, Array],

@@ -23,6 +23,7 @@ from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
 from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.attention.online_softmax import LOWEST
+from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
@@ -48,7 +49,7 @@ def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
     return (q, scale) if scale > 0 else (-q, -scale)
 
 
-@adapter.traced_once("config", "out_dtype")
+@kernel_jit("config", "out_dtype")
 def attention_forward(
     q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, config: ForwardConfig, out_dtype: Any
 ) -> tuple[Array, Array]:

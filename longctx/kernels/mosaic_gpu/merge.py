@@ -8,13 +8,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from longctx.kernels.attention.online_softmax import LOWEST
+from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
 from longctx.kernels.mosaic_gpu.work import Work
 
 
-@adapter.traced_once()
+@kernel_jit()
 def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
     """Merge out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` into the same arrays with tiles for pieces.
 

@@ -1,24 +1,32 @@
 """The public `paged_attention`: it checks arguments, fills in defaults and chooses an implementation."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import ArrayLike, Float, Int, Shaped
 
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
-from longctx.kernels.paged_attention.operands import check_paged_operands, debug_check_table
-from longctx.kernels.paged_attention.paged_plan import IMPLEMENTATIONS, PagedPlan, make_plan, shapes_of
+from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
+from longctx.kernels.paged_attention.paged_plan import (
+    IMPLEMENTATIONS,
+    PagedPlan,
+    choose_implementation,
+    make_plan,
+    shapes_of,
+)
 
 
 def paged_attention(
-    q: Float[Array, "T N H"],
-    k_pages: Shaped[Array, "pages page_size K H"],
-    v_pages: Shaped[Array, "pages page_size K H"],
-    page_table: Int[Array, "B M"],
-    page_index: Int[Array, "B M"] | None,
-    kv_lengths: Int[Array, "B"],
-    q_positions: Int[Array, "T"],
-    q_sequence: Int[Array, "T"],
+    q: Float[ArrayLike, "T N H"],
+    k_pages: Shaped[ArrayLike, "pages page_size K H"],
+    v_pages: Shaped[ArrayLike, "pages page_size K H"],
+    page_table: Int[ArrayLike, "B M"],
+    page_index: Int[ArrayLike, "B M"] | None,
+    kv_lengths: Int[ArrayLike, "B"],
+    q_positions: Int[ArrayLike, "T"],
+    q_sequence: Int[ArrayLike, "T"],
     first_page: ArrayLike = 0,
     scale: float | None = None,
     implementation: str | None = None,
@@ -29,14 +37,16 @@ def paged_attention(
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's
     `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order; consecutive rows of one
-    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient.
+    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient. As `attention`, it
+    compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
 
     Args:
       q: queries `[T, N, H]`, floating point.
       k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
         16-bit q.dtype. Unused slots may hold anything, including NaN.
       page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
-        use that is outside the pool is an error under `jax.experimental.checkify`; otherwise some other page is read.
+        use that is outside the pool is an error under `jax.experimental.checkify` if no `plan` is given (a check is an
+        effect, and JAX dispatches programs with effects slowly); otherwise some other page is read.
       page_index: `[B, M]` integers: the same entry is page number `page_index[b, m]` of the sequence, its keys at
         positions from `page_index[b, m] * page_size` on. On a rank that holds some of a sequence's pages it has gaps.
         Entries in use come first, ascending. All others have `page_index * page_size >= kv_lengths[b]`, and their
@@ -46,7 +56,7 @@ def paged_attention(
       q_sequence: `[T]` integers, below B; negative is padding.
       first_page: integer scalar. With the pages of all layers in one pool `[layers * num_pages, ...]`, a layer passes
         `layer * num_pages`: a slice of the pool would be a copy.
-      scale: factor on the scores, default `H ** -0.5`.
+      scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 16 to
         128 that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
         supports the case (`longctx.kernels.explain`).
@@ -70,20 +80,32 @@ def paged_attention(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
     )
     check_implementation(implementation, IMPLEMENTATIONS)
-    scale = check_scale(scale, q.shape[-1])
-    out_dtype = check_out_dtype(out_dtype, q.dtype)
-    operands = match_varying(operands)
+    scale = check_scale(scale, operands.q.shape[-1])
+    out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
-        plan = make_plan(operands, implementation)
+        implementation = choose_implementation(implementation, operands.q, operands.k_pages)
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
         raise ValueError(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
         )
+    else:
+        implementation = plan.implementation
+    return _paged_attention(operands, plan, implementation, scale, out_dtype)
+
+
+@kernel_jit("implementation", "scale", "out_dtype", inline=True)
+def _paged_attention(
+    operands: PagedOperands, plan: PagedPlan | None, implementation: str, scale: float, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    operands = match_varying(jax.tree.map(jnp.asarray, operands))
+    if plan is None:
+        plan = make_plan(operands, implementation)
+        if not plan.empty:
+            debug_check_table(operands)
     if plan.empty:
-        out = jnp.zeros_like(operands.q, jnp.promote_types(q.dtype, jnp.float32))
+        out = jnp.zeros_like(operands.q, jnp.promote_types(operands.q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        debug_check_table(operands)
         out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.data)
     return out.astype(out_dtype), lse

@@ -1,14 +1,13 @@
 """Checks the arguments of paged attention and brings them to one form."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
-from longctx.kernels.attention.operands import check_int32
+from longctx.kernels.arrays import check_array, check_int32
 
 
 class PagedOperands(NamedTuple):
@@ -26,25 +25,25 @@ class PagedOperands(NamedTuple):
 
 
 def check_paged_operands(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: ArrayLike,
+    page_index: ArrayLike | None,
+    kv_lengths: ArrayLike,
+    q_positions: ArrayLike,
+    q_sequence: ArrayLike,
     first_page: ArrayLike,
 ) -> PagedOperands:
-    """Check all arguments of `paged_attention`.
+    """Check all arguments of `paged_attention`. Metadata of NumPy stay NumPy's.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
     """
-    _check_array("q", q, "[T, N, H]")
+    q = _check_shape("q", q, "[T, N, H]")
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise TypeError(f"q must be floating point of 16 bits or more, got {q.dtype}")
-    check_pages(k_pages, v_pages, q.dtype, "q")
+    k_pages, v_pages = check_pages(k_pages, v_pages, q.dtype, "q")
     heads, kv_heads = q.shape[1], k_pages.shape[2]
     if q.shape[2] != k_pages.shape[3]:
         raise ValueError(f"k_pages must have the head size of q, {q.shape[2]}, got {k_pages.shape[3]}")
@@ -55,13 +54,13 @@ def check_paged_operands(
 
 
 def check_metadata(
-    page_table: Array,
-    page_index: Array | None,
-    kv_lengths: Array,
-    q_positions: Array,
-    q_sequence: Array,
+    page_table: ArrayLike,
+    page_index: ArrayLike | None,
+    kv_lengths: ArrayLike,
+    q_positions: ArrayLike,
+    q_sequence: ArrayLike,
     num_rows: int,
-) -> tuple[Array, Array | None, Array, Array, Array]:
+) -> tuple[Any, Any, Any, Any, Any]:
     """Check the metadata and convert it to int32, in this order."""
     table = check_int32("page_table", page_table)
     if table.ndim != 2:
@@ -75,10 +74,11 @@ def check_metadata(
     )
 
 
-def check_pages(k_pages: Array, v_pages: Array, dtype: jnp.dtype, of: str) -> None:
+def check_pages(k_pages: ArrayLike, v_pages: ArrayLike, dtype: jnp.dtype, of: str) -> tuple[Array, Array]:
     """Check two arrays `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits."""
+    shape = "[pages, page_size, K, H]"
+    k_pages, v_pages = _check_shape("k_pages", k_pages, shape), _check_shape("v_pages", v_pages, shape)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_array(name, x, "[pages, page_size, K, H]")
         if x.dtype != dtype and not (x.dtype == jnp.uint16 and dtype.itemsize == 2):
             bits = " or uint16, its bits" if dtype.itemsize == 2 else ""
             raise TypeError(f"{name} must have the dtype of {of}, {dtype}{bits}; got {x.dtype}")
@@ -89,21 +89,22 @@ def check_pages(k_pages: Array, v_pages: Array, dtype: jnp.dtype, of: str) -> No
         )
     if 0 in k_pages.shape[1:]:
         raise ValueError(f"k_pages must have a page size, heads and a head size over 0, got {k_pages.shape}")
+    return k_pages, v_pages
 
 
-def _check_array(name: str, x: Array, shape: str) -> None:
-    if not isinstance(x, jax.Array):
-        raise TypeError(f"{name} must be a jax.Array, got {type(x).__name__}")
+def _check_shape(name: str, x: ArrayLike, shape: str) -> Array:
+    x = check_array(name, x)
     if x.ndim != shape.count(",") + 1:
         raise ValueError(f"{name} must have a shape {shape}, got {x.shape}")
-
-
-def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
-    """`check_int32`, and the shape."""
-    x = check_int32(name, x)  # type: ignore[arg-type]
-    if x.shape != shape:
-        raise ValueError(f"{name} must have the shape {shape}, got {x.shape}")
     return x
+
+
+def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Any:
+    """`check_int32`, and the shape."""
+    checked = check_int32(name, x)
+    if checked.shape != shape:
+        raise ValueError(f"{name} must have the shape {shape}, got {checked.shape}")
+    return checked
 
 
 def debug_check_table(operands: PagedOperands) -> None:

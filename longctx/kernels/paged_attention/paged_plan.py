@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Int, Shaped
+from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
@@ -54,11 +56,11 @@ class PagedPlan:
 def plan_paged_attention(
     num_heads: int,
     k_pages: Shaped[Array, "pages page_size K H"],
-    page_table: Int[Array, "B M"],
-    page_index: Int[Array, "B M"] | None,
-    kv_lengths: Int[Array, "B"],
-    q_positions: Int[Array, "T"],
-    q_sequence: Int[Array, "T"],
+    page_table: Int[ArrayLike, "B M"],
+    page_index: Int[ArrayLike, "B M"] | None,
+    kv_lengths: Int[ArrayLike, "B"],
+    q_positions: Int[ArrayLike, "T"],
+    q_sequence: Int[ArrayLike, "T"],
     implementation: str | None = None,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
@@ -77,20 +79,32 @@ def plan_paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     dtype = jnp.dtype(jnp.bfloat16) if k_pages.dtype == jnp.uint16 else k_pages.dtype
     pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
-    q: Any = jax.ShapeDtypeStruct((q_positions.shape[0], num_heads, k_pages.shape[-1]), dtype)
-    metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
-    operands = PagedOperands(q, pages, pages, *metadata, first_page=jnp.int32(0))
+    num_rows = np.shape(q_positions)[0]
+    q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), dtype)
+    metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, num_rows)
     if num_heads < 1 or num_heads % k_pages.shape[2]:
         raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
-    return make_plan(operands, implementation)
+    chosen = choose_implementation(implementation, q, pages)
+    return _plan(q, pages, chosen, metadata)
 
 
-def make_plan(operands: PagedOperands, implementation: str | None) -> PagedPlan:
-    """`plan_paged_attention` of checked operands."""
+@kernel_jit("q", "pages", "implementation", inline=True)
+def _plan(q: Any, pages: Any, implementation: str, metadata: tuple[Any, ...]) -> PagedPlan:
+    arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
+    return make_plan(PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0)), implementation)
+
+
+def make_plan(operands: PagedOperands, implementation: str) -> PagedPlan:
+    """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
-    chosen = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
-    return PagedPlan(chosen, shapes_of(operands), empty, None if empty else IMPLEMENTATIONS[chosen][0](operands))
+    data = None if empty else IMPLEMENTATIONS[implementation][0](operands)
+    return PagedPlan(implementation, shapes_of(operands), empty, data)
+
+
+def choose_implementation(implementation: str | None, q: Any, k_pages: Any) -> str:
+    """`selection.choose` for queries and pages: arrays, or their types."""
+    return selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

@@ -5,12 +5,15 @@ blocks of its pages: the first without a mask, over pages of which every row see
 over the rest.
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
 from longctx.kernels.bits import from_bits
+from longctx.kernels.operand_dtype import operand_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import Tiles, partition_rows
 
@@ -20,6 +23,7 @@ _ROWS = 1024
 _SIZES = (1, 16, 64, 256)
 _SCORES = _ROWS * 256
 _MAX_BLOCK = 512
+_MASKED_BLOCK = 128  # keys, with few rows
 # With at most this many rows over all heads, one product serves all KV heads of a block.
 _FEW_ROWS = 256
 
@@ -62,10 +66,12 @@ def _compute_tiles(
     """Compute all tiles of one size; q `[T, K, G, H]`, state `[T, K, G, H]` and `[T, K, G]`."""
     num_rows, kv_heads, group, head_size = q.shape
     page_size, num_entries = operands.k_pages.shape[1], operands.page_table.shape[1]
-    dtype = state[0].dtype
+    operand = operand_dtype(q.dtype)
     # With few rows the products of single KV heads are too small to be fast, so one product serves all of them.
     heads = kv_heads if size * kv_heads * group <= _FEW_ROWS else 1
     per_block = min(pages_per_block(page_size, size * heads * group), num_entries)
+    # Most of a large block would be masked for a short sequence, and with few rows reading it is what takes time.
+    per_masked = math.gcd(per_block, max(1, _MASKED_BLOCK // page_size)) if heads > 1 else per_block
 
     def compute_tile(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, head = jnp.divmod(jnp.int32(index), jnp.int32(kv_heads // heads))
@@ -78,30 +84,31 @@ def _compute_tiles(
         )
         at = (start, head, _ZERO, _ZERO)
         shape = (size, heads, group, head_size)
-        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(dtype) * scale
+        q_rows = _to_block_diagonal(lax.dynamic_slice(q, at, shape)).astype(operand)
 
-        def block(number: Array, softmax: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
-            entry = number * per_block + jnp.arange(per_block, dtype=jnp.int32)
+        def block(number: Array, softmax: OnlineSoftmax, num_pages: int, masked: bool) -> OnlineSoftmax:
+            entry = number * num_pages + jnp.arange(num_pages, dtype=jnp.int32)
             in_use = entry < num_seen
             if masked:
                 entry = jnp.minimum(entry, num_seen - 1)
             pages = operands.first_page + operands.page_table[sequence, entry]
-            k_block, v_block = (_block(x, pages, head, heads, q.dtype, dtype) for x in operands[1:3])
+            k_block, v_block = (_block(x, pages, head, heads, q.dtype, operand) for x in operands[1:3])
             if not masked:
-                return softmax.absorb(q_rows, k_block, v_block)
+                return softmax.absorb(q_rows, k_block, v_block, scale)
             page = entry if operands.page_index is None else operands.page_index[sequence, entry]
             key = (page[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]).reshape(-1)
             written = jnp.repeat(in_use, page_size) & (key < operands.kv_lengths[sequence])
             seen = (key[None] <= last_seen[:, None]) & written[None]
             # A slot never written may hold NaN, which a weight of 0 would not remove.
             v_block = jnp.where(written[:, None], v_block, 0)
-            return softmax.absorb(q_rows, k_block, v_block, jnp.repeat(seen, heads * group, axis=0))
+            return softmax.absorb(q_rows, k_block, v_block, scale, jnp.repeat(seen, heads * group, axis=0))
 
         num_full = num_full // per_block
-        softmax = OnlineSoftmax.of_state(jnp.zeros_like(q_rows), jnp.full_like(q_rows[:, 0], -jnp.inf))
-        softmax = lax.fori_loop(_ZERO, num_full, lambda n, x: block(n, x, False), softmax)
-        num_blocks = (num_seen + per_block - 1) // per_block
-        softmax = lax.fori_loop(num_full, num_blocks, lambda n, x: block(n, x, True), softmax)
+        zeros = jnp.zeros_like(q_rows, state[0].dtype)
+        softmax = OnlineSoftmax.of_state(zeros, jnp.full_like(zeros[:, 0], -jnp.inf))
+        softmax = lax.fori_loop(_ZERO, num_full, lambda n, x: block(n, x, per_block, False), softmax)
+        first_masked, num_blocks = num_full * (per_block // per_masked), (num_seen + per_masked - 1) // per_masked
+        softmax = lax.fori_loop(first_masked, num_blocks, lambda n, x: block(n, x, per_masked, True), softmax)
         out, lse = softmax.state()
         new = _from_block_diagonal(out, shape), lse.reshape(shape[:3])
         old = lax.dynamic_slice(state[0], at, shape), lax.dynamic_slice(state[1], at[:3], shape[:3])

@@ -12,6 +12,7 @@ import jaxlib
 
 import longctx
 from longctx.serving.distributed.cluster_env import ClusterEnv, detect
+from longctx.serving.distributed.group_secret import find_group_secret
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.validation import check_integer, check_real
 
@@ -23,6 +24,7 @@ def initialize(
     failure_timeout: float = 30.0,
     join_timeout: float = 120.0,
     ports: tuple[int, int] | None = None,
+    group_secret: str | None = None,
 ) -> ProcessGroup:
     """Join the processes that run an engine together; call it before anything else asks JAX for devices.
 
@@ -37,8 +39,10 @@ def initialize(
       failure_timeout: seconds within which all exit when one process is gone or a step yields no results, at least 2.
       join_timeout: seconds within which all processes have to come, and for which they later wait for each other to
         load and compile; at least 0.5.
-      ports: (first, last) of the further ports that process 0 may listen on; it needs one more than there are
-        processes. None: any.
+      ports: (first, last) of the ports of which process 0 listens on one beside the coordinator's. None: any.
+      group_secret: text of at least 32 characters that all processes share, as from `longctx group-secret`: only who
+        has it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must be a
+        loopback address.
 
     Raises:
       TypeError, ValueError: an argument is wrong, or contradicts another process's.
@@ -47,6 +51,7 @@ def initialize(
     """
     failure_timeout = check_real("failure_timeout", failure_timeout, 2)
     join_timeout = check_real("join_timeout", join_timeout, 0.5)
+    group_secret = find_group_secret(group_secret)
     cluster_env = _cluster_env(coordinator, num_processes, process_id)
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] < ports[1] < 65536):
         raise ValueError(f"ports must be the first and the last of a range, got {ports!r}")
@@ -56,9 +61,10 @@ def initialize(
         from longctx.serving.distributed import rendezvous
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[distributed]'") from None
-    options = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT)
+    options = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT, group_secret)
     meet = rendezvous.lead if cluster_env.process_id == 0 else rendezvous.join
-    shared = _software() | {"num_processes": cluster_env.num_processes, **options._asdict(), "ports": None}
+    timeouts = {"failure_timeout": failure_timeout, "join_timeout": join_timeout}
+    shared = _software() | {"num_processes": cluster_env.num_processes, **timeouts}
     group, jax_address = meet(cluster_env, options, shared)
     with contextlib.suppress(AttributeError):  # JAX's preemption service would swallow SIGTERM
         jax.config.update("jax_enable_preemption_service", False)
@@ -73,6 +79,7 @@ def initialize(
             # Longer than the watchdog's timeout, as JAX does not report the cause.
             heartbeat_timeout_seconds=int(2 * failure_timeout) + 1,
             shutdown_timeout_seconds=int(failure_timeout) + 1,
+            coordinator_bind_address=jax_address,
         )
     except BaseException as error:
         group.fail(f"{type(error).__name__}: {error}")

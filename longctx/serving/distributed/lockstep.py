@@ -8,6 +8,7 @@ Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import numpy as np
 
 from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.process_group import ProcessGroup
-from longctx.serving.executor.interface import Executor
+from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
@@ -74,13 +75,15 @@ class Lockstep:
     def leads(self) -> bool:
         return self.group.is_first
 
-    def warm_up(self, executor: Executor) -> None:
+    def warm_up(self, executor: Executor, progress: Progress = ignore_progress) -> None:
         """Compile all programs, wait for the other processes, then run them.
 
-        The wait is needed as JAX's CPU collectives give up after 30 s, and some processes may compile for longer.
+        The wait is needed as JAX's CPU collectives give up after 30 s, and some processes may compile for longer. It
+        has no limit: all are known to compile by then, and the watchdog notices one that is gone.
         """
-        executor.compile()
-        self.group.barrier("that all is compiled")
+        self.group.barrier("that it compiles")
+        executor.compile(progress)
+        self.group.barrier("that all is compiled", math.inf)
         with self.limit("a first run", self.group.join_timeout):
             executor.warm_up()
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 if TYPE_CHECKING:  # a process alone works without pyzmq
-    from longctx.serving.distributed.channel import Context, Message, Receiver, Sender
+    from longctx.serving.distributed.channel import Message, Receiver, Sender
+    from longctx.serving.distributed.network import Network
     from longctx.serving.distributed.watchdog import Watchdog
 
 
@@ -39,11 +40,11 @@ class ProcessGroup:
         host_names: list[str],
         watchdog: Watchdog | None,
         channel: Sender | Receiver | None,
-        context: Context | None,
+        network: Network | None,
         join_timeout: float,
     ) -> None:
         self.process_id, self.host_names, self.join_timeout = process_id, host_names, join_timeout
-        self.watchdog, self._channel, self._context = watchdog, channel, context
+        self.watchdog, self._channel, self._network = watchdog, channel, network
         self._error_is_everywhere = False  # every process raises the same error, so none needs to be told
 
     @classmethod
@@ -65,18 +66,19 @@ class ProcessGroup:
         """Whether this process takes requests."""
         return self.process_id == 0
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
         """Gather a value of plain data from every process, in their order.
 
         All processes have to call it with the same `what`, so it is a barrier too.
 
         Raises:
-          TimeoutError: a process did not call it within `join_timeout`.
+          TimeoutError: a process did not call it within `timeout` seconds; None: `join_timeout`.
           RuntimeError: a process called it with another `what`.
         """
         if self.watchdog is None:
             return [value]
-        deadline, peers, watchdog = time.monotonic() + self.join_timeout, self.watchdog.peers, self.watchdog
+        timeout = self.join_timeout if timeout is None else timeout
+        deadline, peers, watchdog = time.monotonic() + timeout, self.watchdog.peers, self.watchdog
         if self.is_first:
             values = [value]
             for peer in peers:
@@ -88,7 +90,7 @@ class ProcessGroup:
                 watchdog.send(peer, "value", values)
             return values
         watchdog.send(peers[0], "value", [what, value])
-        return watchdog.receive(peers[0], self.join_timeout, what)
+        return watchdog.receive(peers[0], timeout, what)
 
     def agree(self, what: str, value: dict[str, Any]) -> None:
         """Check that a value of plain data is the same in all processes.
@@ -107,9 +109,9 @@ class ProcessGroup:
             self._error_is_everywhere = True
             raise ValueError(f"processes must have the same {what}, and differ in {'; '.join(differences)}")
 
-    def barrier(self, what: str) -> None:
-        """Wait until all processes have called it with the same `what`."""
-        self.gather(what, None)
+    def barrier(self, what: str, timeout: float | None = None) -> None:
+        """Wait until all processes have called it with the same `what`; errors as in `gather`."""
+        self.gather(what, None, timeout)
 
     # Step messages.
 
@@ -164,18 +166,18 @@ class ProcessGroup:
             else:
                 watchdog.send(watchdog.peers[0], "value", [_END, None])
                 watchdog.wait_for_end(self.join_timeout)
+            # Otherwise JAX would wait for the others at the exit of one process, and abort all if that took too long.
+            jax.distributed.shutdown()
+            if self.is_first:
+                watchdog.wait_for_disconnects(watchdog.failure_timeout)
         finally:
             self._close_sockets(watchdog)
-        # Otherwise JAX would wait for the others at the exit of one process, and abort all if that took too long.
-        jax.distributed.shutdown()
 
     def _close_sockets(self, watchdog: Watchdog) -> None:
         watchdog.close()
-        assert self._channel is not None
-        assert self._context is not None
-        self._channel.close()
+        assert self._network is not None
+        self._network.close()
         self._channel = None
-        self._context.term()
 
 
 def _exit_now() -> None:

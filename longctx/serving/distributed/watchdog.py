@@ -1,61 +1,50 @@
-"""`Watchdog`: connects process 0 to each other process, for small messages, and ends all when one of them is gone.
+"""`Watchdog`: uses the control connections while an engine runs, and ends all processes when one of them is gone.
 
 ZeroMQ sends heartbeats in C++ threads, which neither a compilation nor Python's lock delays. When a process dies or is
-stopped (SIGSTOP), its heartbeats end and its connections close, which a socket monitor reports. A process that notices
-this prints the cause on standard error and exits at once, even while its main thread waits: no step can complete any
-more, and a collective may wait for ever. Process 0 sends the cause to the others, which do the same.
+stopped (SIGSTOP), its heartbeats end and its connection breaks. A process that notices this prints the cause on
+standard error and exits at once, even while its main thread waits: no step can complete any more, and a collective may
+wait for ever. Process 0 sends the cause to the others, which do the same.
 """
 
 import contextlib
-import json
+import math
 import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from longctx.serving.distributed.channel import Context, Socket, set_heartbeats
+from longctx.serving.distributed.control import Control, ControlServer, Received
+from longctx.serving.distributed.relay import Relay
 
 EXIT_STATUS = 70
 """Exit status of a process that ends because another one is gone, or can't go on with it."""
 
 _POLL_MS = 20
+_SECONDS_BETWEEN_CHECKS = 0.1
 _FAILED, _STUCK = "failed", "stuck"
 
 
 class Peer:
-    """The connection to one other process."""
+    """Another process: its number, the name of its host, and its routing id."""
 
-    def __init__(self, process: int, name: str, socket: Socket) -> None:
-        self.process, self.name, self.socket = process, name, socket
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    def __init__(self, process: int, host_name: str, routing_id: bytes) -> None:
+        self.process, self.host_name, self.routing_id = process, host_name, routing_id
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=1000)
-
     def __str__(self) -> str:
-        return f"process {self.process} ({self.name})"
+        return f"process {self.process} ({self.host_name})"
 
 
-def make_pair(context: Context, failure_timeout: float) -> Socket:
-    """Make a socket for a `Peer`; it notices within the timeout that the other end is gone."""
-    socket = context.socket(zmq.PAIR)
-    for option, value in (
-        (zmq.SNDHWM, 0),
-        (zmq.RCVHWM, 0),
-        (zmq.LINGER, 1000),
-    ):
-        socket.setsockopt(option, value)
-    set_heartbeats(socket, failure_timeout)
-    return socket
+class _Outgoing(NamedTuple):
+    routing_id: bytes
+    kind: str
+    value: Any
+    data: bytes = b""
 
 
 class Watchdog:
@@ -63,7 +52,9 @@ class Watchdog:
 
     Args:
       me: name of this process in messages.
+      control: used by the watchdog's thread alone from now on.
       peers: all other processes in process 0, and only process 0 in the others.
+      relay: carries the connections of JAX's coordination service.
       failure_timeout: seconds.
 
     Attributes:
@@ -71,13 +62,18 @@ class Watchdog:
       allows_disconnects: whether peers may close their connections without ending this process.
     """
 
-    def __init__(self, me: str, peers: list[Peer], failure_timeout: float) -> None:
+    def __init__(self, me: str, control: Control, peers: list[Peer], relay: Relay, failure_timeout: float) -> None:
         self.me, self.peers, self.failure_timeout = me, peers, failure_timeout
         self.explain: Callable[[], str] = str
-        self._outbox: queue.SimpleQueue[tuple[Peer, bytes]] = queue.SimpleQueue()
+        self._control, self._relay = control, relay
+        self._outbox: queue.SimpleQueue[_Outgoing] = queue.SimpleQueue()
+        relay.send = lambda peer, number, data: self._outbox.put(_Outgoing(peer, "relay", number, data))
         self.allows_disconnects = False
         self._limit: tuple[float, str, float] | None = None  # deadline, name and seconds of what the main thread does
         self._is_closed = False
+        self._ended = threading.Event()
+        self._present = {peer.routing_id: peer for peer in peers}
+        self._next_check = self._next_refusal = 0.0
         self._thread = threading.Thread(target=self._run, name="longctx-watchdog", daemon=True)
         self._thread.start()
 
@@ -85,16 +81,16 @@ class Watchdog:
 
     def send(self, peer: Peer, kind: str, value: Any) -> None:
         """Queue a value of plain data for a peer."""
-        self._outbox.put((peer, json.dumps([kind, value]).encode()))
+        self._outbox.put(_Outgoing(peer.routing_id, kind, value))
 
     def receive(self, peer: Peer, timeout: float, what: str) -> Any:
         """Wait for the next value from a peer; `what` names it in the error.
 
         Raises:
-          TimeoutError: nothing came within `timeout` seconds.
+          TimeoutError: nothing came within `timeout` seconds; infinity: there is no limit but the peer's life.
         """
         try:
-            return peer.inbox.get(timeout=timeout)
+            return peer.inbox.get(timeout=None if timeout == math.inf else timeout)
         except queue.Empty:
             raise TimeoutError(f"{peer} did not say {what} within {timeout:g} s") from None
 
@@ -118,12 +114,19 @@ class Watchdog:
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until process 0 lets all processes disconnect, or has failed."""
-        self._thread.join(timeout)
+        self._ended.wait(timeout)
+
+    def wait_for_disconnects(self, timeout: float) -> None:
+        """Wait until all peers have closed their connections, or `timeout` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        while self._present and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Stop watching: from now on peers may disconnect."""
         self._is_closed = self.allows_disconnects = True
         self._thread.join(timeout=2)
+        self._relay.close()
 
     # Called from the watchdog's thread.
 
@@ -132,64 +135,80 @@ class Watchdog:
             self._watch()
         except Exception as error:  # the process must not go on unwatched
             self._exit(f"{self.me} can't watch its peers: {type(error).__name__}: {error}")
+        finally:
+            self._ended.set()
 
     def _watch(self) -> None:
         poller = zmq.Poller()
-        for peer in self.peers:
-            poller.register(peer.socket, zmq.POLLIN)
-            poller.register(peer.monitor, zmq.POLLIN)
+        poller.register(self._control.socket, zmq.POLLIN)
+        poller.register(self._relay.fileno(), zmq.POLLIN)
         while not self._is_closed:
             self._flush()
-            ready = dict(poller.poll(_POLL_MS))
-            for peer in self.peers:
-                while peer.socket.poll(0):
-                    self._handle(peer, *json.loads(peer.socket.recv()))
-            for peer in self.peers:
-                if peer.monitor in ready and not self.allows_disconnects:
-                    recv_monitor_message(peer.monitor)
-                    # A message that it sent before it disconnected may give the cause.
-                    while peer.socket.poll(0):
-                        self._handle(peer, *json.loads(peer.socket.recv()))
-                    self._exit(f"{peer} is gone: its connection broke, or it did not answer")
+            poller.poll(_POLL_MS)
+            self._receive()
+            self._relay.update()
+            if time.monotonic() > self._next_check:
+                self._check_peers()
+                self._next_check = time.monotonic() + _SECONDS_BETWEEN_CHECKS
             limit = self._limit
             if limit is not None and time.monotonic() > limit[0]:
                 self._exit(f"{self.me} has waited for the results of {limit[1]} for more than {limit[2]:g} s", _STUCK)
         self._flush()
-        for peer in self.peers:
-            peer.close()
+
+    def _check_peers(self) -> None:
+        if isinstance(self._control, ControlServer):
+            self._control.strangers.update()
+        for routing_id, peer in list(self._present.items()):
+            if self._control.is_lost(routing_id):
+                self._receive()  # a message that it sent before its connection broke may give the cause
+                del self._present[routing_id]
+                if not self.allows_disconnects:
+                    self._exit(f"{peer} is gone: its connection broke, or it did not answer")
 
     def _flush(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                peer, message = self._outbox.get_nowait()
-                with contextlib.suppress(zmq.Again):  # the peer is gone, which its monitor reports
-                    peer.socket.send(message, zmq.NOBLOCK)
+                self._control.send(*self._outbox.get_nowait())  # `_check_peers` notices if the peer is gone
 
-    def _handle(self, peer: Peer, kind: str, value: Any) -> None:
-        if kind in (_FAILED, _STUCK):
-            self._exit(value, kind)
-        elif kind == "differs":
-            self._exit(f"{value}\n{self.me} decided:\n{self.explain()}")
-        elif kind == "bye":
-            self._is_closed = self.allows_disconnects = True
-        else:
-            peer.inbox.put(value)
+    def _receive(self) -> None:
+        for message in self._control.receive():
+            if message.peer in self._present:
+                self._handle(self._present[message.peer], message)
+            elif isinstance(self._control, ControlServer):
+                self._control.strangers.add()
+                if time.monotonic() > self._next_refusal:  # not all of them: answers that nobody reads would pile up
+                    self._next_refusal = time.monotonic() + _SECONDS_BETWEEN_CHECKS
+                    self._control.send(message.peer, "refused", "all processes have come already")
+
+    def _handle(self, peer: Peer, message: Received) -> None:
+        match message.kind:
+            case "failed" | "stuck":
+                self._exit(message.value, message.kind)
+            case "differs":
+                self._exit(f"{message.value}\n{self.me} decided:\n{self.explain()}")
+            case "bye":
+                self.allows_disconnects = True
+                self._ended.set()
+            case "relay":
+                self._relay.receive(peer.routing_id, message.value, message.data)
+            case "value":
+                peer.inbox.put(message.value)
 
     def _exit(self, cause: str, kind: str = _FAILED) -> None:
-        """Send the cause to all peers, print it, and exit.
+        """Print the cause, send it to all peers, and exit.
 
         Different decisions may be why a process is stuck, so `_STUCK` prints those of every process.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        text = f"{cause}\n{self.me} decided:\n{self.explain()}" if kind == _STUCK else cause
+        with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+            print(f"longctx: {self.me} ends: {text}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
         for peer in self.peers:
             self.send(peer, kind, cause)
         self._flush()
-        if kind == _STUCK:
-            cause += f"\n{self.me} decided:\n{self.explain()}"
-        with contextlib.suppress(OSError, ValueError):  # standard error may be closed
-            print(f"longctx: {self.me} ends: {cause}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
+        self._relay.close()
         time.sleep(0.5)  # until ZeroMQ has sent the cause
         os._exit(EXIT_STATUS)

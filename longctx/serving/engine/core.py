@@ -22,6 +22,10 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinite): its weights are damaged, or its activations overflow"
+)
+
 
 class Core:
     """Continuous batching of sequences, whose tokens become events.
@@ -88,6 +92,9 @@ class Core:
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
             if sequence.state is State.FINISHED:
                 continue  # it ended while this step was in flight
+            if token < 0:
+                events.append(self._fail(sequence, _NOT_FINITE, now))
+                continue
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
             if page_hash is not None and completion.num_known % page_hash.page_size == 0:
@@ -97,14 +104,14 @@ class Core:
                 events.append(completion.event(text, token))
             else:
                 events.append(self._finish(sequence, text, token, reason, now))
-        self._counts["output_tokens"] += len(events)
+            self._counts["output_tokens"] += 1
         return events
 
-    def fail(self, sequence: Sequence) -> Event:
+    def abort(self, sequence: Sequence, error: str) -> Event:
         """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self._now)
-        return completion.event("", None, "error")  # not the text that was held back: its tokenizer may have failed
+        return completion.fail(error)
 
     @property
     def is_stuck(self) -> bool:
@@ -139,6 +146,11 @@ class Core:
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
+
+    def _fail(self, sequence: Sequence, error: str, now: float) -> Event:
+        self.scheduler.finish(sequence)
+        _complete(completion_of(sequence).metrics, sequence, now)
+        return completion_of(sequence).fail(error)
 
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""

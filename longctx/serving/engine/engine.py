@@ -1,7 +1,7 @@
 """The engine of a program: requests in, tokens out. Whoever waits for tokens runs the steps."""
 
 import contextlib
-import threading
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +15,14 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.follower import Follower
+from longctx.serving.engine.jobs import Job, Jobs, naming_prompt
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.engine.monitor import Monitor
 from longctx.serving.engine.resolve import resolve
 from longctx.serving.engine.run_step import run_step
-from longctx.serving.engine.stream import Job, TokenStream
-from longctx.serving.executor.interface import Executor
+from longctx.serving.engine.step_lock import Interrupts, StepLock
+from longctx.serving.engine.stream import TokenStream
+from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
@@ -32,6 +35,10 @@ from longctx.serving.scheduler.slo import check_possible
 class Engine:
     """Serves a model, on one device or many. Any thread may call any method.
 
+    Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
+    has ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may
+    be called by a signal handler.
+
     Args:
       model, params: as from `load_checkpoint`.
       config: sizes and rules, see `EngineConfig`.
@@ -42,8 +49,8 @@ class Engine:
       clock: seconds; what metrics and policies go by.
       predictor: of this engine's batches, see `longctx.serving.profiler`. None: a roofline of the device. Either is
         corrected by a factor as batches run.
-      monitor: is called with the `StepMetrics` of every step that has ended, after its results are taken and outside of
-        the engine's lock: it may call the engine.
+      monitor: is called with the `StepMetrics` of every step that has ended, after its results are taken. It may submit
+        and cancel, and can't run steps itself. If it raises, that is logged, and it is not called any more.
       plan: how the engine is spread over devices, see `ParallelPlan`. None: as the mesh says, pages growing.
       process_group: the processes that run the engine together, each with the same arguments, as from
         `longctx.serving.distributed.initialize`. The first one's engine takes requests; the others `follow`.
@@ -52,8 +59,10 @@ class Engine:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
         devices, a predictor that knows no step of `token_budget` rows, processes with different arguments.
 
-    An exception within a step, an interrupt from the keyboard too, leaves the device in an unknown state: every request
-    ends with a last event (`finish_reason="error"`), and from then on every call raises RuntimeError.
+    An exception within a step leaves the device in an unknown state: every request ends with a last event
+    (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
+    ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
+    so may an exception that another signal's handler raises.
     """
 
     def __init__(
@@ -83,15 +92,13 @@ class Engine:
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
         self._seconds: float | None = None  # that the last step took, for the other processes
-        self._jobs: dict[str, Job] = {}
-        self._abandoned: deque[list[Job]] = deque()  # by streams that are gone; to be cancelled
+        self._jobs = Jobs()
+        self._updates: deque[tuple[Callable[[Job], None], list[Job]]] = deque()  # between steps
         self._events: deque[Event] = deque()  # of requests that no stream waits for
-        self._ended_steps: deque[StepMetrics] = deque()  # that the monitor has yet to be called with
-        self._monitor, self._monitoring = monitor, threading.Lock()
-        self._lock = threading.RLock()
+        self._monitor = Monitor(monitor)
+        self._step_lock = StepLock()
         self._error: BaseException | None = None
-        self._num_ids = 0
-        self._is_warm = self._is_lent = False
+        self._is_warm = False
 
     # One call for all.
 
@@ -124,7 +131,7 @@ class Engine:
             stream.close()
         if any(output.finish_reason == "error" for output in outputs.values()):
             self._check_alive()
-        return [outputs[job.request_id, n] for job in stream.jobs for n in range(len(job.sequences))]
+        return [outputs[job.request_id, n] for job in stream.jobs for n in range(job.prepared.request.sampling.n)]
 
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
@@ -132,21 +139,29 @@ class Engine:
         """The same, but every token as it comes. Closing or dropping the stream cancels what has not ended."""
         return self._begin(read_requests(prompts, sampling))
 
-    def warm_up(self) -> None:
-        """Compile every program that serving needs; nothing is compiled after it.
+    def compile(self, progress: Progress = ignore_progress) -> None:
+        """Compile the programs of all steps, several at a time; in a process group this is `warm_up`.
+
+        What else few requests need, such as `prompt_logprobs`, compiles when one needs it.
+
+        Args:
+          progress: is told how many programs are compiled, and of how many.
+
+        Raises:
+          RuntimeError: requests have not ended.
+        """
+        self._prepare("compile", self._compile if self._lockstep.is_alone else self._warm_up, progress)
+
+    def warm_up(self, progress: Progress = ignore_progress) -> None:
+        """Compile every program that serving needs, and run it once; nothing is compiled after it.
+
+        Args:
+          progress: as in `compile`.
 
         Raises:
           RuntimeError: requests have not ended: warming up writes to their slots.
         """
-        with self._lock:
-            self._check_alive()
-            self._cancel_abandoned()
-            if self._jobs:
-                raise RuntimeError(f"warm_up must be called before requests, and {len(self._jobs)} have not ended")
-            while self._queue:
-                self._step()
-            self._warm_up()
-        self._call_monitor()
+        self._prepare("warm_up", self._warm_up, progress)
 
     def follow(self) -> None:
         """Do what the first process's engine does, until its process group is closed there.
@@ -166,24 +181,16 @@ class Engine:
         Raises:
           RuntimeError: requests have not ended, or other processes take part.
         """
-        with self._lock:
-            self._check_alive()
-            if not self._lockstep.is_alone:
-                raise RuntimeError("an engine is measured in one process alone")
-            self._cancel_abandoned()
-            while self._queue:
-                self._step()
-            if self._jobs:
-                raise RuntimeError(f"an engine is measured while it serves nobody: {len(self._jobs)} have not ended")
-            self.core.pool.clear()
-            self._error, self._is_lent = RuntimeError("its executor is lent"), True  # until it comes back
-            try:
-                yield self._executor
-            except BaseException as error:
-                self._error, self._is_lent = error, False
-                raise
-            self._error, self._is_lent = None, False
-        self._call_monitor()
+        with self._step_lock.turn("lend_executor"):
+            with self._step_lock.held():
+                self._check_alive()
+                if not self._lockstep.is_alone:
+                    raise RuntimeError("an engine is measured in one process alone")
+                self._drain("an engine is measured while it serves nobody: {} have not ended")
+                self.core.pool.clear()
+                with self._failing():
+                    yield self._executor
+            self._monitor.catch_up()
 
     # Piece by piece.
 
@@ -201,53 +208,56 @@ class Engine:
         Raises:
           TypeError, ValueError: it can't be served.
         """
-        arrival = self._clock()  # before the wait for the lock
+        arrival = self._clock()
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
-        with self._lock:
-            (job,) = self._enter([prepared], arrival, self._events)
-        return job.request_id
+        jobs: list[Job] = []
+        self._start([prepared], arrival, self._events, jobs)
+        return jobs[0].request_id
 
     def cancel(self, request_id: str) -> bool:
-        """End a request wherever it is; its last events say `"cancelled"`. False if it is unknown or has ended."""
-        with self._lock:
-            self._check_alive()
-            job = self._jobs.get(request_id)
-            if job is not None:
-                self.cancel_job(job)
-            return job is not None
+        """End a request wherever it is; False if it is unknown or has ended.
 
-    def cancel_job(self, job: Job) -> None:
-        """End what has not ended of it."""
-        with self._lock:
-            if self._error is None and job.open:
-                for sequence in job.sequences:
-                    self._deliver(self.core.cancel(sequence))
-                self._lockstep.note_cancel(job.request_id)
+        Its last events say `"cancelled"`, unless the step that runs now brings it to its end.
+        """
+        self._check_alive()
+        self._apply_updates()
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self.cancel_jobs([job])
+        return job is not None
+
+    def cancel_jobs(self, jobs: list[Job]) -> None:
+        """End what has not ended of them."""
+        with Interrupts():
+            self._update(self._leave, jobs)
 
     def abandon(self, jobs: list[Job]) -> None:
-        """`cancel_job` some, later: this is safe in a finaliser, which may run in the midst of anything."""
-        self._abandoned.append(jobs)
+        """`cancel_jobs`, later: this is safe in a finaliser, which may run in the midst of anything."""
+        self._updates.append((self._leave, jobs))
 
     def step(self) -> list[Event]:
         """Begin what can be, wait for the oldest in-flight batch; returns the events of submitted requests.
 
         After a failure it returns the last events of requests that the failure ended, once.
+
+        Raises:
+          RuntimeError: the engine has failed, or a monitor or a signal handler called it within a step.
         """
         if self._error is None or not self._events:
-            with self._lock:
-                self._step()
-            self._call_monitor()
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
+            self._take_turn("step", None)
+        events: list[Event] = []
+        try:
+            with Interrupts(), contextlib.suppress(IndexError):
+                while True:
+                    events.append(self._events.popleft())
             return events
+        except BaseException:
+            self._events.extendleft(reversed(events))  # for the next call
+            raise
 
     def advance(self, events: deque[Event]) -> None:
         """A step, unless there are events by now."""
-        with self._lock:
-            if not events:
-                self._step()
-        self._call_monitor()
+        self._take_turn("next", events)
 
     def progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt are computed, found in the cache or planned, and how many it has.
@@ -255,9 +265,7 @@ class Engine:
         Raises:
           KeyError: no such request, or it has ended.
         """
-        with self._lock:
-            sequence = self._jobs[request_id].sequences[0]
-            return min(sequence.computed, sequence.prompt_length), sequence.prompt_length
+        return self._jobs[request_id].progress
 
     @property
     def has_work(self) -> bool:
@@ -266,78 +274,105 @@ class Engine:
         Raises:
           RuntimeError: the engine has failed, and the last events of its requests have been returned.
         """
-        with self._lock:
-            if self._error is not None and not self._events:
-                self._check_alive()
-            self._cancel_abandoned()
-            return bool(self._jobs or self._events)
+        if self._error is not None and not self._events:
+            self._check_alive()
+        self._apply_updates()
+        return bool(self._jobs or self._events)
 
     def stats(self) -> EngineStats:
-        with self._lock:
-            return self.core.stats()
+        """Counts since the engine was made, and what it holds now: nothing, once it has failed."""
+        self._apply_updates()
+        stats = self.core.stats()
+        if self._error is not None:
+            stats = dataclasses.replace(stats, running=0, waiting=0, pages_held=0, pages_cached=0)
+        return stats
 
     # Requests.
 
     def _begin(self, requests: List[Request]) -> TokenStream:
-        """Begin all or none."""
-        arrival = self._clock()  # before the wait for the lock
+        arrival = self._clock()
         prepared = []
         for i, request in enumerate(requests):
-            with _naming(f"prompts[{i}]"):
+            with naming_prompt(i, len(requests)):
                 prepared.append(self.prepare(request))
-        events: deque[Event] = deque()
-        with self._lock:
-            return TokenStream(self, self._enter(prepared, arrival, events), events)
+        stream = TokenStream(self)
+        self._start(prepared, arrival, stream.events, stream.jobs)
+        return stream
 
-    def _enter(self, requests: List[PreparedRequest], arrival: float, events: deque[Event]) -> list[Job]:
-        """Let requests wait, all or none of them."""
-        jobs = []
-        for prepared, request_id in zip(requests, self._check_new(requests), strict=True):
-            self._lockstep.note_arrival(prepared.request, prepared.tokens, request_id, arrival)
-            job = Job(request_id, self._sequence_maker.make(prepared, request_id, arrival), events)
-            self._jobs[request_id] = job
-            self.core.add(job.sequences)
-            jobs.append(job)
-        return jobs
+    def _start(self, requests: List[PreparedRequest], arrival: float, events: deque[Event], jobs: list[Job]) -> None:
+        """Check that all of them can be served, and let them enter, as `jobs`; all or none."""
+        try:
+            with Interrupts():
+                self._check_alive()
+                self._apply_updates()
+                for i, prepared in enumerate(requests):
+                    with naming_prompt(i, len(requests)):
+                        self._check(prepared)
+                self._jobs.claim(requests, arrival, events, jobs)
+                self._update(self._enter, jobs)
+        except BaseException:
+            self.cancel_jobs(jobs)
+            raise
 
-    def _check_new(self, requests: List[PreparedRequest]) -> list[str]:
-        """Check that all of them can be served; their ids, those that are missing chosen apart from all others."""
-        self._check_alive()
-        ids = set(self._jobs)
-        for i, (request, tokens, keys, prepared_for) in enumerate(requests):
-            with _naming(f"prompts[{i}]" if len(requests) > 1 else None):
-                if prepared_for != self.input_processor.fingerprint:
-                    raise ValueError(
-                        "request must be prepared for this engine, and was for another: see Engine.prepare"
-                    )
-                params = request.sampling
-                self.scheduler.check(len(tokens), params.max_tokens, params.n)
-                if self._resolved.is_profiled:
-                    cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
-                    rows = self.scheduler.chunker.chunking.tokens
-                    check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
-                if request.request_id in ids:
-                    raise ValueError(f"request_id must be unique, and {request.request_id!r} has not ended yet")
-                if request.request_id is not None:
-                    ids.add(request.request_id)
-        return [self._choose_id(ids) if x.request.request_id is None else x.request.request_id for x in requests]
+    def _check(self, prepared: PreparedRequest) -> None:
+        request, tokens, keys, prepared_for = prepared
+        if prepared_for != self.input_processor.fingerprint:
+            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
+        params = request.sampling
+        self.scheduler.check(len(tokens), params.max_tokens)
+        if self._resolved.is_profiled:
+            cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
+            rows = self.scheduler.chunker.chunking.tokens
+            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
 
-    def _choose_id(self, taken: set[str]) -> str:
-        while (request_id := f"request-{self._num_ids}") in taken:
-            self._num_ids += 1
-        self._num_ids += 1
-        return request_id
+    # Updates between steps.
 
-    def _cancel_abandoned(self) -> None:
-        while self._abandoned:
-            for job in self._abandoned.popleft():
-                self.cancel_job(job)
+    def _update(self, update: Callable[[Job], None], jobs: list[Job]) -> None:
+        """Do something with jobs now, or else as soon as no step runs."""
+        self._updates.append((update, jobs))
+        self._apply_updates()
+
+    def _apply_updates(self) -> None:
+        with Interrupts(), self._step_lock.held_if_free() as held:
+            if held:
+                self._apply_updates_locked()
+
+    def _apply_updates_locked(self) -> None:
+        with self._failing():
+            while self._updates and self._error is None:
+                update, jobs = self._updates.popleft()
+                for job in jobs:
+                    update(job)
+
+    def _enter(self, job: Job) -> None:
+        """Let a request wait for its first step."""
+        if job.sequences:
+            return  # it was cancelled before
+        self._lockstep.note_arrival(job.prepared.request, job.prepared.tokens, job.request_id, job.arrival)
+        job.sequences = self._sequence_maker.make(job.prepared, job.request_id, job.arrival)
+        self.core.add(job.sequences)
+
+    def _leave(self, job: Job) -> None:
+        """End what has not ended of a request."""
+        self._enter(job)
+        if job.open:
+            for sequence in job.sequences:
+                self._deliver(self.core.cancel(sequence))
+            self._lockstep.note_cancel(job.request_id)
 
     # Steps.
 
+    def _take_turn(self, call: str, events: deque[Event] | None) -> None:
+        """Run a step, and tell the monitor; nothing if there are events by the time that it is this thread's turn."""
+        with Interrupts() as interrupts, self._step_lock.turn(call):
+            with self._step_lock.held(interrupts):
+                if not events:
+                    self._step()
+            self._monitor.catch_up()
+
     def _step(self) -> None:
         self._check_alive()
-        self._cancel_abandoned()
+        self._apply_updates_locked()
         if not (self._is_warm or self._lockstep.is_alone):
             self._warm_up()
         now = self._clock()
@@ -346,10 +381,19 @@ class Engine:
             self._seconds = None
             step = run_step(self.core, self._queue, now, self._lockstep)
             if step is not None:
-                if self._monitor is not None:
-                    self._ended_steps.append(StepMetrics.of(step))
+                self._monitor.note(step)
                 self._seconds = step.seconds
                 self._deliver(self.core.end(step.batch, step.results, step.finished, step.seconds))
+
+    def _drain(self, message: str) -> None:
+        """Run steps until none is in flight; RuntimeError with the number of requests, if there are some."""
+        with Interrupts():
+            self._check_alive()
+            self._apply_updates_locked()
+            if self._jobs:
+                raise RuntimeError(message.format(len(self._jobs)))
+            while self._queue:
+                self._step()
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -358,22 +402,28 @@ class Engine:
             if not job.open:
                 del self._jobs[event.request_id]
 
-    def _warm_up(self) -> None:
-        with self._failing():
-            self._lockstep.send_warm_up()
-            self._lockstep.warm_up(self._executor)
-            self._is_warm = True
+    def _prepare(self, name: str, prepare: Callable[[Progress], None], progress: Progress) -> None:
+        with self._step_lock.turn(name):
+            with self._step_lock.held():
+                self._drain(f"{name} must be called before requests, and {{}} have not ended")
+                prepare(progress)
+            self._monitor.catch_up()
 
-    def _call_monitor(self) -> None:
-        """Tell of steps that have ended, in order. Whoever comes while another thread does leaves it to that one."""
-        while self._ended_steps and self._monitoring.acquire(blocking=False):
-            try:
-                while self._ended_steps:
-                    step = self._ended_steps.popleft()
-                    if self._monitor is not None:
-                        self._monitor(step)
-            finally:
-                self._monitoring.release()
+    def _compile(self, progress: Progress) -> None:
+        with Interrupts.allowed():
+            self._executor.compile(progress)  # an interrupt here breaks nothing
+
+    def _warm_up(self, progress: Progress = ignore_progress) -> None:
+        alone = self._lockstep.is_alone
+        if alone:
+            self._compile(progress)
+        with Interrupts() if alone else Interrupts.allowed(), self._failing():
+            if alone:
+                self._executor.warm_up()
+            else:
+                self._lockstep.send_warm_up()
+                self._lockstep.warm_up(self._executor, progress)
+            self._is_warm = True
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -381,33 +431,22 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self._error = error
+            self._error, cause = error, f"{type(error).__name__}: {error}"
             try:
                 for job in list(self._jobs.values()):
+                    job.sequences = job.sequences or self._sequence_maker.make(
+                        job.prepared, job.request_id, job.arrival
+                    )
                     for index in sorted(job.open):
-                        self._deliver([self.core.fail(job.sequences[index])])
+                        self._deliver([self.core.abort(job.sequences[index], f"a step failed: {cause}")])
             finally:
-                self._lockstep.group.fail(f"{type(error).__name__}: {error}")
+                self._lockstep.group.fail(cause)
             raise
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            if self._is_lent:
-                raise RuntimeError("the engine's executor is lent, to be measured: wait until that has ended")
             raise RuntimeError("the engine has failed, and its requests with it") from self._error
         if not self._lockstep.leads:
             raise RuntimeError(
                 f"process {self._lockstep.group.process_id} follows process 0, which takes requests: follow()"
             )
-
-
-@contextlib.contextmanager
-def _naming(argument: str | None) -> Iterator[None]:
-    """Put the argument's name before the message of an error."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if argument is None:
-            raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{argument}: {error}") from error

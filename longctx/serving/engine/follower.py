@@ -5,8 +5,8 @@ from collections import deque
 from longctx.serving.distributed.lockstep import Arrival, Lockstep, RequestUpdate, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
+from longctx.serving.engine.jobs import Job
 from longctx.serving.engine.run_step import run_step
-from longctx.serving.engine.stream import Job
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 
@@ -57,7 +57,8 @@ class Follower:
         if isinstance(news, Arrival):
             prepared = self._input_processor.prepare(news.request)
             sequences = self._sequence_maker.make(prepared, news.request_id, news.now)
-            self._jobs[news.request_id] = Job(news.request_id, sequences, deque(maxlen=0))  # nobody reads its events
+            # Nobody reads its events.
+            self._jobs[news.request_id] = Job(news.request_id, prepared, news.now, deque(maxlen=0), sequences)
             self._core.add(sequences)
         else:
             for sequence in self._jobs.pop(news.request_id).sequences:

@@ -34,7 +34,8 @@ class InputProcessor:
         self._model, self._config, self._max_length = model, config, max_length
         self._tokenizer, self._hash = tokenizer, page_hash
         # All that `prepare` goes by, but for the tokenizer's vocabulary.
-        limits = (model.vocab_size, max_length, config.max_logprobs, config.prefix_cache, tokenizer is None)
+        sizes = (model.vocab_size, max_length, config.max_running, config.max_logprobs)
+        limits = (*sizes, config.prefix_cache, tokenizer is None)
         self.fingerprint = page_hash.fingerprint(repr(limits))
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -75,6 +76,8 @@ class InputProcessor:
 
     def _check(self, request: Request, prompt_length: int) -> None:
         params, vocab = request.sampling, self._model.vocab_size
+        if params.n > self._config.max_running:
+            raise ValueError(f"n must be at most max_running={self._config.max_running}, got {params.n}")
         if prompt_length + params.max_tokens > self._max_length:
             raise ValueError(
                 f"prompt and max_tokens make {prompt_length} + {params.max_tokens} tokens, more than the "

@@ -12,8 +12,9 @@ class StepMetrics(NamedTuple):
     Attributes:
       number: of the step, from 0.
       finished: when it ended.
-      seconds: that it took, since it was begun or, if that was later, the step before ended.
-      is_exact: whether the engine waited for it; else it ended at some time before it was looked at.
+      seconds: that it took, since it was begun or, if that was later, the step before ended. Where the host is slower
+        than the devices, this is what the host takes for a step.
+      is_exact: whether that is known, see `SubmitQueue`.
       predicted: seconds that it was to take, when it was planned.
       decodes: sequences that decoded a token in it.
       chunks: of prompts: (position of the first token, tokens) of each.

@@ -1,28 +1,25 @@
 """What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
-import math
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from jax.typing import DTypeLike
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
-from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.parallel.mesh import AXES, make_mesh
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.config_check import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
+from longctx.serving.engine.memory import default_pages, estimate, head_bytes, param_bytes
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import hardware_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
-from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
 from longctx.serving.scheduler.slo import check_slo
 
 
@@ -138,34 +135,7 @@ def resolve_mesh(
         raise ValueError(
             f"mesh must have devices of {expected} processes (hosts), and has those of {found}: see make_process_mesh"
         )
-    check_memory(model, mesh, params["embed"].dtype, mesh.local_devices[0])
     return plan, mesh
-
-
-def check_memory(model: Llama, mesh: Mesh, dtype: DTypeLike, device: jax.Device, pages: int = 0, size: int = 1) -> None:
-    """ValueError if a device's share of the parameters and so many pages of `size` tokens are more than its memory."""
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    if memory is None:
-        return
-    needed, cache = param_bytes(model, mesh, dtype), pages * page_bytes(_width(model, mesh), size, dtype)
-    if needed + cache > memory["bytes_limit"]:
-        params, limit = needed / 2**30, memory["bytes_limit"] / 2**30
-        raise ValueError(
-            f"plan puts {params:.1f} GiB of parameters and {cache / 2**30:.1f} GiB of pages on each device, and "
-            f"{device} has {limit:.1f}: more stages or a larger tensor would spread them further"
-        )
-
-
-def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Of the parameters that each device has."""
-    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
-def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Of the head's part that each device has."""
-    leaves = jax.tree.leaves(abstract_sharded_params(model.config, mesh, dtype)["lm_head"])
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def resolve_num_pages(
@@ -176,20 +146,14 @@ def resolve_num_pages(
     Raises:
       ValueError: there is no room, with the numbers.
     """
-    most = config.max_running * -(-max_length // config.page_size)
     if params is None or mesh is None:
-        return config.num_pages or most
-    dtype, device = params["embed"].dtype, mesh.local_devices[0]
+        return config.num_pages or config.max_running * -(-max_length // config.page_size)
+    dtype = params["embed"].dtype
+    needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
+    needed.check(mesh.local_devices[0])
     if config.num_pages is not None:
-        check_memory(model, mesh, dtype, device, config.num_pages, config.page_size)
         return config.num_pages
     placed = params["embed"].devices() == set(mesh.devices.flat)
     # What is placed already stays, but for the head, which is spread over stages too.
     besides = head_bytes(model, mesh, dtype) if placed else param_bytes(model, mesh, dtype)
-    return default_num_pages(_width(model, mesh), config.page_size, dtype, device, most, besides)
-
-
-def _width(model: Llama, mesh: Mesh) -> int:
-    """Numbers that a device keeps of a token's keys: layers * KV heads * head size."""
-    local = device_config(model.config, mesh)
-    return (local.num_layers // mesh.shape["stage"]) * (local.num_kv_heads // mesh.shape["tensor"]) * local.head_dim
+    return default_pages(model, config, mesh, dtype, max_length, besides)

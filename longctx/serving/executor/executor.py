@@ -1,9 +1,13 @@
 """The executor that computes batches on devices."""
 
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Self
 
 import jax
@@ -14,7 +18,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.models.params import Params
 from longctx.parallel.cost import Hardware
 from longctx.serving.config import EngineConfig
-from longctx.serving.executor.interface import Results
+from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.executor.page_tables import PageTables
 from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
@@ -26,6 +30,8 @@ from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
+
+_MAX_COMPILING = 4  # programs at a time: compiling takes memory
 
 
 @dataclass
@@ -88,9 +94,27 @@ class DeviceExecutor:
         make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
         return cls(model.config, config, plan, num_pages, max_length, make, hardware_of(mesh.devices.flat[0]))
 
-    def compile(self) -> None:
-        for step in self._empty_steps():
-            self.runner.compile(*step)
+    def compile(self, progress: Progress = ignore_progress) -> None:
+        steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
+
+        def compile_step(step: tuple[np.ndarray, np.ndarray, Shape]) -> None:
+            try:
+                self.runner.compile(*step, lambda: compiled.put(None))
+            except BaseException as error:
+                compiled.put(error)
+
+        total = len(steps) * self.runner.num_programs
+        # XLA compiles without Python's lock, while another thread traces.
+        pool = ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, _MAX_COMPILING))
+        try:
+            for step in steps:
+                pool.submit(copy_context().run, compile_step, step)
+            for done in range(1, total + 1):
+                if (error := compiled.get()) is not None:
+                    raise error
+                progress(done, total)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def warm_up(self) -> None:
         self._tables.warm_up()

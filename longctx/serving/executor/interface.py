@@ -1,5 +1,6 @@
 """What runs batches: the interface of executors, without JAX."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
@@ -7,11 +8,18 @@ from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 
+Progress = Callable[[int, int], object]
+"""Is told how many programs are compiled, and of how many."""
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """A `Progress` that does nothing."""
+
 
 class Results(NamedTuple):
     """The results of a batch, in the order of `Batch.sampled`."""
 
-    tokens: List[int]
+    tokens: List[int]  # -1: the logits were not finite
     logprobs: List[TokenLogprob | None]
     # Of prompt tokens, with the sequence and the position of the first of them.
     prompt_logprobs: List[tuple[Sequence, int, List[TokenLogprob]]]
@@ -28,8 +36,8 @@ class Executor(Protocol):
         """The results of what `submit` returned."""
         ...
 
-    def compile(self) -> None:
-        """Compile all that `warm_up` runs."""
+    def compile(self, progress: Progress = ignore_progress) -> None:
+        """Compile the programs of all steps."""
         ...
 
     def warm_up(self) -> None:

@@ -12,8 +12,7 @@ from longctx.serving.scheduler.batch import Batch
 class EndedStep(NamedTuple):
     """A batch, its results, and how long the step took that brought it to its end, by the queue's clock.
 
-    `is_exact`: whether the step was waited for; else it ended at some time before it was looked at. `predicted`: the
-    seconds of the slowest batch in the stages.
+    `is_exact`: whether that is known, see `SubmitQueue`. `predicted`: the seconds of the slowest batch in the stages.
     """
 
     batch: Batch
@@ -30,15 +29,28 @@ class EndedStep(NamedTuple):
 
 
 class _Tick(NamedTuple):
-    """All stages once: begun with the batch of this number, it takes as long as the slowest batch in the stages."""
+    """All stages once: begun with the batch of this number, it takes as long as the slowest batch in the stages.
+
+    `behind`: how many batches were in flight when it was submitted.
+    """
 
     number: int
     at: float
     predicted: float
+    behind: int
 
 
 class SubmitQueue:
     """Submits batches to an executor, waits for the oldest, and measures steps.
+
+    A step takes from the end of the step before it, or from its own submission if that is later, to its own end: when
+    `wait` returns. Where submitting takes longer than computing, the results are there before `wait` asks for them; a
+    step then takes what the host takes for one, as this is how often tokens come. It is unknown how long a step took if
+
+    - more than half of the time was spent neither submitting nor waiting, as when whoever takes the tokens takes their
+      time;
+    - it may have begun long before the step before it was looked at, whose results were there by then: where it was
+      submitted so early that steps since then took more than twice as long as it, in the mean.
 
     Args:
       stages: of the executor's pipeline: a batch is in the last one when `stages - 1` more have been submitted.
@@ -49,7 +61,9 @@ class SubmitQueue:
         self._queue: deque[tuple[Batch, Any]] = deque()
         self._in_stages: deque[Batch] = deque(maxlen=stages)
         self._ticks: deque[_Tick] = deque()  # since the last one that was waited for
-        self._idle_since = -math.inf  # when the last step ended
+        self._last_end = -math.inf
+        self._was_late = False  # whether the last step may have ended long before `_last_end`
+        self._in_calls = 0.0  # seconds in the executor's calls since the last end
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -61,7 +75,10 @@ class SubmitQueue:
         self._in_stages.append(batch)
         if not self._queue:
             self._ticks.clear()
-        self._ticks.append(_Tick(batch.index, begun, max(each.predicted for each in self._in_stages)))
+            self._in_calls = 0.0
+        self._in_calls += self._clock() - begun
+        predicted = max(each.predicted for each in self._in_stages)
+        self._ticks.append(_Tick(batch.index, begun, predicted, len(self._queue)))
         if batch.chunks:
             self._queue.append((batch, pending))
 
@@ -77,10 +94,12 @@ class SubmitQueue:
         ticks = []
         while self._ticks and self._ticks[0].number < batch.index + self._stages:
             ticks.append(self._ticks.popleft())
-        duration = now - max(ticks[0].at, self._idle_since)
-        self._idle_since = now
-        # Nobody knows when it ended if it was looked at late, as when whoever takes the tokens takes their time.
-        is_exact = now - before >= duration / 2
+        duration = now - max(ticks[0].at, self._last_end)
+        earlier = self._last_end - ticks[0].at if self._was_late else 0.0  # it may have begun so much earlier
+        is_busy = self._in_calls + now - before >= duration / 2
+        is_exact = is_busy and earlier <= 2 * max(1, ticks[0].behind) * duration
+        self._was_late = not is_exact or now - before < duration / 2
+        self._last_end, self._in_calls = now, 0.0
         predicted = sum(tick.predicted for tick in ticks)
         duration *= ticks[-1].predicted / predicted if predicted else 1 / len(ticks)
         return EndedStep(batch, results, now, duration, is_exact, ticks[-1].predicted)

@@ -11,30 +11,50 @@ _WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
 
 
 class Corrected:
-    """A predictor times a factor: the median of measured over predicted seconds of the last batches, weighted by time.
+    """A predictor times a factor for each kind of batch: decodes alone, and batches with chunks of prompts.
 
-    The factor is 1 before the eighth batch. The median ignores outliers, such as a compilation or a busy machine, and
-    the weights favour long steps, whose predictions matter most. The same observations in the same order give the same
-    predictions.
+    The kinds are corrected apart, as the host's work and reading the weights dominate the one, and products the other.
+    A factor is the median of measured over predicted seconds of the last batches of its kind, weighted by time; before
+    the eighth of them, of the last batches of both kinds, and before the eighth of those it is 1. The median ignores
+    outliers, such as a compilation or a busy machine, and the weights favour long steps, whose predictions matter most.
+    The same observations in the same order give the same predictions.
+
+    Attributes:
+      decode_factor, prompt_factor: of both kinds.
     """
 
     def __init__(self, predictor: Predictor) -> None:
-        self.predictor, self.factor = predictor, 1.0
-        self._seen: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # measured / predicted, and predicted
+        self.predictor, self.decode_factor, self.prompt_factor = predictor, 1.0, 1.0
+        self._decodes, self._prompts, self._all = _Window(), _Window(), _Window()
 
     def seconds(self, work: Work) -> float:
-        return self.factor * self.predictor.seconds(work)
+        return (self.prompt_factor if work.chunks else self.decode_factor) * self.predictor.seconds(work)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        return self.factor * self.predictor.prefill_seconds(start, stop, chunk)
+        return self.prompt_factor * self.predictor.prefill_seconds(start, stop, chunk)
 
     def observe(self, work: Work, seconds: float) -> None:
         """Add the measured time of a batch."""
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
-            self._seen.append((seconds / predicted, predicted))
-            if len(self._seen) >= _LEAST:
-                self.factor = _weighted_median(self._seen)
+            for window in (self._all, self._prompts if work.chunks else self._decodes):
+                window.add(seconds / predicted, predicted)
+            of_all = self._all.median(1.0)
+            self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
+
+
+class _Window:
+    """The last batches, each as measured over predicted seconds and its weight."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+
+    def add(self, ratio: float, weight: float) -> None:
+        self._seen.append((ratio, weight))
+
+    def median(self, default: float) -> float:
+        """The weighted median; `default` while there are too few batches."""
+        return _weighted_median(self._seen) if len(self._seen) >= _LEAST else default
 
 
 def _weighted_median(values: Iterable[tuple[float, float]]) -> float:

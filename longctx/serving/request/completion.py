@@ -87,7 +87,7 @@ class Completion:
         self.text += piece
         return piece
 
-    def output(self, reason: FinishReason) -> Output:
+    def output(self, reason: FinishReason, error: str | None = None) -> Output:
         return Output(
             self.request_id,
             self.index,
@@ -97,7 +97,12 @@ class Completion:
             self.metrics,
             None if self.params.logprobs is None else self.logprobs,
             None if self.num_prompt_logprobs is None else self.prompt_logprobs,
+            error,
         )
+
+    def fail(self, error: str) -> Event:
+        """The last event after an error, a sentence; without text that was held back."""
+        return Event(self.request_id, self.index, (), "", (), self.output("error", error))
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
         tokens = () if token is None else (token,)

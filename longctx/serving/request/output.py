@@ -73,8 +73,9 @@ class Output:
     Attributes:
       token_ids: what was generated, a stop token included.
       text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
-      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"` (a step of
-        the engine failed).
+      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"`.
+      error: what went wrong, a sentence, where `finish_reason` is `"error"`: the logits of a token were not finite, or
+        a step of the engine failed.
       logprobs: of each token, if asked for.
       prompt_logprobs: of the prompt's tokens but the first, if asked for; with the first completion (`index` 0) alone.
     """
@@ -87,6 +88,7 @@ class Output:
     metrics: Metrics
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, shown
+from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
 
 # Ranges in which a device's int32 and float32 hold the numbers, and in which logits stay finite.
 _INTEGERS = {"max_tokens": 1, "n": 1, "top_k": 1, "seed": 0, "logprobs": 0, "prompt_logprobs": 0}
@@ -29,7 +29,7 @@ class SamplingParams:
         1e3.
       presence_penalty: is subtracted from the logits of tokens in the output, -2 to 2.
       seed: the tokens depend on it, and on nothing else in the batch. None: the engine draws one.
-      n: how many completions; they share the pages of the prompt.
+      n: how many completions, at most the engine's `max_running`; they share the pages of the prompt.
       stop: strings that end the text and are not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
@@ -73,6 +73,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be strings, none of them empty, got {shown(self.stop)}")
+        for text in stop:
+            check_text("stop", text)
         ids = tuple(check_integer("stop_token_ids", token, 0, MAX_INT32) for token in self.stop_token_ids)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)

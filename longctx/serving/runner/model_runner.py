@@ -1,5 +1,6 @@
 """`ModelRunner`, the interface between executor and devices, and `MeshModelRunner`, which runs a mesh of devices."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -12,9 +13,10 @@ from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.runner import state_updates
+from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import SampledTokens
-from longctx.serving.runner.step import DeviceState, state_specs, step
+from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
 
 
@@ -33,8 +35,15 @@ class ModelRunner(Protocol):
         """Set which tokens a slot has seen, uint8 `[vocab]`."""
         ...
 
-    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
-        """Compile the program that `step` would run."""
+    @property
+    def num_programs(self) -> int:
+        """Programs of a step."""
+        ...
+
+    def compile(
+        self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
+    ) -> None:
+        """Compile the programs that `step` would run; `compiled` is called after each."""
         ...
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, Any]:
@@ -78,6 +87,8 @@ class MeshModelRunner:
         self._num_pages, self._page_size = num_pages, page_size
         self._sections = (sections[0], sections[0] + sections[1])
         self.params = shard_params(params, model.config, mesh)
+        program = step_program(mesh, model.config.quantization is not None)
+        self.run_step: Any = layered_step if isinstance(self.params["layers"], tuple) else program
         stages, ranks = mesh.shape["stage"], mesh.shape["context"]
         each, dtype = stages * ranks, self.params["embed"].dtype
         specs: Any = state_specs(stages, ranks)
@@ -96,21 +107,35 @@ class MeshModelRunner:
         )
 
     def clear_slot(self, slot: int) -> None:
-        self.state = state_updates.clear_slot(self.state, np.int32(slot), self._page_size)
+        self._update(state_updates.clear_slot, np.int32(slot), page_size=self._page_size)
 
     def set_entries(self, slot: int, first: np.ndarray, pages: np.ndarray, page_index: np.ndarray) -> None:
-        self.state = state_updates.set_entries(self.state, np.int32(slot), first, pages, page_index)
+        self._update(state_updates.set_entries, np.int32(slot), first, pages, page_index)
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
-        self.state = state_updates.set_seen(self.state, np.int32(slot), seen)
+        self._update(state_updates.set_seen, np.int32(slot), seen)
 
-    def compile(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> None:
+    def _update(self, update: Any, *arguments: Any, **static: Any) -> None:
+        self.state = state_updates.update_program(update, self.mesh, *static)(self.state, *arguments, **static)
+
+    @property
+    def num_programs(self) -> int:
+        return len(Programs._fields) if self.run_step is layered_step else 1
+
+    def compile(
+        self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
+    ) -> None:
         inputs = self._to_devices(rows, samples)
-        step.lower(self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections).compile()
+        arguments = (self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections)
+        if self.run_step is layered_step:
+            compile_layered_step(*arguments, compiled)
+        else:
+            self.run_step.lower(*arguments).compile()
+            compiled()
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
         inputs = self._to_devices(rows, samples)
-        self.state, sampled, hidden = step(
+        self.state, sampled, hidden = self.run_step(
             self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections
         )
         plain = SampleInputs.views(samples, shape).plain[0]

@@ -46,7 +46,7 @@ NUM_FLOATS = 5
 class SampledTokens(NamedTuple):
     """Sampled tokens, and the L most probable tokens of each row. Log probabilities are natural logs."""
 
-    tokens: Int[Array, "R"]
+    tokens: Int[Array, "R"]  # -1: a logit is NaN or +inf, or all are -inf
     logprobs: Float[Array, "R"]
     top_tokens: Int[Array, "R L"]
     top_logprobs: Float[Array, "R L"]
@@ -83,6 +83,7 @@ def token_logprobs(
 
 
 def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Array) -> Array:
+    is_finite = jnp.isfinite(jnp.max(logits, -1))
     logits = _penalise(logits, seen, controls)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     warm = controls.temperature > 0
@@ -96,7 +97,7 @@ def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Arra
     beyond = (cumulative > threshold[:, None]) & (weights > 0)
     last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
     sampled = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
-    return jnp.where(warm, sampled.astype(jnp.int32), greedy)
+    return jnp.where(is_finite, jnp.where(warm, sampled.astype(jnp.int32), greedy), -1)
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:

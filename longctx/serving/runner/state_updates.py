@@ -1,6 +1,7 @@
 """Small compiled programs for rare updates and reads of the device state. Each call reaches all stages at once."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,14 @@ from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import shard_map
 from longctx.parallel.tensor import all_gather_vocabulary
 from longctx.serving.runner.sampler import token_logprobs
-from longctx.serving.runner.step import VOCABULARY_AXES, DeviceState, all_gather, from_last_stage, local_logits
+from longctx.serving.runner.step import (
+    VOCABULARY_AXES,
+    DeviceState,
+    all_gather,
+    from_last_stage,
+    local_logits,
+    state_shardings,
+)
 
 _BLOCK = 64  # rows whose logits are computed at a time
 
@@ -27,14 +35,18 @@ def unused_page_index(page_size: int) -> int:
     return np.iinfo(np.int32).max // page_size
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+@functools.cache
+def update_program(update: Callable[..., DeviceState], mesh: Mesh, *static_argnames: str) -> Any:
+    """One of the functions below, jitted for a mesh."""
+    return jax.jit(update, donate_argnums=0, static_argnames=static_argnames, out_shardings=state_shardings(mesh))
+
+
 def clear_slot(state: DeviceState, slot: Int[Array, ""], page_size: int) -> DeviceState:
     """Mark all page table entries of a slot as unused; only several ranks need that, as they have a page index."""
     assert state.page_index is not None
     return state._replace(page_index=state.page_index.at[:, slot].set(unused_page_index(page_size)))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def set_entries(
     state: DeviceState,
     slot: Int[Array, ""],
@@ -61,7 +73,6 @@ def set_entries(
     return state
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def set_seen(state: DeviceState, slot: Int[Array, ""], seen: UInt8[Array, "vocab"]) -> DeviceState:
     """Set which tokens a slot has seen, when a request with penalties is admitted."""
     return state._replace(seen=state.seen.at[slot].set(seen))

@@ -20,15 +20,18 @@ from jaxtyping import Float, Int, Shaped, UInt8
 
 from longctx.kernels.attention.operands import match_varying
 from longctx.models import Llama
+from longctx.models.llama import Rope
 from longctx.models.params import Params
-from longctx.models.sharded_params import local_params, sharded_specs
-from longctx.parallel.mesh import index_of, present, shard_map, size_of
+from longctx.models.sharded_params import sharded_specs
+from longctx.parallel.mesh import index_of, named_sharding, present, shard_map, size_of
 from longctx.parallel.pipeline import enter_stage
-from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, psum
-from longctx.serving.runner.attention import make_paged_attend
+from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, pmax, psum
+from longctx.serving.runner.attention import PagedAttend, PageTables
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import IN_OUTPUT, Controls, SampledTokens, sample_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
+
+_CUBLASLT: Any = {"xla_gpu_enable_triton_gemm": False}
 
 VOCABULARY_AXES = ("tensor", "stage")
 """Mesh axes that the head's vocabulary is sharded over, the slowest first."""
@@ -55,7 +58,31 @@ def state_specs(stages: int, ranks: int) -> DeviceState:
     return DeviceState(*specs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 6, 7), donate_argnums=3)
+@functools.cache
+def state_shardings(mesh: Mesh) -> DeviceState:
+    """The sharding of each array of the state.
+
+    Every program returns exactly these: left to itself, JAX returns equivalent ones, for which it compiles again.
+    """
+    specs = state_specs(mesh.shape["stage"], mesh.shape["context"])
+    return jax.tree.map(functools.partial(named_sharding, mesh), specs, is_leaf=lambda leaf: isinstance(leaf, P))
+
+
+@functools.cache
+def step_program(mesh: Mesh, is_quantized: bool = False) -> Any:
+    """`step`, jitted for a mesh; `is_quantized`: for a model with FP8 weights."""
+    outputs = named_sharding(mesh, P()), named_sharding(mesh, P(("stage", "context")))
+    shardings = (state_shardings(mesh), *outputs)
+    return jax.jit(
+        step,
+        static_argnums=(0, 1, 6, 7),
+        donate_argnums=3,
+        out_shardings=shardings,
+        # Products are cuBLASLt's then, not of kernels that XLA writes (docs/fp8.md).
+        compiler_options=_CUBLASLT if is_quantized and mesh.devices.flat[0].platform != "cpu" else None,
+    )
+
+
 def step(
     model: Llama,
     mesh: Mesh,
@@ -97,32 +124,51 @@ def _step_on_device(
     rows: Array,
     samples: Array,
 ) -> tuple[DeviceState, SampledTokens, Array]:
-    inputs = RowInputs.views(rows[0, 0], shape)
-    table, page_index = _update_tables(state, inputs)
-    params = local_params(params)
+    x, rope, attend = begin_step(model, mesh, shape, sections, params["embed"], state, rows)
+    reductions = (lambda x: psum(x, "tensor")), (lambda x: pmax(x, "tensor"))
+    x, cache = model.run_layers(params["layers"], x, rope, attend, state.cache, *reductions)
+    stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
+    inputs = SampleInputs.views(samples, shape)
+    last_rows = rows_to_sample(inputs, hidden)
+    sampled, *tokens = sample_step(model, mesh, shape, params, state.last_token, state.seen, last_rows, inputs)
+    table, page_index = jax.tree.map(lambda x: x[None], attend.tables)
+    return DeviceState(cache, table, page_index, stage_rows, *tokens), sampled, hidden[None]
 
+
+def begin_step(
+    model: Llama, mesh: Mesh, shape: Shape, sections: tuple[int, int], embed: Array, state: Any, rows: Array
+) -> tuple[Float[Array, "rows D"], Rope, PagedAttend]:
+    """On a device: what the layers of a step start from, and what they share."""
+    inputs = RowInputs.views(rows[0, 0], shape)
+    tables = _update_tables(state, inputs)
     tokens = jnp.where(inputs.tokens < 0, state.last_token[jnp.maximum(inputs.slots, 0)], inputs.tokens)
-    x = embed_tokens(params["embed"], tokens)
+    x = embed_tokens(embed, tokens)
     if state.rows is not None:
         x = enter_stage(_read_rows(state.rows[0], shape, sections), x)
     local_heads = model.config.num_heads // mesh.shape["tensor"]
-    attend = make_paged_attend(inputs, table, page_index, shape, local_heads, state.cache.k)
-    x, cache = model.run_layers(params["layers"], x, inputs.positions, attend, state.cache, lambda x: psum(x, "tensor"))
-    stage_output = None if state.rows is None else _write_rows(state.rows, x, shape, sections)
-
-    hidden = model.norm(params, x)
-    sampled, last_token, seen = _sample(model, mesh, shape, params, state, hidden, SampleInputs.views(samples, shape))
-    tables = table[None], None if page_index is None else page_index[None]
-    return DeviceState(cache, *tables, stage_output, last_token, seen), sampled, hidden[None]
+    attend = PagedAttend.make(inputs, tables, shape, local_heads, state.cache.k)
+    return x, model.rope(inputs.positions), attend
 
 
-def _update_tables(state: DeviceState, inputs: RowInputs) -> tuple[Array, Array | None]:
+def end_layers(
+    model: Llama, shape: Shape, sections: tuple[int, int], params: Params, stage_rows: Array | None, x: Array
+) -> tuple[Array | None, Float[Array, "rows D"]]:
+    """On a device: the stage's output for the next stage, and hidden states after the last norm."""
+    return None if stage_rows is None else _write_rows(stage_rows, x, shape, sections), model.norm(params, x)
+
+
+def rows_to_sample(inputs: SampleInputs, hidden: Float[Array, "rows D"]) -> Float[Array, "samples D"]:
+    """On a device: the rank's rows that a token is sampled for, of the last stage."""
+    return from_last_stage(hidden[inputs.rows[index_of("context")]])
+
+
+def _update_tables(state: DeviceState, inputs: RowInputs) -> PageTables:
     def update(table: Array, values: Array) -> Array:
         at = _padding_out_of_bounds(inputs.table_slots, table[0])
         return table[0].at[at, inputs.table_entries].set(values, mode="drop")
 
     page_index = None if state.page_index is None else update(state.page_index, inputs.table_page_index)
-    return update(state.table, inputs.table_pages), page_index
+    return PageTables(update(state.table, inputs.table_pages), page_index)
 
 
 def _read_rows(rows: Array, shape: Shape, sections: tuple[int, int]) -> Array:
@@ -138,13 +184,19 @@ def _write_rows(rows: Array, x: Array, shape: Shape, sections: tuple[int, int]) 
     return rows
 
 
-def _sample(
-    model: Llama, mesh: Mesh, shape: Shape, params: Params, state: DeviceState, hidden: Array, inputs: SampleInputs
-) -> tuple[SampledTokens, Array, Array]:
+def sample_step(
+    model: Llama,
+    mesh: Mesh,
+    shape: Shape,
+    params: Params,
+    last_token: Int[Array, "slots"],
+    seen: UInt8[Array, "slots vocab"],
+    rows: Float[Array, "samples D"],
+    inputs: SampleInputs,
+) -> tuple[SampledTokens, Int[Array, "slots"], UInt8[Array, "slots vocab"]]:
     """Sample on each rank for its own rows, over the vocabulary's shards; then gather the tokens of all ranks."""
     rank = index_of("context")
     local = inputs._replace(**{name: getattr(inputs, name)[rank] for name in inputs._fields[:-1]})
-    rows = from_last_stage(hidden[local.rows])
     logits = local_logits(model, mesh, params, rows)
 
     def sample_plain(_: None) -> SampledTokens:
@@ -154,18 +206,17 @@ def _sample(
 
     def sample_full(_: None) -> SampledTokens:
         whole = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
-        seen = state.seen[jnp.maximum(local.slots, 0)]
         controls = Controls.unpack(local.controls)
-        return match_varying(sample_tokens(whole, seen, controls, local.positions, shape.num_top))
+        seen_of_rows = seen[jnp.maximum(local.slots, 0)]
+        return match_varying(sample_tokens(whole, seen_of_rows, controls, local.positions, shape.num_top))
 
     sampled = lax.cond(inputs.plain[0] > 0, sample_plain, sample_full, None)
     sampled = SampledTokens(*(all_gather(x, "context") for x in sampled))
     slots = inputs.slots.reshape(-1)
-    at = _padding_out_of_bounds(slots, state.last_token)
-    last_token = state.last_token.at[at].set(sampled.tokens, mode="drop")
-    seen_before = state.seen[jnp.maximum(slots, 0), sampled.tokens]
-    seen = state.seen.at[at, sampled.tokens].set(seen_before | IN_OUTPUT, mode="drop")
-    return sampled, last_token, seen
+    at = _padding_out_of_bounds(slots, last_token)
+    tokens = jnp.maximum(sampled.tokens, 0)
+    now_seen = seen[jnp.maximum(slots, 0), tokens] | IN_OUTPUT
+    return sampled, last_token.at[at].set(tokens, mode="drop"), seen.at[at, tokens].set(now_seen, mode="drop")
 
 
 def all_gather(x: Shaped[Array, "n *rest"], axis: str) -> Shaped[Array, "m *rest"]:

@@ -51,6 +51,11 @@ class Shape(NamedTuple):
         return self.sharded + self.replicated + self.local
 
     @property
+    def of_samples(self) -> Self:
+        """What sampling depends on; the rest is 0."""
+        return type(self)(0, 0, 0, self.samples, 0, 0, 0, self.num_top, self.ranks)
+
+    @property
     def written(self) -> int:
         """Rows whose keys and values a rank may store: the sharded rows of all ranks, and its other rows."""
         return self.ranks * self.sharded + self.replicated + self.local

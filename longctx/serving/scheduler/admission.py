@@ -60,16 +60,12 @@ class Admission:
         self._blocked: _Blocked | None = None
         self._load: list[float] | None = None  # seconds of prompts on each rank, while sequences are admitted
 
-    def check(self, prompt_length: int, max_tokens: int, n: int) -> None:
+    def check(self, prompt_length: int, max_tokens: int) -> None:
         """Check that a request could be admitted by an empty engine.
 
         Raises:
-          ValueError: the pool is too small for one of its completions, or the slots are for all of them.
+          ValueError: the pool is too small for one of its completions.
         """
-        if n > self._running.max_running:
-            raise ValueError(
-                f"n={n} completions are more than the max_running={self._running.max_running} of the engine"
-            )
         pool, pages = self._pool, self._running.pages_of(prompt_length + max_tokens - 1)
         need = Need(0, pages, (0,) * pool.num_ranks, None)
         if self._placer.place(0, need, [pool.per_rank] * pool.num_ranks, [0.0] * pool.num_ranks) is None:

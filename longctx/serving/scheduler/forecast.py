@@ -21,7 +21,7 @@ class Forecast:
 
     def __init__(self, predictor: Corrected, plan: ParallelPlan, rows: int, slo: Slo) -> None:
         self._predictor, self._plan, self._rows, self._slo = predictor, plan, rows, slo
-        self._factor = predictor.factor
+        self._factor = predictor.prompt_factor
 
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
@@ -51,7 +51,7 @@ class Forecast:
 
         Deadlines stay: what was promised is what is measured.
         """
-        factor = self._predictor.factor
+        factor = self._predictor.prompt_factor
         if abs(factor / self._factor - 1) > _NOTABLE:
             self._factor = factor
             for sequence in itertools.chain(*queues):

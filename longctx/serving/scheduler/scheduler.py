@@ -60,9 +60,9 @@ class Scheduler:
         self.num_preempted = 0
         self.num_steps = 0
 
-    def check(self, prompt_length: int, max_tokens: int, n: int) -> None:
+    def check(self, prompt_length: int, max_tokens: int) -> None:
         """See `Admission.check`."""
-        self.admission.check(prompt_length, max_tokens, n)
+        self.admission.check(prompt_length, max_tokens)
 
     def count_cached(self, keys: List[Key]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""

@@ -1,0 +1,99 @@
+"""Flags that several commands have: of the model, the engine, its devices and its scheduling.
+
+Defaults are those of `EngineConfig`, `Slo` and `ParallelPlan`, which are written again here because importing these
+takes a third of a second (a test compares them).
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longctx.models.builtin import TINY
+
+MODEL = "checkpoint directory, .gguf file, or owner/name[@revision] of the Hugging Face hub"
+
+SIZES: dict[str, int | None] = {
+    "page_size": 64,
+    "num_pages": None,
+    "max_running": 64,
+    "token_budget": 512,
+    "run_ahead": 2,
+}
+CHOICES: dict[str, Any] = {"admission": "reserve", "policy": "ilrs", "chunking": "static", "max_share": 0.5}
+SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2}
+
+
+def flag(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = False) -> None:
+    """`--model`, by default the built-in one unless it `is_required`, and `--dtype`."""
+    default = {"required": True} if is_required else {"default": TINY}
+    about = MODEL if is_required else f"{MODEL}; default: the built-in one"
+    parser.add_argument("--model", metavar="MODEL", help=about, **default)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-compile-cache",
+        action="store_true",
+        help="don't keep compiled programs for the next run (they lie in the user's cache folder, or LONGCTX_CACHE)",
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    for name, default in SIZES.items():
+        engine.add_argument(
+            flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'what fits'}"
+        )
+    engine.add_argument("--buckets", metavar="N,N", help="numbers of rows of compiled steps; default: doubling from 8")
+    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=CHOICES["admission"])
+    engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = parser.add_argument_group("devices")
+    for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
+        plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
+    plan.add_argument(
+        "--exchange",
+        choices=["auto", "kvp", "pass_q", "pass_kv"],
+        default="auto",
+        help="exchange across --context; default: auto",
+    )
+    plan.add_argument(
+        "--placement",
+        choices=["grow", "interleave"],
+        default="grow",
+        help="placement of pages over --context; default: grow",
+    )
+    plan.add_argument(
+        "--rank-tokens", type=int, metavar="N", help="the most tokens of a request on one rank before it grows"
+    )
+
+
+def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+    scheduling = parser.add_argument_group("scheduling")
+    scheduling.add_argument("--policy", default=CHOICES["policy"], help="fcfs, edf, srpf, lrs or ilrs (the default)")
+    scheduling.add_argument(
+        "--chunking", default=CHOICES["chunking"], help="static (the default), static:N or adaptive"
+    )
+    scheduling.add_argument(
+        "--max-share",
+        type=float,
+        default=CHOICES["max_share"],
+        metavar="X",
+        help="share of a step for short prompts, ilrs",
+    )
+    abouts = ("TTFT target: times the prompt alone", "TTFT target: at least, seconds", "TPOT target, seconds")
+    for (name, default), about in zip(SLO.items(), abouts, strict=True):
+        scheduling.add_argument(
+            flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
+        )
+    scheduling.add_argument(
+        "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
+    )

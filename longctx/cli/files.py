@@ -1,0 +1,91 @@
+"""Files and texts that flags give, checked before anything is loaded."""
+
+import io
+import os
+from pathlib import Path
+
+from longctx.serving.validation import check_text
+
+
+def read_text(flag: str, path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+      ValueError: it can't be read, is not UTF-8, or has nothing but white space; the message has the flag and the file.
+    """
+    check_input(flag, path)
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag}: {path} can't be read: {error.strerror}") from None
+    return _text(flag, path, contents)
+
+
+def _text(flag: str, path: Path, contents: bytes) -> str:
+    try:
+        # Line ends become \n.
+        text = io.TextIOWrapper(io.BytesIO(contents), encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: {path} is not UTF-8: byte {error.start} is wrong, {error.reason}") from None
+    if not text.strip():
+        raise ValueError(f"{flag}: {path} is empty")
+    return text
+
+
+def read_document(name: str, path: Path, max_bytes: int) -> str:
+    """The text of a file that somebody names in passing, of at most so many bytes.
+
+    Raises:
+      ValueError: as from `read_text`, or it is no regular file, or larger, or binary.
+    """
+    try:
+        check_input(name, path)
+        if not path.is_file():  # a pipe or a device may never end
+            raise ValueError(f"{name}: {path} is not a regular file")
+        with path.open("rb") as file:
+            contents = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{name}: {path} can't be read: {error.strerror}") from None
+    if len(contents) > max_bytes:
+        raise ValueError(
+            f"{name}: {path} has more than {max_bytes:,} bytes, which are too many for the model's context"
+        )
+    if b"\0" in contents:
+        raise ValueError(f"{name}: {path} is a binary file")
+    return _text(name, path, contents)
+
+
+def check_prompt(flag: str, text: str) -> str:
+    """Check a text that stands on the command line as `read_text` checks that of a file, and return it."""
+    if not check_text(flag, text).strip():
+        raise ValueError(f"{flag} is empty")
+    return text
+
+
+def check_input(flag: str, path: Path) -> None:
+    """Check that a file is there; ValueError, with the flag and the file, if not."""
+    if path.is_dir():
+        raise ValueError(f"{flag}: {path} is a directory")
+    if not path.exists():
+        raise ValueError(f"{flag}: no such file: {path}")
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Check that results can be written to a file later. It is opened for that; one that is new is removed again.
+
+    Raises:
+      ValueError: they can't; the message has the flag and the file.
+    """
+    if path.is_dir():
+        raise ValueError(f"{flag} must be a file, and {path} is a directory")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag}: no such directory: {path.parent}")
+    is_new = not path.exists()
+    if not is_new and not path.is_file():
+        return  # such as a pipe, which an opening would wait for
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+    except OSError as error:
+        raise ValueError(f"{flag}: {path} can't be written: {error.strerror}") from None
+    if is_new:
+        path.unlink(missing_ok=True)

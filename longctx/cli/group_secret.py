@@ -1,0 +1,10 @@
+"""`longctx group-secret`: print a new secret for processes that run an engine together."""
+
+import argparse
+
+from longctx.serving.distributed.group_secret import make_group_secret
+
+
+def run(options: argparse.Namespace) -> int:
+    print(make_group_secret())
+    return 0

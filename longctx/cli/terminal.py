@@ -1,0 +1,142 @@
+"""What commands print where: their text on standard output, everything else on standard error; and Ctrl-C."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+FAILED, WRONG = 1, 2  # exit statuses: of a generation that failed, of an error that the user can correct
+INTERRUPTED = 130  # of Ctrl-C: 128 and the number of SIGINT, as shells have it
+_SAME_INTERRUPT = 0.5  # seconds; some programs send SIGINT twice for one Ctrl-C
+
+
+def report_error(message: str, status: int) -> int:
+    """Print an error, a line on standard error, and return the exit status that goes with it."""
+    print(f"longctx: {message}", file=sys.stderr)
+    return status
+
+
+class Console:
+    """Statistics and progress, on standard error; nothing with `--quiet`."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        if not self._is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def bar(self, **settings: Any) -> "tqdm":
+        """A progress bar, which only a terminal shows."""
+        from tqdm import tqdm  # not needed for `--help`
+
+        return tqdm(disable=True if self._is_quiet else None, file=sys.stderr, **settings)
+
+
+@contextmanager
+def stdout_is_ours() -> Iterator[None]:
+    """Send what libraries write to file descriptor 1, as Gloo does, to standard error; what Python prints stays.
+
+    If standard output is closed, what Python prints goes nowhere.
+    """
+    ours = sys.stdout
+    if ours is None:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+        return
+    try:
+        is_first = ours.fileno() == 1
+    except (OSError, ValueError, AttributeError):  # tests capture it in memory
+        is_first = False
+    if not is_first:
+        yield
+        return
+    ours.flush()
+    copy = os.dup(1)
+    buffering = 1 if ours.isatty() else -1  # 1: by lines
+    os.dup2(2, 1)
+    sys.stdout = text = open(copy, "w", buffering, encoding=ours.encoding, errors=ours.errors)  # noqa: SIM115
+    try:
+        yield
+    finally:
+        sys.stdout = ours
+        os.dup2(copy, 1)
+        text.close()  # which may find that whoever read it has left
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[list[int]]:
+    """Within it, Ctrl-C raises nothing, but appends to a list; for the main thread."""
+    noted: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # as in the background of a shell script
+        yield noted
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class InterruptWatcher:
+    """Makes Ctrl-C end the program at once, even in the midst of a compilation, which Python would wait for.
+
+    A thread does that. Once `leave_to_python` was called, because something is to be written or told to other processes
+    at the end, the first Ctrl-C raises KeyboardInterrupt instead, as usual; a second one ends the program at once.
+    """
+
+    def __init__(self) -> None:
+        self._is_watching = self._are_raised = False
+        self._first: float | None = None  # when Ctrl-C was pressed first
+
+    def leave_to_python(self) -> None:
+        """Let the first Ctrl-C from now on raise KeyboardInterrupt; call it in the main thread."""
+        if self._is_watching:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._are_raised = True
+
+    def begin_anew(self) -> None:
+        """Let the next Ctrl-C count as a first one, as the last was acted on; call it in the main thread.
+
+        Signals are also told to this watcher again, in place of asyncio, which a line editor runs.
+        """
+        self._first = None
+        if self._is_watching:
+            signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def watch(self) -> None:
+        """Begin, in the main thread of a program; it lasts as long as that."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            return  # as in the background of a shell script
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._sender = sender  # which closes when nobody refers to it
+        self._is_watching = True
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        threading.Thread(target=self._watch, args=(receiver,), daemon=True).start()
+
+    def _watch(self, numbers: socket.socket) -> None:
+        """Read the numbers of signals as they come."""
+        while number := numbers.recv(1):
+            if number[0] != signal.SIGINT:
+                continue
+            now = time.monotonic()
+            first = self._first = now if self._first is None else self._first
+            if not self._are_raised or now - first > _SAME_INTERRUPT:
+                os.write(2, b"longctx: interrupted\n")
+                os._exit(INTERRUPTED)
+
+
+interrupts = InterruptWatcher()
+"""The watcher of this program."""

@@ -1,0 +1,124 @@
+"""What `longctx bench` makes from the flags of a workload (`arguments.workload`)."""
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+from longctx.cli.arguments.engine import flag
+from longctx.cli.engine_flags import prefixing
+from longctx.cli.files import check_input
+from longctx.models import LlamaConfig, load_tokenizer
+from longctx.serving.validation import MAX_INT32
+from longctx.simulation.workloads import (
+    Lengths,
+    WorkloadRequest,
+    arrive_at_rate,
+    read_workload,
+    scale_lengths,
+    synthesize,
+)
+
+MAX_REQUESTS = 1_000_000
+MIN_RATE = 1e-6  # requests a second
+_SYNTHETIC = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
+_FROM_FILE = ("limit", "scale_lengths")
+
+
+def check_workload(options: argparse.Namespace) -> None:
+    """Check the flags alone; ValueError, with the flag."""
+    wrong = _SYNTHETIC if options.workload is not None else _FROM_FILE
+    for name in wrong:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{flag(name)} {'contradicts' if wrong is _SYNTHETIC else 'needs'} --workload")
+    for name, low, high in (
+        ("limit", 1, None),
+        ("requests", 1, MAX_REQUESTS),
+        ("shared_prefix", 0, MAX_INT32),
+        ("max_length", 2, None),
+        ("seed", 0, None),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ValueError(f"{flag(name)} must be at least {low}, got {value}")
+        if value is not None and high is not None and value > high:
+            raise ValueError(f"{flag(name)} must be at most {high:,}, got {value}")
+    if options.scale_lengths is not None and not (options.scale_lengths > 0 and math.isfinite(options.scale_lengths)):
+        raise ValueError(f"--scale-lengths must be above 0, got {options.scale_lengths}")
+    if options.rate is not None and not options.rate >= MIN_RATE:
+        raise ValueError(f"--rate must be at least {MIN_RATE}, got {options.rate}")
+    if options.workload is not None:
+        check_input("--workload", options.workload)
+
+
+def make_workload(options: argparse.Namespace, config: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
+    """The requests that a model can serve, all of token ids, and how many `--max-length` leaves out.
+
+    Raises:
+      ValueError: the file is none, or a request can't be served.
+    """
+    requests = _tokenise(_read(options), options.model, config.vocab_size)
+    shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
+    return _fitting(requests, options.max_length, config.max_positions, shorter)
+
+
+def _read(options: argparse.Namespace) -> list[WorkloadRequest]:
+    if options.workload is not None:
+        requests = read_workload(options.workload, options.limit)
+        if options.scale_lengths is not None:
+            with prefixing("--scale-lengths: "):
+                requests = scale_lengths(requests, options.scale_lengths)
+    else:
+        prompt_tokens = _lengths("--prompt-tokens", options.prompt_tokens or "64:512")
+        output_tokens = _lengths("--output-tokens", options.output_tokens or "16:64")
+        num_requests = 16 if options.requests is None else options.requests
+        requests = synthesize(num_requests, prompt_tokens, output_tokens, options.shared_prefix or 0, options.seed)
+    return requests if options.rate is None else arrive_at_rate(requests, options.rate, options.seed)
+
+
+def _lengths(name: str, text: str) -> Lengths:
+    with prefixing(f"{name} "):
+        lengths = Lengths.parse(text)
+    if lengths.high > MAX_INT32:
+        raise ValueError(f"{name} must be at most {MAX_INT32}, got {text}")
+    return lengths
+
+
+def _tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> list[WorkloadRequest]:
+    """Encode the prompts that are text, and check those that are token ids."""
+    if all(request.prompt is None for request in requests):
+        return requests
+    tokenizer = load_tokenizer(model) if any(isinstance(request.prompt, str) for request in requests) else None
+    tokenised = []
+    for request in requests:
+        tokens = request.prompt
+        if isinstance(tokens, str):
+            assert tokenizer is not None
+            tokens = tuple(tokenizer.encode(tokens))
+            request = dataclasses.replace(request, prompt=tokens, prompt_tokens=len(tokens))
+        if tokens is not None and max(tokens) >= vocab_size:
+            raise ValueError(
+                f"--workload: prompt of request {request.number + 1} must be of tokens 0 to {vocab_size - 1}, the "
+                f"model's vocabulary, got {max(tokens)}"
+            )
+        tokenised.append(request)
+    return tokenised
+
+
+def _fitting(
+    requests: list[WorkloadRequest], max_length: int | None, context: int, shorter: str
+) -> tuple[list[WorkloadRequest], int]:
+    """Split off longer requests: those of at most `max_length` tokens, and the number of the others."""
+    if max_length is not None and max_length > context:
+        raise ValueError(f"--max-length must be at most the model's context of {context}, got {max_length}")
+    kept = [request for request in requests if request.length <= (max_length or context)]
+    num_skipped = len(requests) - len(kept)
+    longest = max(request.length for request in requests)
+    if num_skipped and max_length is None:
+        raise ValueError(
+            f"{num_skipped} of {len(requests)} requests are longer than the model's context of {context} tokens "
+            f"(the longest has {longest}): --max-length skips them, {shorter} can make all shorter"
+        )
+    if not kept:
+        raise ValueError(f"--max-length {max_length} leaves no request")
+    return kept, num_skipped

@@ -1,0 +1,31 @@
+"""The dtype in which XLA multiplies 16-bit floats: a CPU without instructions for them is faster in float32."""
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from longctx.kernels.mosaic_gpu.device import Device
+
+_FLAGS = {"amx_bf16", "avx512_bf16"}
+
+
+def operand_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of the operands of products of arrays of `dtype`; sums are float32 or wider.
+
+    It is bfloat16 for bfloat16 on a CPU with AMX or AVX512-BF16, else float32 or wider.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bfloat16 and Device.target().platform == "cpu" and _cpu_multiplies_bfloat16():
+        return dtype
+    return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("flags") and not _FLAGS.isdisjoint(line.split()) for line in lines)

@@ -1,0 +1,145 @@
+"""FP8 row-wise weights: e4m3 values with a float32 scale for each output, and activations quantised a row at run time.
+
+A weight is `values * scale` with one scale for each output; an activation is `values * scale` with one scale for each
+token. Products are of e4m3 values, summed in float32, and both scales multiply the sum. Source: the context parallelism
+paper, section 4.1 (FBGEMM's row-wise FP8). docs/fp8.md has the error.
+
+e4m3 values are stored as their bits, uint8: of an array of floats of 8 bits, XLA's CPU backend converts the whole stack
+of layers to read one layer. On a GPU the cast is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of the finite e4m3 values
+BITS = jnp.uint8
+
+# A row of zeros has a scale too. FBGEMM's kernel has the same least maximum.
+_LEAST_MAXIMUM = 1e-12
+# A reciprocal, as XLA would turn a division by a constant into this product.
+_PER_LARGEST = np.float32(1 / LARGEST)
+# cuBLASLt multiplies FP8 in multiples of 16 only, else XLA converts the weights to wide floats.
+_LEAST_ROWS = 16
+
+RowMaximum = Callable[[Array], Array]
+"""The maximum of an array over the devices that share the input axis of a weight."""
+
+
+def quantize_rows(
+    x: Array, axes: int = 1, upper_bound: float | None = None, pmax: RowMaximum = lambda x: x
+) -> tuple[Array, Array]:
+    """Quantise each row, which is the last `axes` axes, by its largest absolute value.
+
+    Args:
+      x: floats `[*rows, *inputs]`.
+      upper_bound: the largest absolute value of a row counts as at most this; larger elements become the largest value.
+      pmax: the maximum over the devices among which the row is shared.
+
+    Returns:
+      (values e4m3, of x's shape; scales float32 `[*rows]`).
+    """
+    wide = x.astype(jnp.float32)
+    of_row = tuple(range(x.ndim - axes, x.ndim))
+    largest = pmax(jnp.max(jnp.abs(wide), of_row))
+    if upper_bound is not None:
+        largest = jnp.minimum(largest, jnp.float32(upper_bound))
+    scale = jnp.maximum(largest, jnp.float32(_LEAST_MAXIMUM)) * _PER_LARGEST
+    scaled = wide / jnp.expand_dims(scale, of_row)
+    return jnp.clip(scaled, -LARGEST, LARGEST).astype(E4M3), scale
+
+
+def from_e4m3_bits(bits: Array, dtype: DTypeLike) -> Array:
+    """Convert the bits of e4m3 values to a wider float. Floats of 16 and 32 bits have every e4m3 value."""
+    return lax.bitcast_convert_type(bits, E4M3).astype(dtype)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["upper_bound"])
+@dataclasses.dataclass(frozen=True)
+class RowQuantized:
+    """The weight of a projection in FP8, or a stack of them.
+
+    Attributes:
+      values: e4m3 as uint8 bits, `[*outputs, *inputs]`.
+      scale: float32 `[*outputs]`.
+      upper_bound: see `quantize_rows`; None: no bound.
+    """
+
+    values: Array
+    scale: Array
+    upper_bound: float | None = None
+
+    def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
+        """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
+        quantized, row_scale = quantize_rows(x, in_axes, self.upper_bound, pmax)
+        rows, matrix = _as_matrices(quantized, self.values, in_axes)
+        sums = lax.platform_dependent(rows, matrix, cpu=_multiply_float32, default=_multiply_fp8)
+        return _apply_scales(sums, row_scale, self.scale)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["upper_bound"])
+@dataclasses.dataclass(frozen=True)
+class PartlyQuantized:
+    """A stack of weights of which some layers are quantised, so that all have one program.
+
+    Stages of a pipeline run one program, and may have a quantised layer in a place where another stage has none. Values
+    of both kinds are wide floats, which hold e4m3 values exactly: so a quantised layer gives the numbers of
+    `RowQuantized`, from a product of wide floats.
+
+    Attributes:
+      values: wide floats `[*outputs, *inputs]`: e4m3 values in a quantised layer, else weights.
+      scale: float32 `[*outputs]`; 0 in a layer that is not quantised.
+      upper_bound: see `quantize_rows`; None: no bound.
+    """
+
+    values: Array
+    scale: Array
+    upper_bound: float | None = None
+
+    def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
+        """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
+        is_quantized = self.scale.reshape(-1)[0] > 0
+        quantized, row_scale = quantize_rows(x, in_axes, self.upper_bound, pmax)
+        x = jnp.where(is_quantized, quantized.astype(x.dtype), x)
+        rows, matrix = _as_matrices(x.astype(self.values.dtype), self.values, in_axes)
+        row_scale = jnp.where(is_quantized, row_scale, 1.0)
+        return _apply_scales(_multiply(rows, matrix), row_scale, jnp.where(is_quantized, self.scale, 1.0))
+
+
+def _as_matrices(x: Array, weight: Array, in_axes: int) -> tuple[Array, Array]:
+    inputs = math.prod(weight.shape[weight.ndim - in_axes :])
+    return x.reshape(-1, inputs), weight.reshape(-1, inputs)
+
+
+def _apply_scales(sums: Array, row_scale: Array, scale: Array) -> Array:
+    """sums `[rows, outputs]` -> `[*row_scale.shape, *scale.shape]`."""
+    scaled = sums * row_scale.reshape(-1, 1) * scale.reshape(1, -1)
+    return scaled.reshape(row_scale.shape + scale.shape)
+
+
+def _multiply(rows: Array, matrix: Array) -> Array:
+    """`[rows, inputs]` and `[outputs, inputs]` -> float32 `[rows, outputs]`."""
+    # "highest" also keeps cuBLASLt from summing FP8 products with fewer bits than float32 has.
+    contract = (((1,), (1,)), ((), ()))
+    return lax.dot_general(rows, matrix, contract, precision="highest", preferred_element_type=jnp.float32)
+
+
+def _multiply_float32(rows: Array, bits: Array) -> Array:
+    return _multiply(rows.astype(jnp.float32), from_e4m3_bits(bits, jnp.float32))
+
+
+def _multiply_fp8(rows: Array, bits: Array) -> Array:
+    count = rows.shape[0]
+    if count < _LEAST_ROWS:
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows, shape=(_LEAST_ROWS - count, rows.shape[1]))])
+    return _multiply(rows, lax.bitcast_convert_type(bits, E4M3))[:count]

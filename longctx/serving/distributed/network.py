@@ -1,0 +1,146 @@
+"""ZeroMQ sockets that encrypt all they send, and that only processes with the same key can connect.
+
+A key is one CURVE key pair (Curve25519): who knows its secret half also knows its public half, which never travels in
+the clear. A client can't begin a handshake without the server's public key, and the server admits only clients with
+that same key.
+
+Source: CurveZMQ (rfc.zeromq.org/spec/26) and ZAP (rfc.zeromq.org/spec/27).
+"""
+
+import hashlib
+import socket
+from typing import NamedTuple
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+class Address(NamedTuple):
+    """An IP address and a port."""
+
+    ip: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.ip}]:{self.port}" if ":" in self.ip else f"{self.ip}:{self.port}"
+
+
+def resolve(coordinator: str) -> Address:
+    """Resolve `host:port`; of several addresses, the same in all processes if their systems list them alike.
+
+    Other machines can't reach a loopback address, and IPv6 is not set up everywhere, so these come last.
+
+    Raises:
+      OSError, ValueError: there is no such host.
+    """
+    host, _, port = coordinator.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    ips = [str(each[4][0]) for each in found]
+    return Address(min(ips, key=lambda ip: (ip == "::1" or ip.startswith("127."), ":" in ip)), int(port))
+
+
+class Key(NamedTuple):
+    """A CURVE key pair, as text (Z85) in bytes."""
+
+    public: bytes
+    secret: bytes
+
+
+def make_key() -> Key:
+    """Make a new random key."""
+    return Key(*zmq.curve_keypair())
+
+
+def read_key(text: str) -> Key:
+    """The key with this secret half.
+
+    Raises:
+      ValueError: the text is no key.
+    """
+    try:
+        secret = text.encode("ascii")
+        return Key(zmq.curve_public(secret), secret)
+    except (UnicodeError, zmq.ZMQError, ValueError):
+        raise ValueError("not a CURVE key") from None
+
+
+def derive_key(group_secret: str | None) -> Key:
+    """Derive the key of a group from its secret; without one everybody can, which then is on the same machine."""
+    data = (group_secret or "").encode("utf-8", "surrogatepass")
+    secret = z85.encode(hashlib.blake2b(data, digest_size=32, person=b"longctx group").digest())
+    return Key(zmq.curve_public(secret), secret)
+
+
+class Network:
+    """The sockets of one process.
+
+    Args:
+      ip: process 0's sockets are bound to this address only, and the others' connect it.
+      failure_timeout: seconds; connections break within 0.7 of it when the other end is gone without a word.
+    """
+
+    def __init__(self, ip: str, failure_timeout: float) -> None:
+        self.ip, self.failure_timeout = ip, failure_timeout
+        self.context: Context = zmq.Context()
+        self.context.setsockopt(zmq.IPV6, int(":" in ip))
+        self._authenticator: ThreadAuthenticator | None = None
+        self._admitted: set[bytes] = set()
+        self._sockets: list[Socket] = []  # the context itself would forget them
+
+    def serve(self, kind: int, key: Key) -> Socket:
+        """Make a socket to which holders of a key may connect."""
+        if self._authenticator is None:
+            self._authenticator = ThreadAuthenticator(self.context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=self)
+        self._admitted.add(key.public)
+        made = self._socket(kind)
+        made.setsockopt(zmq.CURVE_SERVER, 1)
+        made.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        return made
+
+    def callback(self, domain: str, public: bytes) -> bool:
+        """Whether the authenticator admits a client with this public key."""
+        return public in self._admitted
+
+    def connect(self, kind: int, key: Key) -> Socket:
+        """Make a socket that may connect to those of a server with the same key."""
+        made = self._socket(kind)
+        made.setsockopt(zmq.CURVE_SERVERKEY, key.public)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+        made.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+        return made
+
+    def bind(self, bound: Socket, ports: tuple[int, int]) -> int:
+        """Bind a socket to a free port of an inclusive range, and return it.
+
+        Raises:
+          ValueError: all of them are taken.
+        """
+        try:
+            host = str(Address(self.ip, 0)).rpartition(":")[0]
+            return bound.bind_to_random_port(f"tcp://{host}", ports[0], ports[1] + 1, max_tries=200)
+        except zmq.ZMQBindError:
+            raise ValueError(f"ports must have a free one from {ports[0]} to {ports[1]} on process 0's host") from None
+
+    def close(self) -> None:
+        """Close all sockets, after at most a second in which what was sent may leave."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.context.destroy(linger=1000)
+
+    def _socket(self, kind: int) -> Socket:
+        made = self.context.socket(kind)
+        self._sockets.append(made)
+        made.setsockopt(zmq.SNDHWM, 0)
+        made.setsockopt(zmq.RCVHWM, 0)
+        made.setsockopt(zmq.LINGER, 1000)
+        # Heartbeats leave in C++ threads, which neither a compilation nor Python's lock delays.
+        made.setsockopt(zmq.HEARTBEAT_IVL, int(200 * self.failure_timeout))
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(500 * self.failure_timeout))
+        return made

@@ -1,0 +1,232 @@
+"""The step on CPUs, as four small programs, of which the one that runs a layer is called for each layer.
+
+XLA's CPU backend copies weights that a scan slices out of a stack, and a program with all layers in it takes as many
+times longer to compile as there are layers. So each layer's weights are arrays and arguments of their own. Sampling is
+apart from what comes before it, as its program is the same for all numbers of rows.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from longctx.models import Llama
+from longctx.models.llama import Rope
+from longctx.models.params import Params
+from longctx.models.sharded_params import layer_specs, sharded_specs
+from longctx.parallel.mesh import named_sharding, shard_map
+from longctx.parallel.tensor import psum
+from longctx.serving.runner.attention import PagedAttend, PageTables
+from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.sampler import SampledTokens
+from longctx.serving.runner.step import (
+    DeviceState,
+    begin_step,
+    end_layers,
+    rows_to_sample,
+    sample_step,
+    state_shardings,
+    state_specs,
+)
+from longctx.serving.runner.step_inputs import SampleInputs, Shape
+
+_EACH = P(("stage", "context"))  # of arrays that each stage and rank has its own of
+_INPUTS = P("stage", "context")
+# Metadata of a few numbers make up half of a step's operations, and optimising their code twice as long to compile.
+_UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+_SAMPLING = threading.Lock()  # so that threads that compile do not compile the same program twice
+
+
+class Programs(NamedTuple):
+    """The programs of a mesh, jitted or compiled. The first arguments of jitted ones are static."""
+
+    begin: Any
+    layer: Any
+    end: Any
+    sample: Any
+
+
+@functools.cache
+def programs(mesh: Mesh) -> Programs:
+    """The programs of a mesh. Of the state each donates what it returns."""
+    each, ranks, replicated = (named_sharding(mesh, spec) for spec in (_EACH, P("context"), P()))
+    state = state_shardings(mesh)
+    tokens = (state.last_token, state.seen)
+    return Programs(
+        jax.jit(
+            _begin_step,
+            static_argnums=(0, 1, 2, 3, 4),
+            donate_argnums=6,
+            out_shardings=each,
+            compiler_options=_UNOPTIMISED,
+        ),
+        jax.jit(_step_layer, static_argnums=(0, 1), donate_argnums=(4, 7), out_shardings=(each, state.cache)),
+        jax.jit(_end_layers, static_argnums=(0, 1, 2, 3), donate_argnums=5, out_shardings=(each, each, ranks)),
+        jax.jit(_sample_step, static_argnums=(0, 1, 2), donate_argnums=4, out_shardings=(replicated, tokens)),
+    )
+
+
+def layered_step(
+    model: Llama,
+    mesh: Mesh,
+    params: Params,
+    state: DeviceState,
+    rows: Any,
+    samples: Any,
+    shape: Shape,
+    sections: tuple[int, int],
+) -> tuple[DeviceState, SampledTokens, Float[Array, "stages_ranks rows D"]]:
+    """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
+    begin, layer, end, sample = programs(mesh)
+    outer, static, cache = params | {"layers": ()}, (model, mesh, shape, sections), state.cache
+    tables = PageTables(state.table, state.page_index)
+    x, rope, attend = begin(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
+    for index, weights in zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True):
+        x, cache = layer(model, mesh, weights, index, x, rope, attend, cache)
+    stage_rows, hidden, last_rows = end(*static, outer, state.rows, x, samples)
+    sampled, tokens = sample(model, mesh, shape.of_samples, outer, (state.last_token, state.seen), last_rows, samples)
+    return DeviceState(cache, attend.tables.table, attend.tables.page_index, stage_rows, *tokens), sampled, hidden
+
+
+def compile_layered_step(
+    model: Llama,
+    mesh: Mesh,
+    params: Params,
+    state: DeviceState,
+    rows: Any,
+    samples: Any,
+    shape: Shape,
+    sections: tuple[int, int],
+    compiled: Callable[[], object] = lambda: None,
+) -> Programs:
+    """Compile the programs that `layered_step` would run, and call `compiled` after each.
+
+    Of arrays, only shapes, dtypes and shardings are used.
+    """
+
+    def compile_program(lowered: Any) -> Any:
+        program = lowered.compile()
+        compiled()
+        return program
+
+    begin, layer, end, sample = programs(mesh)
+    outer, static = params | {"layers": ()}, (model, mesh, shape, sections)
+    tables, tokens = PageTables(state.table, state.page_index), (state.last_token, state.seen)
+    first = begin.lower(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
+    x, rope, attend = _arrays(first, mesh, _EACH)
+    index = _indices(mesh, len(params["layers"]))[0]
+    middle = layer.lower(model, mesh, params["layers"][0], index, x, rope, attend, state.cache)
+    last = end.lower(*static, outer, state.rows, x, samples)
+    last_rows = _arrays(last, mesh, P("context"))[2]
+    with _SAMPLING:
+        sampling = compile_program(sample.lower(model, mesh, shape.of_samples, outer, tokens, last_rows, samples))
+    return Programs(compile_program(first), compile_program(middle), compile_program(last), sampling)
+
+
+def _arrays(lowered: Any, mesh: Mesh, spec: P) -> Any:
+    """What a program returns, without values."""
+    sharding = named_sharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), lowered.out_info)
+
+
+def _begin_step(
+    model: Llama,
+    mesh: Mesh,
+    shape: Shape,
+    sections: tuple[int, int],
+    pool: Any,
+    outer: Params,
+    tables: PageTables,
+    stage_rows: Array | None,
+    last_token: Array,
+    rows: Array,
+) -> tuple[Array, Rope, PagedAttend]:
+    def on_device(params: Params, tables: PageTables, stage_rows: Array | None, last_token: Array, rows: Array) -> Any:
+        state: Any = DeviceState(PagedCache(pool, pool), *tables, stage_rows, last_token, None)  # type: ignore[arg-type]
+        return _expand(begin_step(model, mesh, shape, sections, params["embed"], state, rows))
+
+    specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P(), _INPUTS
+    return shard_map(on_device, mesh, specs, _EACH)(outer, tables, stage_rows, last_token, rows)
+
+
+def _step_layer(
+    model: Llama,
+    mesh: Mesh,
+    weights: Params,
+    index: Array,
+    x: Array,
+    rope: Rope,
+    attend: PagedAttend,
+    cache: PagedCache,
+) -> tuple[Array, PagedCache]:
+    def on_device(weights: Params, index: Array, shared: Any, cache: PagedCache) -> tuple[Array, PagedCache]:
+        x, rope, attend = _squeeze(shared)
+        x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, lambda x: psum(x, "tensor"))
+        return x[None], cache
+
+    cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"]).cache
+    specs = layer_specs(weights, model.config, mesh), P(), _EACH, cache_specs
+    return shard_map(on_device, mesh, specs, (_EACH, cache_specs))(weights, index, (x, rope, attend), cache)
+
+
+def _end_layers(
+    model: Llama,
+    mesh: Mesh,
+    shape: Shape,
+    sections: tuple[int, int],
+    outer: Params,
+    stage_rows: Array | None,
+    x: Array,
+    samples: Array,
+) -> tuple[Array | None, Array, Array]:
+    def on_device(params: Params, stage_rows: Array | None, x: Array, samples: Array) -> Any:
+        stage_rows, hidden = end_layers(model, shape, sections, params, stage_rows, x[0])
+        last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
+        return stage_rows, hidden[None], last_rows[None]
+
+    specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P()
+    return shard_map(on_device, mesh, specs, (_EACH, _EACH, P("context")))(outer, stage_rows, x, samples)
+
+
+def _sample_step(
+    model: Llama,
+    mesh: Mesh,
+    shape: Shape,
+    outer: Params,
+    tokens: tuple[Array, Array],
+    last_rows: Array,
+    samples: Array,
+) -> tuple[SampledTokens, tuple[Array, Array]]:
+    def on_device(params: Params, tokens: tuple[Array, Array], last_rows: Array, samples: Array) -> Any:
+        inputs = SampleInputs.views(samples, shape)
+        sampled, last_token, seen = sample_step(model, mesh, shape, params, *tokens, last_rows[0], inputs)
+        return sampled, (last_token, seen)
+
+    specs = sharded_specs(outer, model.config, mesh), P(), P("context"), P()
+    return shard_map(on_device, mesh, specs, P())(outer, tokens, last_rows, samples)
+
+
+def _expand(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _squeeze(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(x.shape[1:]), tree)
+
+
+def _pool(state: DeviceState) -> Any:
+    """Shape and dtype of the key pages of a device."""
+    pool = state.cache.k
+    return jax.ShapeDtypeStruct(pool.sharding.shard_shape(pool.shape), pool.dtype)
+
+
+@functools.cache
+def _indices(mesh: Mesh, count: int) -> list[Array]:
+    return [jax.device_put(np.int32(i), named_sharding(mesh, P())) for i in range(count)]

@@ -1,0 +1,115 @@
+"""FP8 products compiled for H100: each is a cuBLASLt call, and rows are quantised in the fusion that makes them."""
+
+import contextlib
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from abstract_step import PAGE_SIZE, compile_step, make_shape
+from h100 import h100_mesh
+from hlo import collectives
+
+from longctx.models import LlamaConfig, RowwiseFp8
+from longctx.models.footprint import cache_bytes, weight_bytes
+from longctx.parallel.mesh import AXES
+
+LAYERS = 4
+SMALL = dataclasses.replace(
+    LlamaConfig.preset("llama-3-8b"), num_layers=LAYERS, vocab_size=1024, bos_id=None, eos_ids=()
+)
+LLAMA_405B = LlamaConfig.preset("llama-3.1-405b")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = .*?(?<=[)}\]]) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?^\}", re.MULTILINE | re.DOTALL)
+FP8_CALL, OTHER_CALL = "__cublas$lt$matmul$f8", "__cublas$lt$matmul"
+
+
+def compile_quantized(
+    config: LlamaConfig, sizes: tuple[int, int, int], rows: int, num_pages: int, modules: str = "ffn"
+) -> jax.stages.Compiled:
+    config = dataclasses.replace(config, quantization=RowwiseFp8.of(config.num_layers, modules))
+    mesh = h100_mesh(**dict(zip(AXES, sizes, strict=True)))
+    # On one device no `jax.shard_map` gives the kernels their mesh.
+    with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
+        shape = make_shape(mesh, (0, 0, rows), num_pages)
+        return compile_step(mesh, shape, jnp.bfloat16, config, sections=(0, 0, rows))
+
+
+def products(text: str) -> tuple[list[tuple[str, str]], int]:
+    """The computations that make rows and weights of each FP8 call, and the number of other products."""
+    bodies = {match[1]: match[0] for match in _COMPUTATION.finditer(text)}
+    made = {name: (opcode, rest) for name, opcode, rest in _INSTRUCTION.findall(text)}
+
+    def origin(name: str) -> str:
+        opcode, rest = made[name]
+        while opcode in ("bitcast", "get-tuple-element"):
+            opcode, rest = made[rest.split("%", 1)[1].split(")")[0].split(",")[0]]
+        assert opcode == "fusion", f"{name} is made by {opcode}"
+        return bodies[rest.split("calls=%", 1)[1].split(",")[0]]
+
+    calls, others = [], 0
+    for opcode, rest in made.values():
+        if opcode == "custom-call" and f'"{FP8_CALL}"' in rest:
+            rows, weights = re.findall(r"%([\w.\-]+)", rest)[:2]
+            calls.append((origin(rows), origin(weights)))
+        elif (opcode == "custom-call" and f'"{OTHER_CALL}"' in rest) or opcode == "dot" or "__triton_gemm" in rest:
+            others += 1
+    return calls, others
+
+
+def check_products(text: str, fp8: int, others: int) -> None:
+    calls, found = products(text)
+    assert (len(calls), found) == (fp8, others)
+    for rows, weights in calls:
+        # One fusion divides by the scale and rounds, from what was before: no scaled float is stored between.
+        assert re.search(r"= f8e4m3fn\[.* convert\(", rows)
+        assert "divide(" in rows
+        assert "convert(" not in weights, "weights stay FP8"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [((1, 1, 1), 64), pytest.param((1, 1, 2), 512, marks=pytest.mark.slow)], ids=str
+)
+def test_every_product_of_a_quantised_model_is_one_fp8_call(sizes: tuple[int, int, int], rows: int) -> None:
+    """XLA joins the products of the same rows: q, k and v, and gate and up. The head isn't quantised."""
+    compiled = compile_quantized(SMALL, sizes, rows, 64, "all")
+    text, config, tensor = compiled.as_text(), SMALL, sizes[2]
+    check_products(text, fp8=4, others=1)
+    # Among them they have the outputs of all seven projections.
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // tensor
+    outputs = [int(n) for n in re.findall(rf"= \(f32\[{rows},(\d+)\].* custom-call.*{re.escape(FP8_CALL)}", text)]
+    assert sorted(outputs) == sorted([heads, config.hidden_size, 2 * config.intermediate_size // tensor, 4096])
+    if tensor > 1:  # the maxima of rows that are shared: a float32 for each
+        sent = [x.sent for x in collectives(text, tensor) if x.within == (f"body of {LAYERS}",)]
+        assert sorted(sent) == [4.0 * rows] * 2 + [2.0 * rows * SMALL.hidden_size] * 2
+
+
+@pytest.mark.slow
+def test_a_step_of_one_row_multiplies_in_fp8() -> None:
+    """Alone, a row would have its weights converted to float32. (The head's product is a sum then.)"""
+    check_products(compile_quantized(SMALL, (1, 1, 1), 1, 64, "all").as_text(), fp8=4, others=0)
+
+
+@pytest.mark.slow
+def test_layers_that_are_not_quantised_lie_beside_those_that_are() -> None:
+    """The first and the last layer, beside a loop over the others."""
+    text = compile_quantized(SMALL, (1, 1, 1), 64, 64).as_text()
+    calls, _ = products(text)
+    assert len(calls) == 2  # gate and up, and down, in the loop
+    check_products(text, fp8=2, others=2 + 2 * 5 + 1)  # attention in the loop; q k v, o, gate, up, down; the head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4)], ids=str)
+def test_405b_in_fp8_with_a_cache_of_128k_fits_8_gpus_of_80_gb(sizes: tuple[int, int, int]) -> None:
+    tokens = 128 * 1024
+    compiled = compile_quantized(LLAMA_405B, sizes, 512, tokens // PAGE_SIZE)
+    memory = compiled.memory_analysis()
+    quantized = dataclasses.replace(LLAMA_405B, quantization=RowwiseFp8.of(126))
+    stage, _, tensor = sizes
+    expected = weight_bytes(quantized, stage, tensor) + cache_bytes(quantized, tokens, stage, tensor)
+    assert expected <= memory.argument_size_in_bytes <= expected + 50e6
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 72e9
+    calls, _ = products(compiled.as_text())
+    assert len(calls) == 3

@@ -1,0 +1,136 @@
+"""The cache of compiled programs: found by the next run, bounded, and never a reason to fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import jax, jax.numpy as jnp, sys, warnings
+from longctx.cli import compile_cache
+{before}
+compile_cache.enable({wanted})
+print(jax.config.jax_compilation_cache_dir)
+def f(x):
+    return jnp.sort(jnp.sin(x) @ x.T)
+print(float(jax.jit(f)(jnp.ones((8, 8)))[0, 0]))
+"""
+
+CATCH = """
+def enable(is_wanted, enable=compile_cache.enable):
+    try:
+        enable(is_wanted)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+
+compile_cache.enable = enable
+"""
+
+
+def run(cache: Path | None, wanted: bool = True, before: str = "", **environment: str) -> tuple[str, str]:
+    """Run a program that compiles; (folder that JAX keeps programs in, standard error)."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "LONGCTX_"))}
+    given = {} if cache is None else {"LONGCTX_CACHE": str(cache)}
+    command = [sys.executable, "-c", PROGRAM.format(wanted=wanted, before=before)]
+    result = subprocess.run(command, env=base | given | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    folder, value = result.stdout.splitlines()
+    assert abs(float(value) - 6.7317) < 1e-3
+    return folder, result.stderr
+
+
+def entries(folder: str) -> dict[Path, float]:
+    return {path: path.stat().st_mtime for path in Path(folder).glob("*-cache")}
+
+
+def test_the_next_run_finds_what_was_compiled(tmp_path: Path) -> None:
+    folder, _ = run(tmp_path)
+    first = entries(folder)
+    assert first
+    assert Path(folder).is_relative_to(tmp_path)
+    assert run(tmp_path) == (folder, "")
+    assert entries(folder) == first
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", None])
+def test_a_broken_file_is_a_recompilation(tmp_path: Path, content: bytes | None) -> None:
+    folder, _ = run(tmp_path)
+    for path in entries(folder):
+        path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    assert run(tmp_path) == (folder, "")
+    run(tmp_path)  # the folder was emptied, so this one compiles
+    assert entries(folder)
+    assert all(path.stat().st_size > 100 for path in entries(folder))
+
+
+def test_a_copy_of_the_cache_is_found(tmp_path: Path) -> None:
+    folder, _ = run(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    copied, _ = run(tmp_path / "two")
+    assert copied != folder
+    assert {path.name for path in entries(copied)} == {path.name for path in entries(folder)}
+
+
+def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path) -> None:
+    folder, _ = run(tmp_path)
+    big, recent = Path(folder, "big-cache"), Path(folder, "recent-cache")
+    for path, seconds in ((big, 1000), (recent, 10)):
+        path.write_bytes(b"x" * 600)
+        os.utime(path, (time.time() - seconds,) * 2)
+    run(tmp_path, before=f"compile_cache._MAX_BYTES = {sum(p.stat().st_size for p in entries(folder)) - 1}")
+    assert recent.exists()
+    assert not big.exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_what_another_command_removes_or_forbids_is_no_failure(tmp_path: Path, error: type[OSError]) -> None:
+    folder, _ = run(tmp_path)
+    (Path(folder).parent / "other").mkdir()
+    name = "iterdir" if error is PermissionError else "is_dir"
+    before = f"""
+from pathlib import Path
+def fail(path, function=Path.{name}):
+    if path.name in ("other", "programs"):
+        raise {error.__name__}
+    return function(path)
+Path.{name} = fail
+"""
+    assert run(tmp_path, before=before) == (folder, "")
+
+
+def test_a_user_without_a_home_has_no_cache() -> None:
+    before = """
+def fail(name):
+    raise RuntimeError("could not determine the home directory")
+compile_cache.platformdirs.user_cache_path = fail
+"""
+    assert run(None, before=before) == ("None", "")
+
+
+def test_the_cache_can_be_left_out_and_belongs_to_jax_if_jax_has_one(tmp_path: Path) -> None:
+    assert run(tmp_path, wanted=False) == ("None", "")
+    assert not any(tmp_path.iterdir())
+    own = tmp_path / "own"
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(own))[0] == str(own)
+
+
+def test_folders_that_no_run_has_used_for_long_are_removed(tmp_path: Path) -> None:
+    folder = Path(run(tmp_path)[0])
+    old, recent = folder.parent / "old", folder.parent / "recent"
+    for other in (old, recent):
+        other.mkdir()
+        (other / "x-cache").touch()
+    os.utime(old, (0, 0))
+    run(tmp_path)
+    assert sorted(path.name for path in folder.parent.iterdir()) == sorted([folder.name, "recent"])
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder, error = run(tmp_path / "file", before=CATCH)
+    assert folder == "None"
+    assert error.startswith("LONGCTX_CACHE must be a folder that can be written to: ")

@@ -1,0 +1,137 @@
+"""The blocks of code in README.md and docs/ run as a reader would paste them, those of a page one after another.
+
+A block that can't run here says so after its language: three backticks, `python not-run: needs two hosts`.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tokenizers
+
+from longctx.models.builtin import TINY
+from longctx.serving import Event, Metrics, Output, TokenLogprob
+
+ROOT = Path(__file__).parent.parent
+SHELLS = ("sh", "bash")
+# What a reader would type: no output of a program begins like this.
+COMMAND = re.compile(r"^(\$ )?(longctx|pip|python3?|make|srun|sbatch|kubectl|examples/\S+) ", re.MULTILINE)
+# Pages that compile several engines or rings.
+SLOW = ("docs/engine.md", "docs/context_parallelism.md")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
+class Block(NamedTuple):
+    """A fenced block: the line after its fence, the fence's words, and the text."""
+
+    page: str
+    line: int
+    language: str
+    not_run: str | None
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All fenced blocks of a page."""
+    blocks: list[Block] = []
+    info: str | None = None
+    start, lines = 0, page.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if info is None:
+            info, start = line.strip().removeprefix("```").strip(), number + 1
+            continue
+        language, _, rest = info.partition(" ")
+        not_run = rest.removeprefix("not-run:").strip() if rest.startswith("not-run:") else None
+        text = "".join(lines[start:number])
+        blocks.append(Block(str(page.relative_to(ROOT)), start + 1, language, not_run, text))
+        info = None
+    assert info is None, f"{page}:{start}: a block without an end"
+    return blocks
+
+
+BLOCKS = [block for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) for block in blocks_of(page)]
+RUN = [block for block in BLOCKS if block.not_run is None]
+PYTHON_PAGES = list(dict.fromkeys(block.page for block in RUN if block.language == "python"))
+
+RUNNER = """
+import json, sys
+names = {"__name__": "__main__"}
+for page, line, text in json.load(sys.stdin):
+    exec(compile("\\n" * (line - 1) + text, page, "exec"), names)
+"""
+
+
+def run(command: list[str], directory: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        command, cwd=directory, env=environment, input=stdin, capture_output=True, text=True, timeout=580
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where a reader has a checkpoint of an instruct model: here the built-in one, with a tokenizer and a template."""
+    checkpoint = tmp_path / "Llama-3.1-8B-Instruct"
+    shutil.copytree(TINY, checkpoint)
+    symbols = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(sorted(symbols))}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PYTHON_PAGES]
+)
+def test_python_blocks_of_a_page_run_as_pasted(page: str, directory: Path) -> None:
+    blocks = [(str(ROOT / page), block.line, block.text) for block in RUN if block[0] == page and block[2] == "python"]
+    result = run([sys.executable, "-c", RUNNER], directory, json.dumps(blocks))
+    assert result.returncode == 0, result.stderr
+    if page == "README.md":
+        assert "48213" in result.stdout
+        assert "90417" in result.stdout
+
+
+@pytest.mark.slow
+def test_shell_blocks_run_as_pasted(directory: Path) -> None:
+    for block in RUN:
+        if block.language in SHELLS:
+            result = run([block.language, "-eu", "-c", block.text], directory)
+            assert result.returncode == 0, f"{block.page}:{block.line}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("of", [Output, Event, Metrics, TokenLogprob])
+def test_every_field_of_what_comes_back_is_described(of: type) -> None:
+    described = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")))
+    fields = {name for name in (*of.__annotations__, *vars(of)) if not name.startswith("_")}
+    assert fields - described == set()
+
+
+def test_readme_has_blocks_that_run() -> None:
+    assert "README.md" in PYTHON_PAGES
+    assert set(SLOW) <= set(PYTHON_PAGES)
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    labelled = {"python", *SHELLS}
+    silent = [f"{x.page}:{x.line}" for x in BLOCKS if x.not_run == "" or (x.not_run and x.language not in labelled)]
+    assert silent == []
+
+
+def test_commands_stand_in_shell_blocks() -> None:
+    """So that they are run, or say why not."""
+    unlabelled = [f"{x.page}:{x.line}" for x in BLOCKS if x.language in ("", "text") and COMMAND.search(x.text)]
+    assert unlabelled == []
