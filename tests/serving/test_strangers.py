@@ -12,8 +12,9 @@ import zmq
 from process_threads import free_port, in_threads, meet, run_processes
 
 from longctx.serving.distributed import ProcessGroup, initialize
+from longctx.serving.distributed.control import ControlServer
 from longctx.serving.distributed.group_secret import make_group_secret
-from longctx.serving.distributed.network import Key, derive_key, make_key
+from longctx.serving.distributed.network import Key, Network, derive_key, make_key
 
 SECRET = make_group_secret()
 KINDS = [zmq.SUB, zmq.PAIR, zmq.DEALER, zmq.ROUTER, zmq.REQ]
@@ -148,6 +149,25 @@ def test_messages_without_pause_are_dropped(no_exit: list[int]) -> None:
 
     assert run_processes(2, run) == [[0, 1]] * 2
     assert no_exit == []
+
+
+def test_a_peer_may_leave_while_its_messages_wait() -> None:
+    """ZeroMQ aborts if a heartbeat is due on a broken connection whose messages it held back at a limit."""
+    key, network = derive_key(None), Network("127.0.0.1", failure_timeout=2.5)
+    control = ControlServer(network, key, free_port())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.SNDHWM, 0)
+        peer.curve_publickey, peer.curve_secretkey = key
+        peer.curve_serverkey = key.public
+        peer.connect(f"tcp://{control.address}")
+        for _ in range(20_000):
+            peer.send(b'["x", 1]')
+        assert control.socket.poll(10_000)
+        time.sleep(0.1)
+    time.sleep(1.2)  # heartbeats are due every 0.5 s
+    assert [message.kind for message in control.receive()] == ["x"] * 100
+    network.close()
 
 
 def test_a_late_process_is_refused_and_disturbs_nobody(no_exit: list[int]) -> None:

@@ -17,7 +17,6 @@ from longctx.serving.distributed.strangers import Strangers
 
 _MAX_MESSAGE_BYTES = 1 << 24
 _MAX_MESSAGES = 100  # that one call of `receive` takes: strangers may send without pause
-_MAX_QUEUED = 1000  # messages of a peer that wait to be received; more wait at the peer
 PROCESS_0 = b""
 """What other processes call process 0, in place of a routing id."""
 
@@ -65,7 +64,6 @@ class ControlServer:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again may have the old connection still
         self.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self.socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         self.address = Address(network.ip, port)
         self.strangers = Strangers(f"process 0 at {self.address}")
         self.strangers.monitor(self.socket)

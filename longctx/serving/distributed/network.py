@@ -137,6 +137,7 @@ class Network:
     def _socket(self, kind: int) -> Socket:
         made = self.context.socket(kind)
         self._sockets.append(made)
+        # Without limits: if a connection breaks whose messages ZeroMQ holds back at a limit, its next heartbeat aborts.
         made.setsockopt(zmq.SNDHWM, 0)
         made.setsockopt(zmq.RCVHWM, 0)
         made.setsockopt(zmq.LINGER, 1000)
