@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +17,8 @@ from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.jobs import Job, Jobs, naming_prompt
-from longctx.serving.engine.metrics import EngineStats, StepMetrics
-from longctx.serving.engine.monitor import Monitor
+from longctx.serving.engine.metrics import EngineStats
+from longctx.serving.engine.monitor import Monitor, StepMonitor
 from longctx.serving.engine.resolve import resolve
 from longctx.serving.engine.run_step import run_step
 from longctx.serving.engine.step_lock import Interrupts, StepLock
@@ -29,7 +30,10 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.scheduler.look_ahead import copy_scheduler
+from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.slo import check_possible
+from longctx.serving.validation import check_real
 
 
 class Engine:
@@ -75,7 +79,7 @@ class Engine:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         predictor: Predictor | None = None,
-        monitor: Callable[[StepMetrics], object] | None = None,
+        monitor: StepMonitor | None = None,
         plan: ParallelPlan | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -202,13 +206,34 @@ class Engine:
         """
         return self.input_processor.prepare(request)
 
-    def submit(self, request: Request | PreparedRequest) -> str:
+    def check(self, prepared: PreparedRequest) -> None:
+        """Check that a request could be served by an engine that does nothing else.
+
+        Raises:
+          ValueError: it was prepared for another engine, its pages are more than there are, or its targets can't be
+            met, by the engine's profile.
+        """
+        request, tokens, keys, prepared_for = prepared
+        if prepared_for != self.input_processor.fingerprint:
+            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
+        params = request.sampling
+        self.scheduler.check(len(tokens), params.max_tokens)
+        if self._resolved.is_profiled:
+            cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
+            rows = self.scheduler.chunker.chunking.tokens
+            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
+
+    def submit(self, request: Request | PreparedRequest, arrival: float | None = None) -> str:
         """Begin a request; its id. `step` returns its events.
+
+        Args:
+          arrival: when it came, by the engine's clock; None: now.
 
         Raises:
           TypeError, ValueError: it can't be served.
         """
-        arrival = self._clock()
+        now = self._clock()
+        arrival = now if arrival is None else check_real("arrival", arrival, -math.inf, now)
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         jobs: list[Job] = []
         self._start([prepared], arrival, self._events, jobs)
@@ -279,6 +304,19 @@ class Engine:
         self._apply_updates()
         return bool(self._jobs or self._events)
 
+    def copy_scheduler(self) -> Scheduler | None:
+        """A copy of the scheduler, to look ahead with; None while a step runs."""
+        with Interrupts(), self._step_lock.held_if_free() as held:
+            return copy_scheduler(self.scheduler) if held else None
+
+    def now(self) -> float:
+        """Seconds, by the engine's clock."""
+        return self._clock()
+
+    def add_monitor(self, monitor: StepMonitor) -> None:
+        """Call one more monitor, as the argument `monitor`, from the next step on."""
+        self._monitor.add(monitor)
+
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and what it holds now: nothing, once it has failed."""
         self._apply_updates()
@@ -307,23 +345,12 @@ class Engine:
                 self._apply_updates()
                 for i, prepared in enumerate(requests):
                     with naming_prompt(i, len(requests)):
-                        self._check(prepared)
+                        self.check(prepared)
                 self._jobs.claim(requests, arrival, events, jobs)
                 self._update(self._enter, jobs)
         except BaseException:
             self.cancel_jobs(jobs)
             raise
-
-    def _check(self, prepared: PreparedRequest) -> None:
-        request, tokens, keys, prepared_for = prepared
-        if prepared_for != self.input_processor.fingerprint:
-            raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
-        params = request.sampling
-        self.scheduler.check(len(tokens), params.max_tokens)
-        if self._resolved.is_profiled:
-            cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
-            rows = self.scheduler.chunker.chunking.tokens
-            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
 
     # Updates between steps.
 

@@ -153,6 +153,7 @@ class SequenceMaker:
                     max_tokens=params.max_tokens,
                     arrival=arrival,
                     priority=request.priority,
+                    tenant=request.tenant,
                     ttft_deadline=request.ttft_deadline,
                     tpot_target=request.tpot_target,
                     keys=list(keys),

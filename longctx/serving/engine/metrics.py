@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 
 class StepMetrics(NamedTuple):
@@ -18,6 +19,8 @@ class StepMetrics(NamedTuple):
       predicted: seconds that it was to take, when it was planned.
       decodes: sequences that decoded a token in it.
       chunks: of prompts: (position of the first token, tokens) of each.
+      rows: (request id, rows, whether it decodes) of each sequence in it, decodes first.
+      admitted: ids of the requests whose sequences got slots and pages for it.
     """
 
     number: int
@@ -27,12 +30,26 @@ class StepMetrics(NamedTuple):
     predicted: float
     decodes: int
     chunks: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[str, int, bool], ...] = ()
+    admitted: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, step: EndedStep) -> Self:
         chunks = tuple((chunk.start, chunk.num_tokens) for chunk in step.batch.chunks if not chunk.decodes)
         decodes = len(step.batch.chunks) - len(chunks)
-        return cls(step.batch.index, step.finished, step.duration, step.is_exact, step.predicted, decodes, chunks)
+        rows = tuple((_request_id(chunk.sequence), chunk.num_tokens, chunk.decodes) for chunk in step.batch.chunks)
+        admitted = tuple(map(_request_id, step.batch.admitted))
+        return cls(
+            step.batch.index,
+            step.finished,
+            step.duration,
+            step.is_exact,
+            step.predicted,
+            decodes,
+            chunks,
+            rows,
+            admitted,
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,3 +71,7 @@ class EngineStats:
     running: int
     waiting: int
     idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
+
+
+def _request_id(sequence: Sequence) -> str:
+    return completion_of(sequence).request_id

@@ -1,4 +1,4 @@
-"""Calls a user's function with the figures of every step."""
+"""Calls users' functions with the figures of every step."""
 
 import logging
 import threading
@@ -10,18 +10,24 @@ from longctx.serving.executor.submit_queue import EndedStep
 
 logger = logging.getLogger(__name__)
 
+StepMonitor = Callable[[StepMetrics], object]
+
 
 class Monitor:
-    """Calls a function with every ended step, in order, until it raises; None: there is nobody to tell."""
+    """Calls functions with every ended step, in order; one that raises is not called any more."""
 
-    def __init__(self, call: Callable[[StepMetrics], object] | None) -> None:
-        self._call = call
+    def __init__(self, call: StepMonitor | None) -> None:
+        self._calls: list[StepMonitor] = [] if call is None else [call]
         self._ended: deque[StepMetrics] = deque()
         self._calling = threading.Lock()
 
+    def add(self, call: StepMonitor) -> None:
+        """Call one more function from the next step on."""
+        self._calls.append(call)
+
     def note(self, step: EndedStep) -> None:
         """Keep a step for `catch_up`."""
-        if self._call is not None:
+        if self._calls:
             self._ended.append(StepMetrics.of(step))
 
     def catch_up(self) -> None:
@@ -30,10 +36,14 @@ class Monitor:
             try:
                 while self._ended:
                     step = self._ended.popleft()
-                    if self._call is not None:
-                        self._call(step)
-            except Exception:
-                self._call = None
-                logger.exception("the engine's monitor raised in step %d, and is not called any more", step.number)
+                    for call in tuple(self._calls):
+                        self._tell(call, step)
             finally:
                 self._calling.release()
+
+    def _tell(self, call: StepMonitor, step: StepMetrics) -> None:
+        try:
+            call(step)
+        except Exception:
+            self._calls.remove(call)
+            logger.exception("the engine's monitor raised in step %d, and is not called any more", step.number)

@@ -7,6 +7,7 @@ needed: the least recently used go first, and of one chain its tail, without whi
 Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); PagedAttention (Kwon et al. 2023).
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -34,6 +35,15 @@ class PagePool:
         self._page_of: dict[Key, int] = {}
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "PagePool":
+        """For looking ahead, without going through every page."""
+        memo[id(self)] = twin = copy.copy(self)
+        for name in ("reserved", "_references", "_key_of", "_page_of"):
+            setattr(twin, name, getattr(self, name).copy())
+        twin._free = [free.copy() for free in self._free]
+        twin._idle = [idle.copy() for idle in self._idle]
+        return twin
+
     def rank_of(self, page: int) -> int:
         return page // self.per_rank
 
@@ -51,7 +61,11 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - sum(map(len, self._free)) - sum(map(len, self._idle))
+        return sum(map(self.held_on, range(self.num_ranks)))
+
+    def held_on(self, rank: int) -> int:
+        """Pages of a rank that sequences hold."""
+        return self.per_rank - len(self._free[rank]) - len(self._idle[rank])
 
     @property
     def num_cached(self) -> int:

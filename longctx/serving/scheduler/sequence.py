@@ -1,5 +1,6 @@
 """What the scheduler knows of one sequence: plain data, and the states that it goes through."""
 
+import copy
 import enum
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ class Sequence:
     max_tokens: int
     arrival: float = 0.0
     priority: int = 0
+    tenant: str = ""
     ttft_deadline: float | None = None
     tpot_target: float | None = None
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as tokens are known
@@ -73,6 +75,12 @@ class Sequence:
         if self.prompt_length < 1 or self.max_tokens < 1:
             raise ValueError("prompt_length and max_tokens must be at least 1")
         self.length = self.prompt_length
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Sequence":
+        """For looking ahead: without its completion, and with the same keys, which a look ahead only reads."""
+        memo[id(self)] = twin = copy.copy(self)
+        twin.completion, twin.pages, twin.reserved = None, self.pages.copy(), self.reserved.copy()
+        return twin
 
     def to(self, state: State) -> None:
         assert state in _NEXT[self.state], f"{self.name}: {self.state.value} can't become {state.value}"

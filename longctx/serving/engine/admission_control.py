@@ -1,0 +1,137 @@
+"""`AdmissionControl`: refuses requests that would wait too long, before any work is done for them.
+
+It counts a request once, when it comes, until it is admitted: so a burst that arrives within one step is bounded too,
+and a storm of retries of what was refused changes nothing.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.engine.outlook import Foresight
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.scheduler.look_ahead import Outlook
+from longctx.serving.validation import check_bool, check_integer
+
+Reason = Literal["queue", "tokens", "deadline", "draining"]
+
+_RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
+
+
+class Refused(RuntimeError):
+    """A request was not let in; it may be later.
+
+    Attributes:
+      reason: `"queue"` (too many requests wait), `"tokens"` (too many tokens wait), `"deadline"` (its TTFT deadline
+        can't be kept, by prediction), `"draining"` (the engine takes no new requests).
+      retry_after: seconds after which it might be let in.
+      outlook: when its first token would have come, and what it would have waited for; None if that was not predicted.
+    """
+
+    def __init__(self, message: str, reason: Reason, retry_after: float, outlook: Outlook | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.outlook = reason, outlook
+        self.retry_after = min(max(retry_after, _RETRY[0]), _RETRY[1])
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """What may wait to be admitted.
+
+    Attributes:
+      max_waiting: sequences; one request with more completions than that may wait if nobody else does.
+      max_waiting_tokens: tokens of their prompts; one longer prompt may wait if nobody else does. None: any number.
+      heeds_deadlines: whether a request is refused whose `ttft_deadline` can't be kept, by prediction.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range.
+    """
+
+    max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
+    heeds_deadlines: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("max_waiting", self.max_waiting, 1)
+        if self.max_waiting_tokens is not None:
+            check_integer("max_waiting_tokens", self.max_waiting_tokens, 1)
+        check_bool("heeds_deadlines", self.heeds_deadlines)
+
+
+@dataclass
+class _Waiting:
+    sequences: int
+    tokens: int
+
+
+class AdmissionControl:
+    """Admits or refuses requests. Any thread may call any method."""
+
+    def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
+        self.limits = limits or AdmissionLimits()
+        self.foresight = Foresight(engine)
+        self._waiting: dict[str, _Waiting] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have been let in and not been admitted to a slot."""
+        with self._lock:
+            return sum(waiting.sequences for waiting in self._waiting.values())
+
+    def admit(self, request_id: str, prepared: PreparedRequest) -> None:
+        """Let a request wait.
+
+        Raises:
+          Refused: see there.
+        """
+        deadline = prepared.request.ttft_deadline
+        if deadline is not None and self.limits.heeds_deadlines:
+            outlook = self.foresight.of(prepared, deadline)
+            if outlook is not None and outlook.is_after(deadline):
+                message = f"the first token is due in {deadline:g} s, and would come {outlook}"
+                raise Refused(message, "deadline", outlook.looked - deadline, outlook)
+        reason, limit = self._try_to_enter(request_id, prepared)
+        if reason is not None:
+            unit = "requests" if reason == "queue" else "tokens of prompts"
+            outlook = self.foresight.of(prepared)
+            when = "" if outlook is None else f": the first token would come {outlook}"
+            message = f"the queue is full, which has room for {limit} {unit}{when}"
+            raise Refused(message, reason, 1.0 if outlook is None else outlook.looked / 2, outlook)
+
+    def _try_to_enter(self, request_id: str, prepared: PreparedRequest) -> tuple[Reason | None, int]:
+        """Count a request; or the limit that it would exceed."""
+        count, tokens, limits = prepared.request.sampling.n, len(prepared.tokens), self.limits
+        with self._lock:
+            if self._waiting:
+                if sum(waiting.sequences for waiting in self._waiting.values()) + count > limits.max_waiting:
+                    return "queue", limits.max_waiting
+                most = limits.max_waiting_tokens
+                if most is not None and sum(x.tokens for x in self._waiting.values()) + tokens > most:
+                    return "tokens", most
+            self._waiting[request_id] = _Waiting(count, tokens)
+        return None, 0
+
+    def forget(self, request_id: str) -> None:
+        """A request waits no more, for whatever reason."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
+
+    def note_step(self, metrics: StepMetrics) -> None:
+        """Some have been admitted to slots."""
+        if metrics.admitted:
+            with self._lock:
+                for request_id in metrics.admitted:
+                    waiting = self._waiting.get(request_id)
+                    if waiting is not None:
+                        waiting.sequences -= 1
+                        if not waiting.sequences:
+                            del self._waiting[request_id]
+
+    def note_output(self, output: Output, max_tokens: int) -> None:
+        """A completion has ended: others may be expected to be as long."""
+        if output.finish_reason in ("stop", "length"):
+            self.foresight.note_length(len(output.token_ids) / max_tokens)

@@ -1,0 +1,246 @@
+"""`EngineThread`: runs an engine in a thread of its own, and pushes events to whoever asked for them."""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, Self
+
+from longctx.serving.engine.admission_control import AdmissionControl, Refused
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.load import Load, StepReport
+from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.request.output import Event, Metrics, Output
+from longctx.serving.request.request import PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[list[Event]], object]
+"""Is called with the events that a step brought a request. It must not block: the engine waits for it."""
+
+
+class _Client(NamedTuple):
+    """Whoever waits for a request's events."""
+
+    sink: Sink
+    prepared: PreparedRequest
+    arrival: float
+    open: set[int]  # completions that have not ended
+
+
+class EngineThread:
+    """Runs an engine's steps while requests have not ended, and sleeps otherwise; a context manager.
+
+    Any thread may call any method. None waits for a device.
+
+    Args:
+      engine: nobody else may run its steps or submit to it from now on. In a process group it is the first process's.
+      control: refuses requests that would wait too long. None: none is refused.
+      flush: is called after the sinks of a step, and of a cancel, so that a server wakes its event loop once.
+
+    Attributes:
+      failure: gets the exception with which the engine fails, or None when the thread ends in order.
+      load: as of the last step, or of the last request to come or go while no step ran.
+      on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        control: AdmissionControl | None = None,
+        flush: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.engine, self.control = engine, control or AdmissionControl(engine)
+        self.failure: Future[None] = Future()
+        self.on_step: list[Callable[[StepReport], object]] = []
+        self._flush = flush
+        self._clients: dict[str, _Client] = {}
+        self._ids = map("request-{}".format, itertools.count())
+        self._wake, self._idle = threading.Event(), threading.Event()
+        self._idle.set()
+        self._is_draining = self._is_closing = False
+        self._progressed: float | None = None  # when the thread last came out of a step, while it has work
+        self.load = self._look()
+        engine.add_monitor(self._note)
+        self._thread = threading.Thread(target=self._run, name="longctx-engine", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to run steps."""
+        self._thread.start()
+
+    def submit(self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None) -> str:
+        """Begin a request; its id, which a sink may be called with before this returns.
+
+        Args:
+          sink: see `Sink`; its last call has the `output` of every completion that has not ended before.
+          arrival: when the request came, by the engine's clock; None: now.
+
+        Raises:
+          TypeError, ValueError: it can never be served.
+          Refused: not now.
+          RuntimeError: the engine has failed, or the thread is closed.
+        """
+        request_id = prepared.request.request_id
+        if request_id is None:
+            request_id = next(self._ids)
+            prepared = prepared._replace(request=dataclasses.replace(prepared.request, request_id=request_id))
+        arrival = self.engine.now() if arrival is None else arrival
+        self.engine.check(prepared)
+        client = _Client(sink, prepared, arrival, set(range(prepared.request.sampling.n)))
+        if self._clients.setdefault(request_id, client) is not client:
+            raise ValueError(f"request_id must be unique, and {request_id!r} has not ended yet")
+        try:
+            self._idle.clear()
+            self._check_running()
+            if self._is_draining:
+                raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
+            self.control.admit(request_id, prepared)
+            self.engine.submit(prepared, arrival)
+            self._check_running()  # otherwise nobody would tell the sink of the end
+        except BaseException:
+            self._forget(request_id)
+            raise
+        finally:
+            self._wake.set()
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if it is unknown or has ended. Its sink still gets its last events."""
+        try:
+            was_there = self.engine.cancel(request_id)
+        except RuntimeError:  # the engine has failed: its sink hears of that
+            return False
+        self._wake.set()
+        return was_there
+
+    def progress(self, request_id: str) -> tuple[int, int]:
+        """See `Engine.progress`."""
+        return self.engine.progress(request_id)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the step that runs now has been running; 0 if there is nothing to do."""
+        since = self._progressed
+        return 0.0 if since is None else time.monotonic() - since
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._is_draining = True
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until all requests have ended; False if some have not within `timeout` seconds."""
+        return self._idle.wait(timeout)
+
+    def close(self) -> None:
+        """Cancel what has not ended, and end the thread."""
+        self._is_draining = self._is_closing = True
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._run_steps()
+            for request_id in tuple(self._clients):
+                self.engine.cancel(request_id)
+            self._run_steps()
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self.failure.set_exception(error.__cause__ or error)
+            with contextlib.suppress(RuntimeError):
+                self._deliver(self.engine.step())  # the last events of its requests
+            self._end_all(f"the engine has failed: {type(error).__name__}: {error}")
+        else:
+            self.failure.set_result(None)
+            self._end_all("the engine is closed")
+        finally:
+            self._progressed = None
+
+    def _run_steps(self) -> None:
+        """Run steps while there is work; then sleep until some comes, unless the thread is closing."""
+        engine = self.engine
+        while engine.has_work:  # raises if the engine has failed elsewhere
+            self._progressed = time.monotonic()
+            self._deliver(engine.step())
+            self.control.foresight.refresh()
+        self._progressed = None
+        self.load = self._look()
+        if not self._clients:
+            self._idle.set()
+            if self._clients:  # one has come between these two lines
+                self._idle.clear()
+        if not self._is_closing:
+            self._wake.wait()
+            self._wake.clear()
+
+    def _deliver(self, events: list[Event]) -> None:
+        by_request: dict[str, list[Event]] = {}
+        for event in events:
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, own in by_request.items():
+            client = self._clients.get(request_id)
+            if client is not None:
+                for event in own:
+                    if event.output is not None:
+                        client.open.remove(event.index)
+                        self.control.note_output(event.output, client.prepared.request.sampling.max_tokens)
+                if not client.open:
+                    self._forget(request_id)
+                self._tell(request_id, client, own)
+        if by_request:
+            self._flush()
+
+    def _tell(self, request_id: str, client: _Client, events: list[Event]) -> None:
+        try:
+            client.sink(events)
+        except Exception:
+            logger.exception("the sink of %s raised: it is cancelled", request_id)
+            self._forget(request_id)
+            self.engine.cancel(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        client = self._clients.pop(request_id, None)
+        if client is not None:
+            self.control.forget(request_id)
+
+    def _end_all(self, cause: str) -> None:
+        """Tell whoever has come too late that there will be nothing."""
+        for request_id, client in tuple(self._clients.items()):
+            self._forget(request_id)
+            metrics = Metrics(client.arrival, len(client.prepared.tokens))
+            ends = [Output(request_id, i, [], "", "error", metrics, error=cause) for i in sorted(client.open)]
+            self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
+        self._idle.set()
+        self._flush()
+
+    def _note(self, metrics: StepMetrics) -> None:
+        self.load = self._look()
+        self.control.note_step(metrics)
+        report = StepReport(metrics, self.load)
+        for call in tuple(self.on_step):
+            try:
+                call(report)
+            except Exception:
+                self.on_step.remove(call)
+                logger.exception("an observer of steps raised, and is not called any more")
+
+    def _look(self) -> Load:
+        return Load.of(self.engine.core, self.engine.stats(), self.engine.now())
+
+    def _check_running(self) -> None:
+        if self.failure.done():
+            raise RuntimeError("the engine has failed, or is closed") from self.failure.exception()

@@ -1,0 +1,99 @@
+"""When a request that came now would get its first token, and what it would wait for: the scheduler run ahead."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.sequence import Sequence
+
+# Steps that are run ahead at most. A step takes some 0.1 ms to plan.
+MAX_STEPS = 400
+
+Bound = Literal["slots", "pages", "queue", "prefill"]
+"""What a request spends most of its time to the first token on: waiting for a slot, for pages, for those before it to
+be computed or admitted, or its own prompt."""
+
+_WAITS_FOR: dict[Bound, str] = {
+    "slots": "a free slot: as many sequences run as may",
+    "pages": "free pages",
+    "queue": "requests before it",
+    "prefill": "its own prompt to be computed",
+}
+
+
+class Outlook(NamedTuple):
+    """A prediction.
+
+    Attributes:
+      first_token: seconds until the first token; None: it does not come within those that were looked ahead.
+      looked: seconds that were looked ahead: to the first token, the horizon, or as far as `MAX_STEPS` go.
+      bound: what the request waits for most of the time.
+    """
+
+    first_token: float | None
+    looked: float
+    bound: Bound
+
+    def is_after(self, deadline: float) -> bool:
+        """Whether the first token is known to come after so many seconds."""
+        return self.looked > deadline
+
+    def __str__(self) -> str:
+        when = f"in {self.looked:.3g} s" if self.first_token is not None else f"not before {self.looked:.3g} s"
+        return f"{when}, by prediction, as it waits for {_WAITS_FOR[self.bound]}"
+
+
+def copy_scheduler(scheduler: Scheduler) -> Scheduler:
+    """A copy to be run ahead: it plans the same steps. Predictor and policy are shared; no step may be in planning."""
+    chunker = scheduler.chunker
+    shared = (chunker.predictor, chunker.policy, chunker.plan, chunker.chunking)
+    return copy.deepcopy(scheduler, {id(part): part for part in shared})
+
+
+def look_ahead(
+    scheduler: Scheduler, sequence: Sequence, now: float, horizon: float, length_at_end: Callable[[Sequence], int]
+) -> Outlook:
+    """Run a copy of a scheduler until a new sequence would get its first token, by prediction.
+
+    Args:
+      scheduler: is used up.
+      sequence: has been checked (`Scheduler.check`).
+      horizon: seconds to look ahead at most.
+      length_at_end: tokens that a sequence will have when it ends, at most prompt and max_tokens.
+    """
+    start, waited = now, defaultdict[Bound, float](float)
+    for other in scheduler.running:
+        other.in_flight = 0  # steps in flight end at once
+    scheduler.add(sequence)
+    first: float | None = None
+    for _ in range(MAX_STEPS):
+        if first is not None or now - start > horizon:
+            break
+        batch = scheduler.schedule(now)
+        if batch is None:
+            batch = scheduler.idle()  # while tokens are in later stages
+        now += batch.predicted
+        waited[_bound(scheduler, sequence, batch)] += batch.predicted
+        for chunk in batch.chunks:
+            other = chunk.sequence
+            if chunk.samples and other is sequence:
+                now += (scheduler.plan.stage - 1) * batch.predicted  # until it is in the last stage
+                first = now - start
+            elif chunk.samples and other.is_running:
+                scheduler.receive(other)
+                if other.length >= length_at_end(other):
+                    scheduler.finish(other)
+    return Outlook(first, now - start, max(waited, key=lambda bound: waited[bound]))
+
+
+def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:
+    """What a sequence waits for in a step."""
+    if sequence.is_running:
+        return "prefill" if any(chunk.sequence is sequence for chunk in batch.chunks) else "queue"
+    if not scheduler.running.slots.free:
+        return "slots"
+    needed = scheduler.running.pages_of(sequence.prompt_length + sequence.max_tokens - 1)
+    return "pages" if needed > scheduler.pool.num_available else "queue"
