@@ -1,12 +1,13 @@
 """`EngineConfig`: the sizes of an engine, and the rules by which it schedules."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
-from longctx.serving.validation import check_bool, check_integer, check_real
+from longctx.serving.validation import check_bool, check_integer, check_real, check_text, shown
 
 MAX_RUN_AHEAD = 8
 
@@ -35,6 +36,7 @@ class EngineConfig:
         and preempts the latest request when memory runs out, to be recomputed.
       prefix_cache: whether requests with a common prefix share its full pages.
       max_logprobs: the largest `logprobs` that a request may ask for.
+      tenant_weights: of tenants by name: what they get of the engine while several wait, relative to 1 for others.
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random.
 
@@ -56,6 +58,7 @@ class EngineConfig:
     admission: Literal["reserve", "optimistic"] = "reserve"
     prefix_cache: bool = True
     max_logprobs: int = 5
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     hash_key: bytes | None = None
 
@@ -67,6 +70,11 @@ class EngineConfig:
         for name in ("seed", "max_logprobs"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
         check_bool("prefix_cache", self.prefix_cache)
+        if not isinstance(self.tenant_weights, Mapping):
+            raise TypeError(f"tenant_weights must be a mapping of names to numbers, got {shown(self.tenant_weights)}")
+        weights = {check_text("tenant_weights", name): weight for name, weight in self.tenant_weights.items()}
+        weights = {name: check_real(f"tenant_weights[{name!r}]", weight, 1e-3, 1e3) for name, weight in weights.items()}
+        object.__setattr__(self, "tenant_weights", weights)
         if self.hash_key is not None and (not isinstance(self.hash_key, bytes) or not 16 <= len(self.hash_key) <= 64):
             raise ValueError("hash_key must be None or 16 to 64 bytes")
         if self.run_ahead > MAX_RUN_AHEAD:

@@ -16,6 +16,7 @@ from longctx.serving.predictor.runtime import Predictor, readable_tokens
 from longctx.serving.scheduler.chunking import Chunker, Chunking
 from longctx.serving.scheduler.policy import make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
+from longctx.serving.scheduler.tenants import TenantShares
 
 if TYPE_CHECKING:
     from longctx.models.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ def build_core(
         plan,
         config.page_size,
         config.growing_buckets(2 if plan.context == 1 else 8),
+        TenantShares(config.tenant_weights),
     )
     scheduler = Scheduler(
         chunker,

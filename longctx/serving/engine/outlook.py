@@ -6,7 +6,7 @@ from collections import deque
 
 from longctx.serving.engine.engine import Engine
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.scheduler.look_ahead import Bound, Outlook, copy_scheduler, look_ahead
+from longctx.serving.scheduler.look_ahead import Outlook, copy_scheduler, look_ahead
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -29,8 +29,8 @@ class Foresight:
         self._engine = engine
         self._copy: tuple[Scheduler, float] | None = None  # and when it was made
         self._wanted_until = 0.0
-        self._rests_until, self._last_wait = 0.0, 0.0
-        self._last_bound: Bound = "queue"
+        self._rests_until = 0.0
+        self._last: tuple[Outlook, float] = Outlook(0.0, 0.0, "queue"), 0.0  # and the seconds before its own prompt
         self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
         self._lock = threading.Lock()
 
@@ -45,11 +45,13 @@ class Foresight:
             if self._copy is None:
                 return None
             if time.monotonic() < self._rests_until:
-                bound: Bound = "prefill" if alone > self._last_wait else self._last_bound
-                return Outlook(self._last_wait + alone, self._last_wait + alone, bound)
+                last, wait = self._last
+                looked = wait + alone
+                is_known = last.first_token is not None
+                return Outlook(looked if is_known else None, looked, "prefill" if alone > wait else last.bound)
             begun = time.monotonic()
             outlook = self._look(self._copy[0], prepared, _HORIZON if deadline is None else deadline)
-            self._last_wait, self._last_bound = max(0.0, outlook.looked - alone), outlook.bound
+            self._last = outlook, max(0.0, outlook.looked - alone)
             now = time.monotonic()
             self._rests_until = now + (_REST - 1) * (now - begun)
             return outlook

@@ -62,6 +62,7 @@ class EngineThread:
         self._ids = map("request-{}".format, itertools.count())
         self._wake, self._idle = threading.Event(), threading.Event()
         self._idle.set()
+        self._counting = threading.Lock()
         self._is_draining = self._is_closing = False
         self._progressed: float | None = None  # when the thread last came out of a step, while it has work
         self.load = self._look()
@@ -101,7 +102,7 @@ class EngineThread:
         if self._clients.setdefault(request_id, client) is not client:
             raise ValueError(f"request_id must be unique, and {request_id!r} has not ended yet")
         try:
-            self._idle.clear()
+            self._count()
             self._check_running()
             if self._is_draining:
                 raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
@@ -110,6 +111,7 @@ class EngineThread:
             self._check_running()  # otherwise nobody would tell the sink of the end
         except BaseException:
             self._forget(request_id)
+            self._count()
             raise
         finally:
             self._wake.set()
@@ -179,10 +181,6 @@ class EngineThread:
             self.control.foresight.refresh()
         self._progressed = None
         self.load = self._look()
-        if not self._clients:
-            self._idle.set()
-            if self._clients:  # one has come between these two lines
-                self._idle.clear()
         if not self._is_closing:
             self._wake.wait()
             self._wake.clear()
@@ -203,6 +201,7 @@ class EngineThread:
                 self._tell(request_id, client, own)
         if by_request:
             self._flush()
+            self._count()
 
     def _tell(self, request_id: str, client: _Client, events: list[Event]) -> None:
         try:
@@ -213,9 +212,16 @@ class EngineThread:
             self.engine.cancel(request_id)
 
     def _forget(self, request_id: str) -> None:
-        client = self._clients.pop(request_id, None)
-        if client is not None:
+        if self._clients.pop(request_id, None) is not None:
             self.control.forget(request_id)
+
+    def _count(self) -> None:
+        """After a client has come or gone: whether there is one."""
+        with self._counting:
+            if self._clients:
+                self._idle.clear()
+            else:
+                self._idle.set()
 
     def _end_all(self, cause: str) -> None:
         """Tell whoever has come too late that there will be nothing."""
@@ -224,8 +230,8 @@ class EngineThread:
             metrics = Metrics(client.arrival, len(client.prepared.tokens))
             ends = [Output(request_id, i, [], "", "error", metrics, error=cause) for i in sorted(client.open)]
             self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
-        self._idle.set()
         self._flush()
+        self._count()
 
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()

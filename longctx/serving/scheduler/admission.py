@@ -1,6 +1,7 @@
 """Which waiting sequences get a slot and pages, and when."""
 
 import bisect
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from longctx.serving.scheduler.policy import Policy, by_urgency, relative_slack
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
 from longctx.serving.scheduler.running import Running, arrival_order
 from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.tenants import TenantShares
 
 # Seconds after which those who wait are ranked again, though nothing has changed but the time.
 _RANKED_AGAIN = 0.1
@@ -50,13 +52,14 @@ class Admission:
         running: Running,
         placer: Placer,
         policy: Policy,
+        tenants: TenantShares,
         forecast: Forecast,
         optimistic: bool,
     ) -> None:
         self._running, self._pool, self._placer = running, running.pool, placer
-        self._policy, self._forecast, self._optimistic = policy, forecast, optimistic
+        self._policy, self._tenants, self._forecast, self._optimistic = policy, tenants, forecast, optimistic
         self.waiting: list[Sequence] = []
-        self._waits = PrefixWaits(running, forecast, policy)
+        self._waits = PrefixWaits(running, forecast, policy, tenants)
         self._blocked: _Blocked | None = None
         self._load: list[float] | None = None  # seconds of prompts on each rank, while sequences are admitted
 
@@ -94,7 +97,7 @@ class Admission:
             return
         self._blocked, self._load = None, None
         passed_over = 0
-        for sequence in by_urgency(self._policy, self._waits.others(self.waiting), now):
+        for sequence in self._by_urgency(now):
             if passed_over == _PASSED_OVER or not self._running.slots.free or sequence.in_flight:
                 return
             shared = find_prefix(self._pool, sequence, self._running.page_size)
@@ -108,6 +111,11 @@ class Admission:
             sequence.slack = relative_slack(sequence, now)
             self.waiting.remove(sequence)
             self._waits.forget(sequence)
+            self._tenants.charge(sequence)
+
+    def _by_urgency(self, now: float) -> Iterator[Sequence]:
+        """Whoever may be admitted next, first."""
+        return by_urgency(self._policy, self._waits.others(self.waiting), now, self._tenants)
 
     def _is_blocked(self, now: float) -> bool:
         """Whether the most urgent sequence had no room and nothing has changed since that might give it some."""
@@ -118,7 +126,7 @@ class Admission:
             return False
         if now > blocked.until:  # with time another one may have become the most urgent
             blocked.until = now + _RANKED_AGAIN
-            return next(by_urgency(self._policy, self._waits.others(self.waiting), now)) is blocked.sequence
+            return next(self._by_urgency(now)) is blocked.sequence
         return True
 
     def _try_to_admit(self, batch: Batch, sequence: Sequence, shared: list[int]) -> bool:

@@ -13,6 +13,7 @@ from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.policy import Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
+from longctx.serving.scheduler.tenants import TenantShares
 from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, above the second a larger one
@@ -72,9 +73,11 @@ class Chunker:
         plan: ParallelPlan | None = None,
         page_size: int = 1,
         buckets: List[int] = (),
+        tenants: TenantShares | None = None,
     ) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
         self.plan, self.page_size = plan or ParallelPlan(), page_size
+        self.tenants = tenants or TenantShares({})
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
         self._grown = -self.plan.stage  # how many batches ago rows grew
@@ -88,7 +91,7 @@ class Chunker:
         step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
         if step.tokens <= step.rows:
             return {}
-        ranked = by_urgency(self.policy, prompts, now)
+        ranked = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(ranked)
         seconds, least = self._time(decodes), 1
         if seconds < math.inf:

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Protocol, runtime_checkable
 
 from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.tenants import TenantShares
 
 
 @runtime_checkable
@@ -32,13 +33,22 @@ class Policy(Protocol):
         ...
 
 
-def by_urgency(policy: Policy, sequences: Iterable[Sequence], now: float) -> Iterator[Sequence]:
-    """The most urgent first. Whoever stops early pays for no more than a look at each."""
-    urgency = policy.urgency
-    heap = [(-s.priority, urgency(s, now), s.order, s) for s in sequences]
+def by_urgency(
+    policy: Policy, sequences: Iterable[Sequence], now: float, tenants: TenantShares | None = None
+) -> Iterator[Sequence]:
+    """The most urgent of the tenant whose turn it is first. Whoever stops early pays for no more than a look at each.
+
+    Higher priorities come before all others, and tenants before urgency: a policy orders the prompts of one tenant.
+    """
+    urgency, rank = policy.urgency, _no_rank if tenants is None else tenants.rank
+    heap = [(-s.priority, rank(s), urgency(s, now), s.order, s) for s in sequences]
     heapq.heapify(heap)
     while heap:
         yield heapq.heappop(heap)[-1]
+
+
+def _no_rank(sequence: Sequence) -> float:
+    return 0.0
 
 
 def relative_slack(sequence: Sequence, now: float) -> float:

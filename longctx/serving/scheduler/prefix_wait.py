@@ -8,6 +8,7 @@ from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
+from longctx.serving.scheduler.tenants import TenantShares
 
 
 def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]:
@@ -60,8 +61,8 @@ class PrefixWaits:
     other, which is slow: so it never waits longer than computing takes.
     """
 
-    def __init__(self, running: Running, forecast: Forecast, policy: Policy) -> None:
-        self._running, self._forecast, self._policy = running, forecast, policy
+    def __init__(self, running: Running, forecast: Forecast, policy: Policy, tenants: TenantShares) -> None:
+        self._running, self._forecast, self._policy, self._tenants = running, forecast, policy, tenants
         self._leaders: dict[Sequence, _Leader] = {}
         self._leader_of: dict[Sequence, Sequence] = {}  # of those that wait, or gave up
 
@@ -130,8 +131,8 @@ class PrefixWaits:
         """Who computes the page of this key and number next."""
         return next((s for s in self._running.prefilling if s.registered == number and _key(s, number) == key), None)
 
-    def _order(self, sequence: Sequence, now: float) -> tuple[int, float, int]:
-        return -sequence.priority, self._policy.urgency(sequence, now), sequence.order
+    def _order(self, sequence: Sequence, now: float) -> tuple[int, float, float, int]:
+        return -sequence.priority, self._tenants.rank(sequence), self._policy.urgency(sequence, now), sequence.order
 
 
 def _key(sequence: Sequence, number: int) -> object:

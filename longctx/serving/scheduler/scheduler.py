@@ -51,7 +51,12 @@ class Scheduler:
         self.running = Running(pool, page_size, max_running)
         self.forecast = Forecast(chunker.predictor, self.plan, chunker.chunking.tokens, slo or Slo())
         self.admission = Admission(
-            self.running, placer, chunker.policy, self.forecast, optimistic=admission == "optimistic"
+            self.running,
+            placer,
+            chunker.policy,
+            chunker.tenants,
+            self.forecast,
+            optimistic=admission == "optimistic",
         )
         self.waiting = self.admission.waiting
         self._preemption = Preemption(self.running, placer, self._preempt)
@@ -74,6 +79,7 @@ class Scheduler:
         sequence.prefix_hit_tokens = self.count_cached(sequence.keys) if sequence.may_share else 0
         self.forecast.promise(sequence)
         self.forecast.update(sequence)
+        self.chunker.tenants.enter(sequence)
         self.admission.add(sequence)
 
     def receive(self, sequence: Sequence) -> None:
@@ -96,6 +102,7 @@ class Scheduler:
                 self.pool.register(sequence.pages[partial_page.number], partial_page.key)
             self._release(sequence)
         sequence.to(State.FINISHED)
+        self.chunker.tenants.leave(sequence)
 
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""

@@ -1,0 +1,343 @@
+"""The engine's thread: events are pushed, nobody waits for a step, and every request ends once, whatever happens."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import EOS, expected_tokens, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.serving import Engine, Event, Request, SamplingParams
+from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
+from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.thread import EngineThread
+
+GREEDY = SamplingParams(max_tokens=6)
+ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
+
+
+class Sink:
+    """Collects the events of one request."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Event]] = []
+        self.ended = threading.Event()
+
+    def __call__(self, events: list[Event]) -> None:
+        self.calls.append(events)
+        if any(event.output is not None for event in events):
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for events in self.calls for event in events for token in event.token_ids]
+
+    def output(self) -> Any:
+        assert self.ended.wait(10)
+        (output,) = [event.output for events in self.calls for event in events if event.output is not None]
+        return output
+
+
+def submit(thread: EngineThread, prompt: list[int], params: SamplingParams = GREEDY, **fields: Any) -> tuple[str, Sink]:
+    sink = Sink()
+    return thread.submit(thread.engine.prepare(Request(prompt, params, **fields)), sink), sink
+
+
+def hold(engine: Engine) -> threading.Event:
+    """Let the engine's steps wait until the event is set."""
+    go, executor = threading.Event(), engine._executor
+    wait = executor.wait
+    executor.wait = lambda pending: (go.wait(10), wait(pending))[1]  # type: ignore[method-assign]
+    return go
+
+
+def test_tokens_are_pushed_as_they_come() -> None:
+    flushes: list[int] = []
+    engine = make_engine(prefix_cache=False)
+    with EngineThread(engine, flush=lambda: flushes.append(engine.stats().steps)) as thread:
+        sinks = [submit(thread, [i, 2, 3])[1] for i in range(20)]
+        for i, sink in enumerate(sinks):
+            assert sink.output().token_ids == sink.tokens == expected_tokens([i, 2, 3], GREEDY, eos=EOS)
+            assert all(len(events) == 1 for events in sink.calls)  # once a step
+        assert thread.wait_idle(5)
+        assert len(flushes) <= engine.stats().steps  # once a step, whatever the number of requests
+    assert thread.failure.result(5) is None
+
+
+def test_nothing_waits_for_a_step() -> None:
+    engine = make_engine()
+    go = hold(engine)
+    with EngineThread(engine) as thread:
+        first, sink = submit(thread, [1, 2], ENDLESS)
+        time.sleep(0.05)
+        assert 0 < thread.stalled_seconds < 5
+        began = time.monotonic()
+        second, other = submit(thread, [3, 4])
+        assert thread.cancel(first)
+        assert thread.cancel(second)
+        assert not thread.cancel("unknown")
+        assert thread.load.running + thread.load.waiting <= 1
+        assert time.monotonic() - began < 1
+        go.set()
+        assert sink.output().finish_reason == other.output().finish_reason == "cancelled"
+        assert thread.wait_idle(5)
+        assert engine.stats().pages_held == 0
+        assert thread.stalled_seconds == 0
+
+
+def test_it_sleeps_when_there_is_nothing_to_do() -> None:
+    with EngineThread(make_engine()) as thread:
+        submit(thread, [1, 2])[1].output()
+        time.sleep(0.1)
+        steps, used = thread.engine.stats().steps, time.process_time()
+        time.sleep(0.3)
+        assert thread.engine.stats().steps == steps
+        assert time.process_time() - used < 0.1
+
+
+def test_reports_say_whose_rows_a_step_has() -> None:
+    reports: list[StepReport] = []
+    with EngineThread(make_engine(prefix_cache=False)) as thread:
+        thread.on_step.append(lambda report: 1 / 0)  # is logged, and not called again
+        thread.on_step.append(reports.append)
+        request_id, sink = submit(thread, [1] * 40)
+        sink.output()
+        thread.wait_idle(5)
+    rows = [row for report in reports for row in report.rows]
+    assert {row[0] for row in rows} == {request_id}
+    assert [count for _, count, decodes in rows if not decodes] == [16, 16, 8]
+    assert reports[0].metrics.admitted == (request_id,)
+    assert reports[0].load.running == 1
+    assert reports[0].load.pages_held == sum(reports[0].load.pages_by_rank) > 0
+    assert len(thread.on_step) == 1
+
+
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_a_failure_reaches_everybody(when: str) -> None:
+    engine = make_engine(max_running=1, token_budget=16)
+    go = hold(engine)
+    with EngineThread(engine) as thread:
+        sinks = [submit(thread, [i, 2], ENDLESS)[1] for i in range(3)]
+        if when == "running":
+            time.sleep(0.05)
+        engine._executor.wait = engine._executor.submit = broken  # type: ignore[method-assign]
+        go.set()
+        for sink in sinks:
+            output = sink.output()
+            assert output.finish_reason == "error"
+            assert "the device is gone" in output.error
+        assert isinstance(thread.failure.exception(5), OSError)
+        with pytest.raises(RuntimeError, match="has failed"):
+            submit(thread, [1, 2])
+        assert not thread.cancel("request-0")
+        assert thread.wait_idle(5)
+
+
+def broken(*_: object) -> None:
+    raise OSError("the device is gone")
+
+
+def test_a_sink_that_raises_ends_its_request_alone() -> None:
+    with EngineThread(make_engine()) as thread:
+        thread.submit(thread.engine.prepare(Request([1, 2], ENDLESS)), broken)
+        assert submit(thread, [3, 4])[1].output().finish_reason in ("stop", "length")
+        assert thread.wait_idle(5)
+        assert thread.engine.stats().pages_held == 0
+
+
+def test_ids_are_unique() -> None:
+    engine = make_engine()
+    go = hold(engine)
+    with EngineThread(engine) as thread:
+        _, first = submit(thread, [1, 2], request_id="mine")
+        with pytest.raises(ValueError, match="'mine' has not ended yet"):
+            submit(thread, [1, 2], request_id="mine")
+        go.set()
+        assert first.output().token_ids == expected_tokens([1, 2], GREEDY, eos=EOS)
+        assert thread.wait_idle(5)
+        assert submit(thread, [1, 2], request_id="mine")[1].output().token_ids == first.tokens
+
+
+def test_draining_refuses_and_ends() -> None:
+    with EngineThread(make_engine()) as thread:
+        _, sink = submit(thread, [1, 2], ENDLESS)
+        thread.drain()
+        with pytest.raises(Refused, match="shutting down") as caught:
+            submit(thread, [1, 2])
+        assert caught.value.reason == "draining"
+        assert thread.wait_idle(10)
+        assert sink.output().finish_reason == "length"
+
+
+def test_closing_cancels_what_is_left() -> None:
+    engine = make_engine(max_running=2)
+    with EngineThread(engine) as thread:
+        sinks = [submit(thread, [i, 2], ENDLESS)[1] for i in range(5)]
+    assert {sink.output().finish_reason for sink in sinks} <= {"cancelled", "length"}
+    assert engine.stats().pages_held == 0
+    with pytest.raises((Refused, RuntimeError)):
+        submit(thread, [1, 2])
+
+
+def test_arrival_is_when_the_request_came() -> None:
+    engine = make_engine()
+    with EngineThread(engine) as thread:
+        submit(thread, [1, 2])[1].output()
+        sink, now = Sink(), engine.now()
+        thread.submit(engine.prepare(Request([5, 6])), sink, arrival=now - 1.0)
+        metrics = sink.output().metrics
+        assert metrics.arrival == now - 1.0
+        assert metrics.ttft > 1.0
+        with pytest.raises(ValueError, match="arrival"):
+            thread.submit(engine.prepare(Request([5, 6])), Sink(), arrival=engine.now() + 100)
+        assert thread.wait_idle(5)
+
+
+# Admission control.
+
+
+def controlled(**limits: Any) -> Callable[[Engine], EngineThread]:
+    return lambda engine: EngineThread(engine, AdmissionControl(engine, AdmissionLimits(**limits)))
+
+
+def test_the_queue_is_bounded_and_says_why() -> None:
+    engine = make_engine(max_running=1)
+    go = hold(engine)
+    with controlled(max_waiting=3)(engine) as thread:
+        submit(thread, [9, 2], ENDLESS)
+        while not engine.stats().running:
+            time.sleep(0.01)
+        # One step is held, so none of these gets a slot.
+        accepted = 0
+        with pytest.raises(Refused) as caught:
+            for i in range(10):
+                submit(thread, [i, 2])
+                accepted += 1
+        assert caught.value.reason == "queue"
+        assert accepted <= 3
+        assert "room for 3 requests" in str(caught.value)
+        assert 0.5 <= caught.value.retry_after <= 120
+        go.set()
+        assert thread.wait_idle(10)
+        assert thread.control.num_waiting == 0
+        assert submit(thread, [1, 2])[1].output().finish_reason in ("stop", "length")
+
+
+def test_a_burst_is_counted_before_it_is_planned() -> None:
+    engine = make_engine()
+    thread = controlled(max_waiting=5, max_waiting_tokens=1000)(engine)  # no step runs
+    prepared = [engine.prepare(Request([i, 2])) for i in range(8)]
+    results = []
+    for each in prepared:
+        try:
+            results.append(thread.submit(each, Sink()))
+        except Refused as refused:
+            results.append(refused.reason)
+    assert results[5:] == ["queue"] * 3
+    assert thread.control.num_waiting == 5
+    thread.start()
+    thread.close()
+
+
+def test_tokens_that_wait_are_bounded() -> None:
+    engine = make_engine()
+    thread = controlled(max_waiting_tokens=50)(engine)
+    thread.submit(engine.prepare(Request([1] * 60)), Sink())  # alone, it may
+    with pytest.raises(Refused) as caught:
+        thread.submit(engine.prepare(Request([1] * 2)), Sink())
+    assert caught.value.reason == "tokens"
+    thread.start()
+    thread.close()
+
+
+def test_a_storm_of_retries_changes_nothing() -> None:
+    engine = make_engine(max_running=1)
+    thread = controlled(max_waiting=2)(engine)
+    for i in range(2):
+        thread.submit(engine.prepare(Request([i, 2], ENDLESS)), Sink())
+    prepared = engine.prepare(Request([7, 2], GREEDY))
+    outlooks, began = set(), time.monotonic()
+    for _ in range(2000):
+        with pytest.raises(Refused) as caught:
+            thread.submit(prepared, Sink())
+        outlooks.add(caught.value.outlook)
+    assert time.monotonic() - began < 5
+    assert thread.control.num_waiting == 2
+    assert None not in outlooks
+    assert len(thread.engine.scheduler.waiting) == 2
+    thread.start()
+    thread.close()
+
+
+def test_deadlines_that_cannot_be_kept_are_refused() -> None:
+    engine = make_engine(max_running=1)
+    thread = controlled()(engine)
+    thread.submit(engine.prepare(Request([1, 2], ENDLESS)), Sink())
+    engine.step()  # a step that nobody has seen
+    late, loose = (engine.prepare(Request([3, 4], GREEDY, ttft_deadline=x)) for x in (1e-4, 1e4))
+    with pytest.raises(Refused, match="the first token is due in 0.0001 s, and would come") as caught:
+        thread.submit(late, Sink())
+    assert caught.value.reason == "deadline"
+    assert caught.value.outlook is not None
+    thread.submit(loose, Sink())
+    thread.start()
+    thread.close()
+
+
+def test_what_can_never_fit_is_no_refusal() -> None:
+    engine = make_engine(num_pages=8)
+    thread = controlled(max_waiting=1)(engine)
+    thread.submit(engine.prepare(Request([1, 2], ENDLESS.__class__(max_tokens=5))), Sink())
+    with pytest.raises(ValueError, match="more than the 8 that the engine has"):
+        thread.submit(engine.prepare(Request([1] * 100, GREEDY)), Sink())
+    thread.start()
+    thread.close()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_waiting": 0}, {"max_waiting": 1.5}, {"max_waiting_tokens": -1}, {"heeds_deadlines": 1}, {"max_waiting": True}],
+)
+def test_limits_are_checked(limits: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(limits))):
+        AdmissionLimits(**limits)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**20), limit=st.sampled_from([1, 4, 1000]), fails=st.booleans())
+def test_every_request_ends_once(seed: int, limit: int, fails: bool) -> None:
+    """Six threads submit and cancel; the engine may fail in the midst of it."""
+    engine = make_engine()
+    sinks: list[Sink] = []
+
+    def client(number: int) -> None:
+        rng = np.random.default_rng([seed, number])
+        for i in range(15):
+            sink = Sink()
+            params = SamplingParams(max_tokens=int(rng.integers(1, 20)))
+            prepared = engine.prepare(Request(rng.integers(0, 50, int(rng.integers(1, 30))).tolist(), params))
+            try:
+                request_id = thread.submit(prepared, sink)
+            except RuntimeError:  # `Refused` too
+                continue
+            sinks.append(sink)
+            if rng.random() < 0.3:
+                thread.cancel(request_id)
+            if fails and number == 0 and i == 7:
+                engine._executor.wait = broken  # type: ignore[method-assign]
+
+    with controlled(max_waiting=limit)(engine) as thread:
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert thread.wait_idle(10)
+        assert thread.control.num_waiting == 0
+        for sink in sinks:
+            assert sink.output().finish_reason in ("stop", "length", "cancelled", *(["error"] if fails else []))
+        assert fails or engine.stats().pages_held == 0
