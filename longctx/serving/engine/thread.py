@@ -157,9 +157,12 @@ class EngineThread:
         try:
             while not self._is_closing:
                 self._run_steps()
-            for request_id in tuple(self._clients):
-                self.engine.cancel(request_id)
-            self._run_steps()
+                self._wake.wait()
+                self._wake.clear()
+            while self.engine.has_work:
+                for request_id in tuple(self._clients):
+                    self.engine.cancel(request_id)
+                self._step()
         except BaseException as error:
             logger.exception("the engine has failed")
             self.failure.set_exception(error.__cause__ or error)
@@ -173,17 +176,16 @@ class EngineThread:
             self._progressed = None
 
     def _run_steps(self) -> None:
-        """Run steps while there is work; then sleep until some comes, unless the thread is closing."""
-        engine = self.engine
-        while engine.has_work:  # raises if the engine has failed elsewhere
-            self._progressed = time.monotonic()
-            self._deliver(engine.step())
-            self.control.foresight.refresh()
+        """Run steps while there is work."""
+        while self.engine.has_work and not self._is_closing:  # raises if the engine has failed elsewhere
+            self._step()
         self._progressed = None
         self.load = self._look()
-        if not self._is_closing:
-            self._wake.wait()
-            self._wake.clear()
+
+    def _step(self) -> None:
+        self._progressed = time.monotonic()
+        self._deliver(self.engine.step())
+        self.control.foresight.refresh()
 
     def _deliver(self, events: list[Event]) -> None:
         by_request: dict[str, list[Event]] = {}
