@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
 from longctx.models.sharded_params import abstract_sharded_params, device_config
+from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.layered_step import compile_layered_step
 from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
@@ -45,7 +47,8 @@ def abstract_state(
         jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32) if ranks > 1 else None,
         jax.ShapeDtypeStruct((each, sum(sections), config.hidden_size), dtype) if stages > 1 else None,  # type: ignore
         jax.ShapeDtypeStruct((SLOTS,), jnp.int32),
-        jax.ShapeDtypeStruct((SLOTS, config.vocab_size), jnp.uint8),
+        jax.ShapeDtypeStruct((SLOTS, config.vocab_size), jnp.uint32),
+        LogitBias(*(jax.ShapeDtypeStruct((SLOTS, MAX_LOGIT_BIAS), x) for x in (jnp.int32, jnp.float32))),  # type: ignore
     )
     return jax.tree.map(lambda x, spec: on_mesh(mesh, x, spec), shapes, specs)
 

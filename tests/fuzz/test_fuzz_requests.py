@@ -10,12 +10,13 @@ from longctx.serving import Request, SamplingParams
 
 SAMPLING = {
     **{"max_tokens": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1},
+    **{"frequency_penalty": 0.5, "logit_bias": [[3, 1.5], [4, -100]]},
     **{"presence_penalty": 0.5, "seed": 1, "n": 2, "stop": [], "stop_token_ids": [9], "ignore_eos": True},
     **{"logprobs": 1, "prompt_logprobs": 1},
 }
 REQUEST = {
     **{"prompt": list(range(20)), "request_id": "mine", "session_id": None, "tenant": "t"},
-    **{"ttft_deadline": 5.0, "tpot_target": 0.5, "priority": 1},
+    **{"cache_salt": "s", "ttft_deadline": 5.0, "tpot_target": 0.5, "priority": 1},
 }
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls, sample_tokens
+from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens, sample_tokens
 
 VOCAB, LENGTH = 50, 176
 EOS = 7
@@ -46,11 +46,10 @@ class Oracle:
     ) -> list[int]:
         tokens = list(prompt)
         while len(tokens) < len(prompt) + params.max_tokens:
-            seen = np.zeros(VOCAB, np.uint8)
-            seen[prompt] = IN_PROMPT
-            seen[tokens[len(prompt) :]] |= IN_OUTPUT
+            seen = count_tokens(np.array(prompt), np.array(tokens[len(prompt) :], int), VOCAB)
             controls = Controls.row(params, params.seed or 0, completion)
-            tokens.append(int(_draw(self.logits_after(tuple(tokens)), seen, controls, np.int32(len(tokens)))))
+            logits, bias = self.logits_after(tuple(tokens)), LogitBias.row(params)
+            tokens.append(int(_draw(logits, seen, controls, np.int32(len(tokens)), bias)))
             if tokens[-1] == eos and not params.ignore_eos:
                 break
         return tokens[len(prompt) :]
@@ -66,8 +65,9 @@ class Oracle:
 
 
 @jax.jit
-def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax.Array) -> jax.Array:
-    return sample_tokens(logits[None], seen[None], Controls.unpack(controls[None]), position[None], 1).tokens[0]
+def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax.Array, bias: LogitBias) -> jax.Array:
+    logits, seen, controls, position, *bias = (x[None] for x in (logits, seen, controls, position, *bias))
+    return sample_tokens(logits, seen, Controls.unpack(controls), position, 1, LogitBias(*bias)).tokens[0]
 
 
 ORACLE = Oracle(make_model())

@@ -14,7 +14,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, StepMetrics
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.executor import DeviceExecutor, Pending, Results
-from longctx.serving.runner.sampler import Controls, SampledTokens
+from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, NUM_FLOATS, Controls, LogitBias, SampledTokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 
@@ -22,18 +22,27 @@ VOCAB, EOS, LENGTH = 50, 7, 256
 MODEL = Llama(LlamaConfig(VOCAB, 8, 8, 12, 4, 4, 8, max_positions=LENGTH, eos_ids=(EOS,)))
 
 
-def next_token(tokens: np.ndarray, seed: int, completion: int) -> int:
-    """The token that fake devices sample after tokens `[T]`."""
-    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion) % VOCAB
+def next_token(tokens: np.ndarray, seed: int, completion: int, slot: int = 0) -> int:
+    """The token that fake devices sample after tokens `[T]`; `slot` is a hash of what the slot keeps."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed * 8 + completion + slot) % VOCAB
+
+
+def hash_slot(seen: np.ndarray | None, bias: list[tuple[int, float]]) -> int:
+    """A hash of what a device keeps for a slot: how often tokens were seen, if that matters, and biases."""
+    counted = b"" if seen is None else seen.astype(np.int64).tobytes()
+    return zlib.crc32(counted + repr(bias).encode()) if counted or bias else 0
 
 
 def expected_tokens(
     prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = None
 ) -> list[int]:
     """The expected completion of a prompt."""
-    tokens = list(prompt)
+    tokens, seen, seed = list(prompt), np.zeros(VOCAB, int), (params.seed or 0) if params.temperature else 0
+    seen[prompt] = IN_PROMPT
     while len(tokens) < len(prompt) + params.max_tokens:
-        tokens.append(next_token(np.array(tokens), (params.seed or 0) if params.temperature else 0, completion))
+        slot = hash_slot(seen if params.has_penalties else None, list(params.logit_bias))
+        tokens.append(next_token(np.array(tokens), seed, completion, slot))
+        seen[tokens[-1]] += IN_OUTPUT
         if tokens[-1] == eos and not params.ignore_eos:
             break
     return tokens[len(prompt) :]
@@ -51,6 +60,8 @@ class FakeDevice:
         self.table = np.full((*each, slots, entries), -1)
         self.page_index = np.full((*each, slots, entries), -1)
         self.last = np.full(slots, -1)
+        self.seen = np.zeros((slots, VOCAB), np.uint32)
+        self.bias: list[list[tuple[int, float]]] = [[] for _ in range(slots)]
         # For each stage, the tokens `[ranks, rows]` by kind that leave it, and a hash of what each row saw in it.
         self.between: list[Any] = [None] * plan.stage
         self.num_rows = 0
@@ -65,7 +76,12 @@ class FakeDevice:
                 self._set_entry(slice(None), rank, slot, first[rank] + i, pages[rank, i], page_index[rank, i])
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
-        pass
+        assert seen.dtype == np.uint32
+        self.seen[slot] = seen
+
+    def set_bias(self, slot: int, bias: LogitBias) -> None:
+        pairs = zip(np.asarray(bias.tokens).tolist(), np.asarray(bias.values).tolist(), strict=True)
+        self.bias[slot] = [pair for pair in pairs if pair[0] >= 0]
 
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> Any:
         none = np.zeros((targets.size, shape.num_top))
@@ -92,11 +108,15 @@ class FakeDevice:
             position = last.positions[rank, row]
             assert inputs.positions[rank, number] == position + 1
             seen = self._seen(self.plan.stage - 1, rank, row, slot, position, last, shape)
-            controls = dict(zip(Controls._fields, inputs.controls[rank, number].tolist(), strict=True))
-            seed = controls["seed"] if controls["temperature"] else 0
-            tokens[rank, number] = next_token(seen, seed, controls["completion"])
+            controls = _unpack(inputs.controls[rank, number])
+            seed = int(controls["seed"]) if controls["temperature"] else 0
+            is_penalised = (controls[f"{x}_penalty"] for x in ("repetition", "presence", "frequency"))
+            kept = hash_slot(self.seen[slot] if tuple(is_penalised) != (1, 0, 0) else None, self.bias[slot])
+            assert kept == 0 or not inputs.plain[0]
+            tokens[rank, number] = next_token(seen, seed, int(controls["completion"]), kept)
         for rank, number in np.argwhere(inputs.slots >= 0):
             self.last[inputs.slots[rank, number]] = tokens[rank, number]
+            self.seen[inputs.slots[rank, number], tokens[rank, number]] += IN_OUTPUT
         count = tokens.size
         logprobs, top_logprobs = np.zeros(count), np.zeros((count, shape.num_top))  # nobody computed any
         arrays: Any = (tokens.reshape(-1), logprobs, top_logprobs.astype(int), top_logprobs)
@@ -182,6 +202,12 @@ class FakeDevice:
                 seen[start : start + len(part)] = part
         assert (seen >= 0).all(), "a row sees a token that was not written"
         return seen
+
+
+def _unpack(controls: np.ndarray) -> dict[str, float]:
+    """The parameters of a row by name."""
+    values = [*controls[:NUM_FLOATS].view(np.float32).tolist(), *controls[NUM_FLOATS:].tolist()]
+    return dict(zip(Controls._fields, values, strict=True))
 
 
 class FakeExecutor(DeviceExecutor):

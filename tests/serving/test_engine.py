@@ -39,8 +39,11 @@ def test_tokens_do_not_depend_on_batches_or_chunks(options: dict) -> None:
     assert all(agrees(x.token_ids, prompt, GREEDY) for x, prompt in zip(alone, PROMPTS, strict=True))
 
 
-def test_preempted_requests_are_recomputed() -> None:
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
+@pytest.mark.parametrize(
+    "changes", [{}, {"frequency_penalty": 0.5, "logit_bias": tuple((i, 0.25 * i) for i in range(0, VOCAB, 3))}]
+)
+def test_preempted_requests_are_recomputed(changes: dict) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **changes)
     engine = make_engine(admission="optimistic", prefix_cache=False)
     prompts = [prompt[:17] for prompt in PROMPTS[1:]]
     outputs = engine.generate(prompts, params)
@@ -54,8 +57,8 @@ def test_sampled_tokens_depend_on_the_seed_only() -> None:
         SamplingParams(max_tokens=12, temperature=1.5, top_k=20, seed=1, ignore_eos=True),
         SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, min_p=0.01, seed=2, ignore_eos=True),
         SamplingParams(max_tokens=12, temperature=1.0, repetition_penalty=1.3, presence_penalty=0.5, seed=1),
-        SamplingParams(max_tokens=12, repetition_penalty=1.5, ignore_eos=True),
-        SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=12, repetition_penalty=1.5, frequency_penalty=0.5, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=1, frequency_penalty=1.0, logit_bias=((3, 2.0),)),
     ]
     engine = make_engine()
     expected = [expected_tokens(p, x, i) for p, x in zip(PROMPTS, params, strict=True) for i in range(x.n)]

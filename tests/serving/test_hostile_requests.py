@@ -30,7 +30,8 @@ NUMBERS = st.one_of(
 TEXTS = st.sampled_from(["", "a", "ab" * 50_000, "\ud800", "\x00", "\u202e", "é\n", b"bytes"])
 ODD = st.sampled_from([None, True, False, [], (), {}, object(), int, b"", float, "1", [None], [[1]], {1: 2}])
 ANY = st.one_of(NUMBERS, TEXTS, ODD)
-TOKENS = st.lists(st.one_of(NUMBERS, ODD), max_size=4)
+PAIRS = st.lists(st.tuples(st.one_of(st.integers(0, VOCAB), ODD), st.one_of(NUMBERS, ODD)), max_size=4)
+TOKENS = st.one_of(st.lists(st.one_of(NUMBERS, ODD), max_size=4), PAIRS, st.just([(i, 1) for i in range(400)]))
 PROMPTS = st.one_of(
     ANY,
     TOKENS,
@@ -45,6 +46,8 @@ VALID_SAMPLING = {
     "min_p": st.floats(0, 1),
     "repetition_penalty": st.floats(0.5, 2),
     "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-100, 100)), max_size=3),
     "seed": st.integers(0, 9),
     "n": st.integers(1, 3),
     "stop": st.just(()),
@@ -58,6 +61,7 @@ VALID_REQUEST = {
     "request_id": st.none(),
     "session_id": st.none(),
     "tenant": st.sampled_from(["", "a"]),
+    "cache_salt": st.sampled_from(["", "a"]),
     "ttft_deadline": st.one_of(st.none(), st.floats(1e-3, 10)),
     "tpot_target": st.one_of(st.none(), st.floats(1e-3, 10)),
     "priority": st.integers(0, 3),

@@ -1,8 +1,10 @@
 """Lockstep of engines on fake devices: they decide alike from small messages; all end when one decides otherwise."""
 
+import dataclasses
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_device import make_engine
 from hypothesis import given, settings
@@ -63,6 +65,29 @@ def test_step_messages_do_not_grow_with_context() -> None:
     sizes = run_processes(2, act)[0]
     assert sizes[100][0] - sizes[2][0] >= 4 * 98
     assert max(sizes[100][1:]) < 160
+
+
+def test_followers_get_requests_whole() -> None:
+    """What travels as JSON is what was submitted, to the last bit and type."""
+    params = SamplingParams(
+        frequency_penalty=0.1, logit_bias=((3, 1 / 3), (4, -100)), stop_token_ids=(5,), stop=("x",), seed=3
+    )
+    request = Request([1, 2, 3], params, "mine", tenant="t", cache_salt="salt", priority=2, ttft_deadline=0.1)
+
+    def act(group: ProcessGroup) -> Any:
+        lockstep = Lockstep(group)
+        if group.is_first:
+            lockstep.note_arrival(request, np.array([1, 2, 3]), "mine", 0.5)
+            lockstep.send_step(1.0, None)
+            return None
+        ((arrival,),) = (order.updates for order in lockstep.orders())
+        return arrival
+
+    arrival = run_processes(2, act)[1]
+    assert arrival.request.sampling == params
+    assert hash(arrival.request.sampling) == hash(params)
+    assert arrival.request.prompt.tolist() == [1, 2, 3]
+    assert dataclasses.replace(arrival.request, prompt=request.prompt) == request
 
 
 def test_a_process_that_decides_otherwise_ends_all(no_exit: list[int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,10 @@ from longctx.serving.runner.sampler import (
     IN_OUTPUT,
     IN_PROMPT,
     Controls,
+    LogitBias,
     _kept,
     _penalise,
+    count_tokens,
     sample_tokens,
     token_logprobs,
 )
@@ -35,10 +37,10 @@ def controls_of(params: list[SamplingParams], samples: list[int] | None = None) 
 
 
 def random_rows(seed: int, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Logits `[R, V]`, and which tokens have been seen, `[R, V]`."""
+    """Logits `[R, V]`, and how often tokens have been seen, `[R, V]`."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
-    return np.round(logits) if ties else logits, rng.integers(0, 4, (ROWS, VOCAB)).astype(np.uint8)
+    return np.round(logits) if ties else logits, rng.integers(0, 9, (ROWS, VOCAB)).astype(np.uint32)
 
 
 def random_params(seed: int, **fixed: Any) -> list[SamplingParams]:
@@ -52,6 +54,7 @@ def random_params(seed: int, **fixed: Any) -> list[SamplingParams]:
                 "min_p": float(rng.uniform(0, 0.5)) if rng.random() < 0.7 else 0.0,
                 "repetition_penalty": float(rng.uniform(0.5, 2)),
                 "presence_penalty": float(rng.uniform(-2, 2)),
+                "frequency_penalty": float(rng.uniform(-2, 2)),
                 "seed": int(rng.integers(2**31)),
                 **fixed,
             }
@@ -102,7 +105,8 @@ def test_filters_and_penalties_equal_those_of_transformers(seed: int) -> None:
         tokens = torch.tensor(np.flatnonzero(seen[i]))[None]
         scores = torch.tensor(logits[i])[None]
         theirs = hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(tokens, scores) if tokens.numel() else scores
-        theirs = theirs - p.presence_penalty * torch.tensor(seen[i] & IN_OUTPUT > 0)
+        count = torch.tensor((seen[i] // 2).astype(int))  # transformers has no such penalties
+        theirs = theirs - p.presence_penalty * (count > 0) - p.frequency_penalty * count
         np.testing.assert_allclose(ours[i], theirs[0].numpy(), rtol=1e-6, atol=1e-6)
         warpers: list[Any] = [hf.TemperatureLogitsWarper(p.temperature)]
         warpers += [hf.TopKLogitsWarper(p.top_k)] if p.top_k else []
@@ -135,9 +139,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(p: float, expected: set[in
 def test_frequencies_follow_the_temperature(temperature: float, seed: int) -> None:
     count = 4000
     params = SamplingParams(temperature=temperature, top_k=3, seed=seed)
-    controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 8)))
+    controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 9)))
     logits = np.broadcast_to(np.log(PROBABILITIES).astype(np.float32), (count, 4))
-    seen = np.zeros((count, 4), np.uint8)
+    seen = np.zeros((count, 4), np.uint32)
     tokens = jit_sample(logits, seen, controls, jnp.arange(count), 0).tokens
     weights = np.where(PROBABILITIES > 0.1, PROBABILITIES, 0) ** (1 / temperature)
     frequencies = np.bincount(tokens, minlength=4) / count
@@ -170,7 +174,7 @@ def test_temperature_zero_takes_the_most_probable_token() -> None:
 
 def test_penalties_change_the_most_probable_token() -> None:
     logits = np.tile(np.array([2.0, 1.9, -1.0, 0.0], np.float32), (3, 1))
-    seen = np.zeros((3, 4), np.uint8)
+    seen = np.zeros((3, 4), np.uint32)
     seen[:, 0] = [IN_PROMPT, IN_PROMPT, IN_OUTPUT]
     params = [
         SamplingParams(repetition_penalty=1.5),
@@ -179,6 +183,72 @@ def test_penalties_change_the_most_probable_token() -> None:
     ]
     tokens = jit_sample(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
     assert tokens.tolist() == [1, 0, 1]
+
+
+def changed_logits(logits: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
+    """One row of logits after biases and penalties, token by token in float64."""
+    logits = logits.astype(np.float64)
+    for token, value in params.logit_bias:
+        logits[token] += value
+    for token in set(prompt + output):
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(output):
+        logits[token] -= params.presence_penalty
+    for token in output:
+        logits[token] -= params.frequency_penalty
+    return logits
+
+
+@given(st.data())
+def test_greedy_tokens_follow_biases_and_counts(data: st.DataObject) -> None:
+    """Against a rule in NumPy, for rows with histories, penalties and biases of their own."""
+    tokens = st.integers(0, VOCAB - 1)
+    logits, _ = random_rows(data.draw(st.integers(0, 2**31 - 1)))
+    params, seen, expected = [], [], []
+    for row in logits:
+        bias = data.draw(st.dictionaries(tokens, st.floats(-100, 100, width=32), max_size=VOCAB))
+        penalties = {
+            "presence_penalty": data.draw(st.floats(-2, 2, width=32)),
+            "frequency_penalty": data.draw(st.floats(-2, 2, width=32)),
+            "repetition_penalty": data.draw(st.floats(0.5, 2, width=32)),
+        }
+        params.append(SamplingParams(logit_bias=tuple(bias.items()), **penalties))
+        prompt, output = (data.draw(st.lists(tokens, max_size=30)) for _ in range(2))
+        seen.append(count_tokens(np.array(prompt, int), np.array(output, int), VOCAB))
+        expected.append(changed_logits(row, prompt, output, params[-1]))
+    bias = LogitBias(*map(np.stack, zip(*map(LogitBias.row, params), strict=True)))
+    drawn = jit_sample(logits, np.stack(seen), controls_of(params), np.zeros(ROWS, np.int32), 2, bias)
+    for token, changed in zip(np.asarray(drawn.tokens), expected, strict=True):
+        assert changed[token] >= changed.max() - 1e-4
+    # Log probabilities are those of the model.
+    np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :2])
+
+
+def test_counts_are_exact_beyond_a_million() -> None:
+    """A token that came 2**21 + 1 times is one penalty below one that came 2**21 times."""
+    params = SamplingParams(frequency_penalty=2**-10)
+    logits = np.array([[0.0, 0.0, -4096.0]], np.float32)
+    for more in (0, 1):
+        output = np.repeat([0, 1], [2**21 + more, 2**21 + 1 - more])
+        seen = count_tokens(np.array([2]), output, 3)[None]
+        assert seen[0, 2] == IN_PROMPT
+        assert seen[0, :2].tolist() == [2 * (2**21 + more), 2 * (2**21 + 1 - more)]
+        assert jit_sample(logits, seen, controls_of([params]), np.zeros(1, np.int32), 0).tokens.tolist() == [more]
+
+
+def test_a_bias_bans_a_token_or_forces_it() -> None:
+    logits = np.tile(np.array([3.0, 2.0, 1.0, 0.0], np.float32), (4, 1))
+    params = [
+        SamplingParams(),
+        SamplingParams(logit_bias=((0, -100.0),)),
+        SamplingParams(logit_bias=((3, 100.0), (0, 5))),
+        SamplingParams(temperature=2.0, logit_bias=((3, 100.0),)),
+    ]
+    bias = LogitBias(*map(np.stack, zip(*map(LogitBias.row, params), strict=True)))
+    seen = np.zeros((4, 4), np.uint32)
+    drawn = jit_sample(logits, seen, controls_of(params), np.zeros(4, np.int32), 0, bias)
+    assert drawn.tokens.tolist() == [0, 1, 3, 3]
 
 
 def test_log_probabilities_ignore_filters_and_penalties() -> None:

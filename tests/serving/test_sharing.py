@@ -30,6 +30,27 @@ def test_a_prefix_is_found_up_to_its_last_full_page() -> None:
     assert engine.stats().cached_tokens == 40 + third.metrics.cached_tokens
 
 
+def test_pages_and_sessions_are_shared_under_one_salt_only() -> None:
+    engine = make_engine(page_size=8)
+
+    def run(prompt: list[int], salt: str, tenant: str = "t") -> int:
+        request = Request(prompt, TEN, session_id="s", tenant=tenant, cache_salt=salt)
+        (output,) = engine.generate([request])
+        assert output.token_ids == expected_tokens(prompt, TEN)
+        return output.metrics.cached_tokens
+
+    assert [run(PROMPT, salt) for salt in ("", "a", "b", "a")] == [0, 0, 0, 40]
+    assert [run(PROMPT, "a", tenant) for tenant in ("u", "ta", "")] == [0, 0, 0]
+    # The next turn goes on in the last turn's partial page.
+    turns = [PROMPT[:start] for start in (3, 2)]
+    assert [run(turn, "c") for turn in turns] == [0, 0]
+    after = turns[1] + expected_tokens(turns[1], TEN) + [1]
+    assert [run(after, salt) for salt in ("d", "", "c")] == [0, 0, 11]
+    page_hash = PageHash(bytes(16), 8)
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("salt", ""), ("", "salt")]
+    assert len({page_hash.root(*pair) for pair in pairs}) == len(pairs)
+
+
 def test_one_token_is_always_computed() -> None:
     engine = make_engine(page_size=5)
     assert [engine.generate(PROMPT, TEN)[0].metrics.cached_tokens for _ in range(2)] == [0, 40]

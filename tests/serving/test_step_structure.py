@@ -1,6 +1,7 @@
 """The compiled step updates its state in place: nothing the size of a layer of the cache is copied or converted."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_s
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.parallel import make_mesh
+from longctx.serving import SamplingParams
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.paged_cache import page_bytes
+from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 
 WIDTH = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
@@ -44,15 +47,30 @@ def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object) -> None:
     np.testing.assert_allclose(*sizes, rtol=0.02)
 
 
+@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_the_step_counts_tokens_in_place(dtype: object, layered: bool) -> None:
+    """Of as many counts as there are slots times tokens, a step changes one for each token that it samples."""
+    mesh, config = make_mesh(), dataclasses.replace(CONFIG, vocab_size=50_024)
+    compiled = compile_step(mesh, make_shape(mesh), dtype, config, layered=layered)
+    program = compiled.sample if layered else compiled
+    counts = f"u32[{SLOTS},{config.vocab_size}]"
+    opcodes = set(re.findall(rf"= {re.escape(counts)}\S* ([a-z\-]+)\(", program.as_text()))
+    assert "scatter" in opcodes
+    assert opcodes <= IN_PLACE
+    assert program.memory_analysis().alias_size_in_bytes >= SLOTS * config.vocab_size * 4
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_state_updates_copy_no_cache(dtype: object) -> None:
     mesh = make_mesh()
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    pages, seen = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((CONFIG.vocab_size,), jnp.uint8)
+    pages, seen = jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((CONFIG.vocab_size,), jnp.uint32)
+    bias = LogitBias.row(SamplingParams(logit_bias=((1, 2.0),)))
     state = abstract_state(mesh, dtype)
     for update, *arguments in (
         (state_updates.set_entries, scalar, jax.ShapeDtypeStruct((1,), jnp.int32), pages, pages),
         (state_updates.set_seen, scalar, seen),
+        (state_updates.set_bias, scalar, bias),
     ):
         compiled = state_updates.update_program(update, mesh).lower(state, *arguments).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(WIDTH, PAGE_SIZE, dtype)

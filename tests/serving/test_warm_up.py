@@ -11,7 +11,10 @@ def serve(engine: Engine) -> None:
     """Chunks and decodes of all shapes in changing order, with and without sampling and penalties."""
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     drawn = SamplingParams(max_tokens=4, temperature=1.0, presence_penalty=0.5, ignore_eos=True)
-    for i, (length, params) in enumerate([(100, plain), (5, plain), (40, drawn), (12, plain), (70, drawn), (1, plain)]):
+    changed = SamplingParams(max_tokens=4, frequency_penalty=1.0, logit_bias=((3, 2.0), (4, -1)), ignore_eos=True)
+    for i, (length, params) in enumerate(
+        [(100, plain), (5, plain), (40, drawn), (12, plain), (70, drawn), (1, plain), (9, changed)]
+    ):
         engine.generate([[(7 * j + i) % VOCAB for j in range(length)]] * (1 + i % 2), params)
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from fake_device import EOS, VOCAB, expected_tokens
@@ -24,6 +25,7 @@ class Workload:
         self.documents = [self.rng.integers(0, VOCAB, 60).tolist() for _ in range(3)]
         self.cancelled: set[str] = set()
         self.num_requests = 0
+        self._changes = np.random.default_rng((seed, 1))  # of logits: apart, for the sake of seeds that tests rely on
 
     def submit(self) -> None:
         rng = self.rng
@@ -43,6 +45,7 @@ class Workload:
             seed=int(rng.integers(1000)),
             n=completions,
             ignore_eos=bool(rng.random() < 0.3),
+            **self.draw_changes(),
         )
         request = Request(
             prompt,
@@ -50,6 +53,7 @@ class Workload:
             request_id=f"r{self.num_requests}",
             session_id=session,
             tenant=str(rng.integers(2)),
+            cache_salt=str(self._changes.choice(["", "", "", "salt"])),
             ttft_deadline=float(rng.choice([1e-3, 1.0])) if rng.random() < 0.3 else None,
             tpot_target=float(rng.choice([1e-3, 1.0])) if rng.random() < 0.3 else None,
             priority=int(rng.choice([0, 0, 0, 1, 2])),
@@ -57,6 +61,16 @@ class Workload:
         self.num_requests += 1
         self.engine.submit(request)
         self.open[f"r{self.num_requests - 1}"] = request
+
+    def draw_changes(self) -> dict[str, Any]:
+        """What changes a request's logits, mostly nothing; dyadic numbers, so that nothing is rounded."""
+        rng, changes = self._changes, dict[str, Any]()
+        if rng.random() < 0.2:
+            changes["frequency_penalty"] = float(rng.integers(-16, 17) / 8)
+        if rng.random() < 0.2:
+            tokens = rng.permutation(VOCAB)[: rng.integers(1, VOCAB + 1)].tolist()
+            changes["logit_bias"] = tuple((token, float(rng.integers(-16, 17) / 4)) for token in tokens)
+        return changes
 
     def cancel(self) -> None:
         if self.open:

@@ -98,7 +98,7 @@ class Core:
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
             if page_hash is not None and completion.num_known % page_hash.page_size == 0:
-                page_hash.extend(sequence.keys, completion.tokens, page_hash.root(completion.request.tenant))
+                page_hash.extend(sequence.keys, completion.tokens, _root(page_hash, completion))
             receive(sequence)
             if reason is None:
                 events.append(completion.event(text, token))
@@ -155,10 +155,16 @@ class Core:
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""
         session = completion.request.session_id
-        if self.sessions is None or session is None or completion.index > 0 or not sequence.is_running:
+        if self.sessions is None or self._hash is None or session is None:
+            return None
+        if completion.index > 0 or not sequence.is_running:
             return None
         computed = completion.tokens[: sequence.computed]
-        return self.sessions.note(completion.request.tenant, session, sequence.keys, computed)
+        return self.sessions.note(_root(self._hash, completion), session, sequence.keys, computed)
+
+
+def _root(page_hash: PageHash, completion: Completion) -> bytes:
+    return page_hash.root(completion.request.tenant, completion.request.cache_salt)
 
 
 def _complete(metrics: Metrics, sequence: Sequence, now: float) -> None:

@@ -50,7 +50,7 @@ class InputProcessor:
         self._check(request, len(tokens))
         keys: list[bytes] = []
         if self._config.prefix_cache:
-            self._hash.extend(keys, tokens, self._hash.root(request.tenant))
+            self._hash.extend(keys, tokens, self._hash.root(request.tenant, request.cache_salt))
         return PreparedRequest(request, tokens, keys, self.fingerprint)
 
     def _tokenise(self, prompt: str | List[int]) -> np.ndarray:
@@ -88,6 +88,9 @@ class InputProcessor:
         for token in params.stop_token_ids:
             if token >= vocab:
                 raise ValueError(f"stop_token_ids must be in the vocabulary, 0 to {vocab - 1}, got {token}")
+        for token, _ in params.logit_bias:
+            if token >= vocab:
+                raise ValueError(f"logit_bias must be of tokens in the vocabulary, 0 to {vocab - 1}, got {token}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self._config.max_logprobs:
@@ -128,7 +131,8 @@ class SequenceMaker:
             # The completions share the prompt's pages with each other alone.
             keys = []
             self._hash.extend(keys, tokens, self._hash.root_of_request(self._count))
-        partial_page = self._sessions.find(request.tenant, request.session_id, keys, tokens)
+        root = self._hash.root(request.tenant, request.cache_salt)
+        partial_page = self._sessions.find(root, request.session_id, keys, tokens)
         sequences = []
         for index in range(params.n):
             known = np.zeros(len(tokens) + params.max_tokens, np.int32)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from longctx.models import Llama
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.config import EngineConfig
+from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
 
 LOWER = {
@@ -112,7 +113,7 @@ def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, max_length: int)
     wide = 3 * local.intermediate_size // tensor + 3 * local.num_heads * local.head_dim // tensor
     activations = 4 * config.token_budget * (4 * local.hidden_size + wide)
     logits = 32 * config.max_running * local.vocab_size
-    slots = config.max_running * (local.vocab_size + 8 * -(-max_length // config.page_size))
+    slots = config.max_running * (4 * local.vocab_size + 8 * MAX_LOGIT_BIAS + 8 * -(-max_length // config.page_size))
     return max(activations, logits) + slots
 
 

@@ -25,8 +25,9 @@ from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import CPU, hardware_of
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
-from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, Controls
+from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
@@ -78,6 +79,7 @@ class DeviceExecutor:
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
         self._plain = np.ones(slots, bool)
+        self._biased = np.zeros(slots, bool)  # whether the devices have biases for the slot
         self._stages: deque[Pending] = deque(maxlen=plan.stage)  # the batch in each, the first stage's last
 
     @classmethod
@@ -118,7 +120,8 @@ class DeviceExecutor:
 
     def warm_up(self) -> None:
         self._tables.warm_up()
-        self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint8))
+        self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint32))
+        self.runner.set_bias(0, LogitBias.row(SamplingParams()))
         for rows, samples, shape in self._empty_steps():
             drawn, hidden = self.runner.step(rows, samples, shape)
             jax.device_get(drawn)
@@ -144,13 +147,15 @@ class DeviceExecutor:
         completion, slot = completion_of(sequence), sequence.slot
         assert slot is not None
         self._tables.clear(slot)
-        self._controls[slot] = Controls.row(completion.params, completion.seed, completion.index)
-        self._plain[slot] = completion.params.is_plain
-        if completion.params.has_penalties:
-            seen = np.zeros(self._vocab_size, np.uint8)
-            seen[completion.tokens[: completion.num_prompt]] = IN_PROMPT
-            seen[completion.tokens[completion.num_prompt :]] |= IN_OUTPUT
-            self.runner.set_seen(slot, seen)
+        params, tokens, num_prompt = completion.params, completion.tokens, completion.num_prompt
+        self._controls[slot] = Controls.row(params, completion.seed, completion.index)
+        self._plain[slot] = params.is_plain
+        if params.has_penalties:
+            # A preempted sequence comes with its output so far, all of it: it waits for tokens in flight.
+            self.runner.set_seen(slot, count_tokens(tokens[:num_prompt], tokens[num_prompt:], self._vocab_size))
+        if params.logit_bias or self._biased[slot]:
+            self.runner.set_bias(slot, LogitBias.row(params))
+            self._biased[slot] = bool(params.logit_bias)
 
     def assemble(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, Shape]:
         """What the step that begins a batch is told, and its shape: a batch for every stage, the last one's samples."""

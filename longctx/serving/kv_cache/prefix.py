@@ -13,17 +13,18 @@ KEY_BYTES = 16  # 128 bits: two of 2^40 pages collide with a probability of 2^-4
 class PageHash:
     """BLAKE2b under a secret key, so that nobody can craft a prompt that collides with another's.
 
-    Engines that are to recognise each other's pages share the secret; requests of different tenants have
-    different chains.
+    Engines that are to recognise each other's pages share the secret; requests of different tenants, or of one tenant
+    with different salts, have different chains.
     """
 
     def __init__(self, secret: bytes, page_size: int) -> None:
         self._secret = secret
         self.page_size = page_size
 
-    def root(self, tenant: str) -> bytes:
-        """The key before a tenant's first page."""
-        return self._hash(b"tenant", tenant.encode())
+    def root(self, tenant: str, salt: str = "") -> bytes:
+        """The key before the first page of a tenant's prompts with a salt (`Request.cache_salt`)."""
+        root = self._hash(b"tenant", tenant.encode())
+        return self._hash(b"salt" + root, salt.encode()) if salt else root
 
     def root_of_request(self, number: int) -> bytes:
         """The key before the first page of a request that shares pages with no other."""

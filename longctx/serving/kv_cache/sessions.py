@@ -31,32 +31,36 @@ class Sessions:
 
     def __init__(self, page_hash: PageHash, capacity: int) -> None:
         self._hash, self._capacity = page_hash, capacity
-        self._turns: OrderedDict[tuple[str, str], _Turn] = OrderedDict()
+        self._turns: OrderedDict[tuple[bytes, str], _Turn] = OrderedDict()
 
-    def find(self, tenant: str, session_id: str | None, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
-        """The page where a session stopped, as far as its next prompt `[T]`, with such keys, goes on like it."""
-        turn = self._turns.get((tenant, session_id)) if session_id is not None else None
-        if turn is None or turn.number > len(keys) or turn.parent != self._parent(tenant, keys, turn.number):
+    def find(self, root: bytes, session_id: str | None, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        """The page where a session stopped, as far as its next prompt `[T]`, with such keys, goes on like it.
+
+        `root` is the key before its first page: sessions of one name under different roots are different ones.
+        """
+        turn = self._turns.get((root, session_id)) if session_id is not None else None
+        if turn is None or turn.number > len(keys) or turn.parent != _parent(root, keys, turn.number):
             return None
         own = tokens[turn.number * self._hash.page_size :][: len(turn.tokens)]
         differs = np.flatnonzero(own != turn.tokens[: len(own)])
         common = int(differs[0]) if len(differs) else len(own)
         return PartialPage(turn.key, turn.number, common) if common else None
 
-    def note(self, tenant: str, session_id: str, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+    def note(self, root: bytes, session_id: str, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
         """Remember a turn that ends after tokens `[T]`, all computed; the page to keep, if the last one is partial."""
         size = self._hash.page_size
         number = len(tokens) // size
         if number > len(keys) or len(tokens) == number * size:
             return None
         last = tokens[number * size :].copy()
-        parent = self._parent(tenant, keys, number)
+        parent = _parent(root, keys, number)
         key = self._hash.tail(parent, session_id, last)
-        self._turns[tenant, session_id] = _Turn(parent, key, number, last)
-        self._turns.move_to_end((tenant, session_id))
+        self._turns[root, session_id] = _Turn(parent, key, number, last)
+        self._turns.move_to_end((root, session_id))
         if len(self._turns) > self._capacity:
             self._turns.popitem(last=False)
         return PartialPage(key, number, len(last))
 
-    def _parent(self, tenant: str, keys: list[bytes], number: int) -> bytes:
-        return keys[number - 1] if number else self._hash.root(tenant)
+
+def _parent(root: bytes, keys: list[bytes], number: int) -> bytes:
+    return keys[number - 1] if number else root

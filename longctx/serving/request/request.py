@@ -24,6 +24,7 @@ class Request:
       session_id: a conversation. Its next turn, a prompt that begins with this one and its output, finds all of its
         pages, the last partial one too, unless memory was needed for others meanwhile.
       tenant: requests of different tenants never share pages.
+      cache_salt: nor do requests of one tenant with different salts, nor are sessions found under another one.
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
       priority: 0 or more; higher is more urgent. It comes before any policy.
@@ -34,6 +35,7 @@ class Request:
     request_id: str | None = None
     session_id: str | None = None
     tenant: str = ""
+    cache_salt: str = ""
     ttft_deadline: float | None = None
     tpot_target: float | None = None
     priority: int = 0
@@ -41,9 +43,9 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {type(self.sampling).__name__}")
-        for name in ("request_id", "session_id", "tenant"):
+        for name in ("request_id", "session_id", "tenant", "cache_salt"):
             value = getattr(self, name)
-            if value is not None or name == "tenant":
+            if value is not None or name in ("tenant", "cache_salt"):
                 check_text(name, value)
         for name in ("ttft_deadline", "tpot_target"):
             value = getattr(self, name)

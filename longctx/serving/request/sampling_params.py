@@ -1,5 +1,6 @@
 """How the tokens of a request are drawn, checked when it is made: `SamplingParams`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
@@ -12,7 +13,11 @@ _REALS: dict[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-3, 1e3),
     "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
 }
+
+MAX_LOGIT_BIAS = 300
+"""Tokens that a request may have biases for; the devices hold so many for each slot."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,16 @@ class SamplingParams:
       repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output; 1e-3 to
         1e3.
       presence_penalty: is subtracted from the logits of tokens in the output, -2 to 2.
+      frequency_penalty: is subtracted from the logit of a token as many times as the output has it, -2 to 2.
+      logit_bias: (token, bias) pairs, at most 300 and each token once; biases of -100 to 100 are added to the logits
+        before penalties and temperature.
       seed: the tokens depend on it, and on nothing else in the batch. None: the engine draws one.
       n: how many completions, at most the engine's `max_running`; they share the pages of the prompt.
       stop: strings that end the text and are not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
-      logprobs: with each token, return its log probability and those of so many most likely ones (before temperature,
-        penalties and the keep rules).
+      logprobs: with each token, return its log probability and those of so many most likely ones (before biases,
+        penalties, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
 
     Integers are below 2**31, as the devices hold them.
@@ -50,6 +58,8 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -78,6 +88,7 @@ class SamplingParams:
         ids = tuple(check_integer("stop_token_ids", token, 0, MAX_INT32) for token in self.stop_token_ids)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", tuple(_check_logit_bias(self.logit_bias)))
         if self.temperature == 0:
             if self.top_k is not None or self.top_p < 1 or self.min_p > 0:
                 raise ValueError("top_k, top_p and min_p contradict temperature=0, which takes the most likely token")
@@ -86,9 +97,26 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0
+        """Whether logits depend on the tokens of prompt or output."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def is_plain(self) -> bool:
         """Whether the most likely token is all that is asked for."""
-        return self.temperature == 0 and not self.has_penalties and self.logprobs is None
+        return self.temperature == 0 and not (self.has_penalties or self.logit_bias) and self.logprobs is None
+
+
+def _check_logit_bias(value: object) -> Iterator[tuple[int, float]]:
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"logit_bias must be (token, bias) pairs in a tuple, got {shown(value)}")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} pairs, got {len(value)}")
+    tokens = set()
+    for pair in value:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"logit_bias must be (token, bias) pairs in a tuple, got {shown(pair)} among them")
+        token = check_integer("logit_bias's token", pair[0], 0, MAX_INT32)
+        if token in tokens:
+            raise ValueError(f"logit_bias must have each token once, got {token} twice")
+        tokens.add(token)
+        yield token, check_real(f"logit_bias of token {token}", pair[1], -100, 100)

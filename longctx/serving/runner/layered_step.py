@@ -25,7 +25,7 @@ from longctx.parallel.mesh import named_sharding, shard_map
 from longctx.parallel.tensor import psum
 from longctx.serving.runner.attention import PagedAttend, PageTables
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.sampler import SampledTokens
+from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import (
     DeviceState,
     begin_step,
@@ -91,8 +91,10 @@ def layered_step(
     for index, weights in zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True):
         x, cache = layer(model, mesh, weights, index, x, rope, attend, cache)
     stage_rows, hidden, last_rows = end(*static, outer, state.rows, x, samples)
-    sampled, tokens = sample(model, mesh, shape.of_samples, outer, (state.last_token, state.seen), last_rows, samples)
-    return DeviceState(cache, attend.tables.table, attend.tables.page_index, stage_rows, *tokens), sampled, hidden
+    kept = (state.last_token, state.seen), state.bias
+    sampled, (last_token, seen) = sample(model, mesh, shape.of_samples, outer, *kept, last_rows, samples)
+    table, page_index = attend.tables.table, attend.tables.page_index
+    return DeviceState(cache, table, page_index, stage_rows, last_token, seen, state.bias), sampled, hidden
 
 
 def compile_layered_step(
@@ -126,7 +128,8 @@ def compile_layered_step(
     last = end.lower(*static, outer, state.rows, x, samples)
     last_rows = _arrays(last, mesh, P("context"))[2]
     with _SAMPLING:
-        sampling = compile_program(sample.lower(model, mesh, shape.of_samples, outer, tokens, last_rows, samples))
+        arguments = outer, tokens, state.bias, last_rows, samples
+        sampling = compile_program(sample.lower(model, mesh, shape.of_samples, *arguments))
     return Programs(compile_program(first), compile_program(middle), compile_program(last), sampling)
 
 
@@ -149,7 +152,7 @@ def _begin_step(
     rows: Array,
 ) -> tuple[Array, Rope, PagedAttend]:
     def on_device(params: Params, tables: PageTables, stage_rows: Array | None, last_token: Array, rows: Array) -> Any:
-        state: Any = DeviceState(PagedCache(pool, pool), *tables, stage_rows, last_token, None)  # type: ignore[arg-type]
+        state: Any = DeviceState(PagedCache(pool, pool), *tables, stage_rows, last_token, None, None)  # type: ignore[arg-type]
         return _expand(begin_step(model, mesh, shape, sections, params["embed"], state, rows))
 
     specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P(), _INPUTS
@@ -201,16 +204,17 @@ def _sample_step(
     shape: Shape,
     outer: Params,
     tokens: tuple[Array, Array],
+    bias: LogitBias,
     last_rows: Array,
     samples: Array,
 ) -> tuple[SampledTokens, tuple[Array, Array]]:
-    def on_device(params: Params, tokens: tuple[Array, Array], last_rows: Array, samples: Array) -> Any:
+    def on_device(params: Params, tokens: tuple[Array, Array], bias: Any, last_rows: Array, samples: Array) -> Any:
         inputs = SampleInputs.views(samples, shape)
-        sampled, last_token, seen = sample_step(model, mesh, shape, params, *tokens, last_rows[0], inputs)
+        sampled, last_token, seen = sample_step(model, mesh, shape, params, *tokens, bias, last_rows[0], inputs)
         return sampled, (last_token, seen)
 
-    specs = sharded_specs(outer, model.config, mesh), P(), P("context"), P()
-    return shard_map(on_device, mesh, specs, P())(outer, tokens, last_rows, samples)
+    specs = sharded_specs(outer, model.config, mesh), P(), P(), P("context"), P()
+    return shard_map(on_device, mesh, specs, P())(outer, tokens, bias, last_rows, samples)
 
 
 def _expand(tree: Any) -> Any:

@@ -12,10 +12,11 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.sampler import SampledTokens
+from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
 
@@ -32,7 +33,11 @@ class ModelRunner(Protocol):
         ...
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
-        """Set which tokens a slot has seen, uint8 `[vocab]`."""
+        """Set how often a slot has seen each token, uint32 `[vocab]`, see `sampler.count_tokens`."""
+        ...
+
+    def set_bias(self, slot: int, bias: LogitBias) -> None:
+        """Set the biases of a slot, numpy arrays `[M]`."""
         ...
 
     @property
@@ -94,6 +99,7 @@ class MeshModelRunner:
         specs: Any = state_specs(stages, ranks)
         page_index = np.full((each, slots, entries), state_updates.unused_page_index(page_size), np.int32)
         pages = named_sharding(mesh, specs.cache.k)
+        no_bias = LogitBias.row(SamplingParams())
         # All arrays are committed to devices: an uncommitted one would compile the first step twice.
         self.state = DeviceState(
             PagedCache.empty(device_config(model.config, mesh), num_pages, page_size, dtype, pages, ranks),
@@ -103,7 +109,8 @@ class MeshModelRunner:
             if specs.rows is None
             else self._put(np.zeros((each, sum(sections), model.config.hidden_size), dtype), specs.rows),
             self._put(np.zeros(slots, np.int32), specs.last_token),
-            self._put(np.zeros((slots, model.config.vocab_size), np.uint8), specs.seen),
+            self._put(np.zeros((slots, model.config.vocab_size), np.uint32), specs.seen),
+            jax.tree.map(lambda x, spec: self._put(np.tile(x, (slots, 1)), spec), no_bias, specs.bias),
         )
 
     def clear_slot(self, slot: int) -> None:
@@ -114,6 +121,9 @@ class MeshModelRunner:
 
     def set_seen(self, slot: int, seen: np.ndarray) -> None:
         self._update(state_updates.set_seen, np.int32(slot), seen)
+
+    def set_bias(self, slot: int, bias: LogitBias) -> None:
+        self._update(state_updates.set_bias, np.int32(slot), bias)
 
     def _update(self, update: Any, *arguments: Any, **static: Any) -> None:
         self.state = state_updates.update_program(update, self.mesh, *static)(self.state, *arguments, **static)

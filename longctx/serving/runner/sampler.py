@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, UInt32
 
-from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""Bits of `seen`: the token occurs in the prompt, in the output."""
+"""What `seen` has of a token: `IN_PROMPT` if it occurs in the prompt, and `IN_OUTPUT` as often as in the output. In 32
+bits that is exact, since no sequence has 2**31 tokens."""
+
+
+def count_tokens(prompt: Int[np.ndarray, "P"], output: Int[np.ndarray, "T"], vocab_size: int) -> np.ndarray:
+    """What has been `seen` after prompt and output, uint32 `[vocab]`."""
+    seen = IN_OUTPUT * np.bincount(output, minlength=vocab_size).astype(np.uint32)
+    seen[prompt] |= IN_PROMPT
+    return seen
 
 
 class Controls(NamedTuple):
@@ -23,6 +31,7 @@ class Controls(NamedTuple):
     min_p: Float[Array, "R"]
     repetition_penalty: Float[Array, "R"]
     presence_penalty: Float[Array, "R"]
+    frequency_penalty: Float[Array, "R"]
     top_k: Int[Array, "R"]  # 0 keeps all tokens
     seed: Int[Array, "R"]
     completion: Int[Array, "R"]  # index of the completion in its request
@@ -40,7 +49,27 @@ class Controls(NamedTuple):
         return cls(*floats.T, *rows[:, NUM_FLOATS:].T)
 
 
-NUM_FLOATS = 5
+NUM_FLOATS = 6
+
+
+class LogitBias(NamedTuple):
+    """Biases of R rows, `MAX_LOGIT_BIAS` of each; those that are not in use have token -1."""
+
+    tokens: Int[Array, "R M"]
+    values: Float[Array, "R M"]
+
+    @classmethod
+    def row(cls, params: SamplingParams) -> "LogitBias":
+        """One row's: int32 and float32 `[M]`."""
+        tokens, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+        for at, pair in enumerate(params.logit_bias):
+            tokens[at], values[at] = pair
+        return cls(tokens, values)  # type: ignore[arg-type]
+
+    def add_to(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        row = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+        tokens = jnp.where(self.tokens < 0, logits.shape[1], self.tokens)
+        return logits.at[row, tokens].add(self.values, mode="drop")
 
 
 class SampledTokens(NamedTuple):
@@ -54,22 +83,26 @@ class SampledTokens(NamedTuple):
 
 def sample_tokens(
     logits: Float[Array, "R V"],
-    seen: UInt8[Array, "R V"],
+    seen: UInt32[Array, "R V"],
     controls: Controls,
     positions: Int[Array, "R"],
     num_top: int,
+    bias: LogitBias | None = None,
 ) -> SampledTokens:
     """Sample the next token of every row.
 
     Args:
       logits: float32 `[R, V]`.
-      seen: uint8 `[R, V]`, whether each token occurs in prompt and output (`IN_PROMPT`, `IN_OUTPUT`).
+      seen: uint32 `[R, V]`, how often each token occurs in prompt and output, see `count_tokens`.
       controls: parameters of each row.
       positions: int32 `[R]`, positions of the new tokens. The random number of a row depends on its seed, completion
         and position only, so a token does not depend on the batch that it is sampled in.
       num_top: L, how many of the most probable tokens to return.
+      bias: of each row. Log probabilities are those without biases and penalties.
     """
-    tokens = _sample_rows(logits, seen, controls, positions)
+    is_finite = jnp.isfinite(jnp.max(logits, -1))
+    biased = logits if bias is None else bias.add_to(logits)
+    tokens = jnp.where(is_finite, _sample_rows(biased, seen, controls, positions), -1)
     return SampledTokens(tokens, *token_logprobs(logits, tokens, num_top))
 
 
@@ -83,7 +116,6 @@ def token_logprobs(
 
 
 def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Array) -> Array:
-    is_finite = jnp.isfinite(jnp.max(logits, -1))
     logits = _penalise(logits, seen, controls)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     warm = controls.temperature > 0
@@ -97,14 +129,17 @@ def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Arra
     beyond = (cumulative > threshold[:, None]) & (weights > 0)
     last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
     sampled = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
-    return jnp.where(is_finite, jnp.where(warm, sampled.astype(jnp.int32), greedy), -1)
+    return jnp.where(warm, sampled.astype(jnp.int32), greedy)
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:
-    repetition, presence = controls.repetition_penalty[:, None], controls.presence_penalty[:, None]
+    repetition, presence, frequency = (
+        x[:, None] for x in (controls.repetition_penalty, controls.presence_penalty, controls.frequency_penalty)
+    )
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, repeated, logits)
-    return logits - jnp.where(seen & IN_OUTPUT > 0, presence, 0)
+    count = seen // IN_OUTPUT
+    return logits - jnp.where(count > 0, presence, 0) - count.astype(jnp.float32) * frequency
 
 
 def _kept(logits: Array, controls: Controls) -> Array:

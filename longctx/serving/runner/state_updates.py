@@ -10,14 +10,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, UInt32
 
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import shard_map
 from longctx.parallel.tensor import all_gather_vocabulary
-from longctx.serving.runner.sampler import token_logprobs
+from longctx.serving.runner.sampler import LogitBias, token_logprobs
 from longctx.serving.runner.step import (
     VOCABULARY_AXES,
     DeviceState,
@@ -73,9 +73,14 @@ def set_entries(
     return state
 
 
-def set_seen(state: DeviceState, slot: Int[Array, ""], seen: UInt8[Array, "vocab"]) -> DeviceState:
-    """Set which tokens a slot has seen, when a request with penalties is admitted."""
+def set_seen(state: DeviceState, slot: Int[Array, ""], seen: UInt32[Array, "vocab"]) -> DeviceState:
+    """Set how often a slot has seen each token, when a request with penalties is admitted."""
     return state._replace(seen=state.seen.at[slot].set(seen))
+
+
+def set_bias(state: DeviceState, slot: Int[Array, ""], bias: LogitBias) -> DeviceState:
+    """Set the biases of a slot, arrays `[M]`, when a request that has some, or that comes after one, is admitted."""
+    return state._replace(bias=jax.tree.map(lambda x, row: x.at[slot].set(row), state.bias, bias))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))

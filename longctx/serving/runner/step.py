@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt32
 
 from longctx.kernels.attention.operands import match_varying
 from longctx.models import Llama
@@ -28,7 +28,7 @@ from longctx.parallel.pipeline import enter_stage
 from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, pmax, psum
 from longctx.serving.runner.attention import PagedAttend, PageTables
 from longctx.serving.runner.paged_cache import PagedCache
-from longctx.serving.runner.sampler import IN_OUTPUT, Controls, SampledTokens, sample_tokens
+from longctx.serving.runner.sampler import IN_OUTPUT, Controls, LogitBias, SampledTokens, sample_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 _CUBLASLT: Any = {"xla_gpu_enable_triton_gemm": False}
@@ -47,14 +47,16 @@ class DeviceState(NamedTuple):
     )  # which page of its sequence; None on one rank: in order
     rows: Float[Array, "stages_ranks rows D"] | None  # output of each stage for its batch; None with one stage
     last_token: Int[Array, "slots"]  # last sampled token; the same on all devices
-    seen: UInt8[Array, "slots vocab"]  # bits of `sampler`; the same on all devices
+    seen: UInt32[Array, "slots vocab"]  # see `sampler.count_tokens`; the same on all devices
+    bias: LogitBias  # of each slot; the same on all devices
 
 
 def state_specs(stages: int, ranks: int) -> DeviceState:
     """A PartitionSpec for each array of the state, on a mesh of so many stages and context ranks."""
     each, pages = P(("stage", "context")), P(("stage", "context"), None, "tensor")
     several_ranks, several_stages = (each if ranks > 1 else None), (each if stages > 1 else None)
-    specs: Any = (PagedCache(pages, pages), each, several_ranks, several_stages, P(), P())  # type: ignore[arg-type]
+    cache, bias = PagedCache(pages, pages), LogitBias(P(), P())  # type: ignore[arg-type]
+    specs: Any = (cache, each, several_ranks, several_stages, P(), P(), bias)
     return DeviceState(*specs)
 
 
@@ -130,9 +132,10 @@ def _step_on_device(
     stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
     inputs = SampleInputs.views(samples, shape)
     last_rows = rows_to_sample(inputs, hidden)
-    sampled, *tokens = sample_step(model, mesh, shape, params, state.last_token, state.seen, last_rows, inputs)
+    kept = state.last_token, state.seen, state.bias
+    sampled, last_token, seen = sample_step(model, mesh, shape, params, *kept, last_rows, inputs)
     table, page_index = jax.tree.map(lambda x: x[None], attend.tables)
-    return DeviceState(cache, table, page_index, stage_rows, *tokens), sampled, hidden[None]
+    return DeviceState(cache, table, page_index, stage_rows, last_token, seen, state.bias), sampled, hidden[None]
 
 
 def begin_step(
@@ -190,10 +193,11 @@ def sample_step(
     shape: Shape,
     params: Params,
     last_token: Int[Array, "slots"],
-    seen: UInt8[Array, "slots vocab"],
+    seen: UInt32[Array, "slots vocab"],
+    bias: LogitBias,
     rows: Float[Array, "samples D"],
     inputs: SampleInputs,
-) -> tuple[SampledTokens, Int[Array, "slots"], UInt8[Array, "slots vocab"]]:
+) -> tuple[SampledTokens, Int[Array, "slots"], UInt32[Array, "slots vocab"]]:
     """Sample on each rank for its own rows, over the vocabulary's shards; then gather the tokens of all ranks."""
     rank = index_of("context")
     local = inputs._replace(**{name: getattr(inputs, name)[rank] for name in inputs._fields[:-1]})
@@ -207,16 +211,17 @@ def sample_step(
     def sample_full(_: None) -> SampledTokens:
         whole = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
         controls = Controls.unpack(local.controls)
-        seen_of_rows = seen[jnp.maximum(local.slots, 0)]
-        return match_varying(sample_tokens(whole, seen_of_rows, controls, local.positions, shape.num_top))
+        own_seen, *own_bias = (x[jnp.maximum(local.slots, 0)] for x in (seen, *bias))
+        sampled = sample_tokens(whole, own_seen, controls, local.positions, shape.num_top, LogitBias(*own_bias))
+        return match_varying(sampled)
 
     sampled = lax.cond(inputs.plain[0] > 0, sample_plain, sample_full, None)
     sampled = SampledTokens(*(all_gather(x, "context") for x in sampled))
     slots = inputs.slots.reshape(-1)
     at = _padding_out_of_bounds(slots, last_token)
     tokens = jnp.maximum(sampled.tokens, 0)
-    now_seen = seen[jnp.maximum(slots, 0), tokens] | IN_OUTPUT
-    return sampled, last_token.at[at].set(tokens, mode="drop"), seen.at[at, tokens].set(now_seen, mode="drop")
+    seen = seen.at[at, tokens].add(jnp.uint32(IN_OUTPUT), mode="drop")
+    return sampled, last_token.at[at].set(tokens, mode="drop"), seen
 
 
 def all_gather(x: Shaped[Array, "n *rest"], axis: str) -> Shaped[Array, "m *rest"]:
