@@ -9,6 +9,17 @@ TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]
 # Models from where they are: llama.cpp's files, and the Hugging Face hub.
 GGUF, HUB = ["gguf>=0.17"], ["huggingface_hub>=1.0"]
 
+# HTTP: `longctx serve`.
+SERVE = [
+    "fastapi>=0.135",
+    "msgspec>=0.19",
+    "prometheus-client>=0.21",
+    "pydantic>=2.10",
+    "pyzmq>=26",
+    "sse-starlette>=3.0",
+    "uvicorn[standard]>=0.30",
+]
+
 setup(
     name="longctx-jax",
     version="0.1.0",
@@ -44,21 +55,25 @@ setup(
         "docs": ["matplotlib>=3.9"],
         "gguf": GGUF,
         "hub": HUB,
+        "serve": SERVE,
         "train": TRAIN,
         "test": [
             *GGUF,
             *HUB,
             *TRAIN,
+            *SERVE,
             "accelerate>=1.0",  # with which transformers loads GGUF
             "chex>=0.1.90",
             "filelock>=3.16",  # with which JAX locks its store of compiled programs
             "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU
+            "httpx>=0.28",
+            "openai>=2",
             "pytest>=8",
-            "pyzmq>=26",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "mpmath>=1.3",
             "ruff>=0.14",
+            "schemathesis>=4",
             "sentencepiece>=0.2",
             "mypy>=1.18",
             "pre-commit>=4",

@@ -21,6 +21,7 @@ LAYERS = [
     ["serving.executor"],
     ["serving.distributed"],
     ["serving.engine"],
+    ["serving.server"],
     ["serving.profiler"],
     ["simulation"],
     ["cli"],

@@ -10,7 +10,7 @@ from typing import NoReturn
 from longctx import __version__
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 
-COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize")
+COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "serve")
 
 
 def program() -> NoReturn:
@@ -43,6 +43,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="longctx", description="Exact inference over very long contexts.")
     parser.add_argument("--version", action="version", version=f"longctx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name in COMMANDS:
         module = name.replace("-", "_")
         flags = importlib.import_module(f"longctx.cli.arguments.{module}")
@@ -50,7 +51,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         sub.add_argument("-q", "--quiet", action="store_true", help="print no statistics and no progress")
         flags.add_arguments(sub)
         sub.set_defaults(command=module)
-    options = parser.parse_args(arguments)
+        parsers[name] = sub
+    options = _parse(parser, parsers, sys.argv[1:] if arguments is None else list(arguments))
     # Only now, so that `--help` doesn't wait for JAX.
     command = importlib.import_module(f"longctx.cli.{options.command}")
     from jax.errors import JaxRuntimeError
@@ -63,3 +65,18 @@ def _run(arguments: Sequence[str] | None) -> int:
         return command.run(options)
     except JaxRuntimeError as error:  # the device's, such as that its memory is full
         return report_error(f"failed: {str(error).splitlines()[0]}", FAILED)
+
+
+def _parse(
+    parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser], arguments: list[str]
+) -> argparse.Namespace:
+    """Parse the command line; of a command that takes them, the flags of a `--config` file too."""
+    options = parser.parse_args(arguments)
+    file = getattr(options, "config", None)
+    if file is None:
+        return options
+    from longctx.cli.config_file import config_arguments  # few commands have one
+
+    at = next(i for i, argument in enumerate(arguments) if argument in parsers)
+    more = config_arguments(parsers[arguments[at]], file, arguments[at + 1 :])
+    return parser.parse_args([*arguments[: at + 1], *more, *arguments[at + 1 :]])

@@ -123,18 +123,37 @@ class HFTokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @functools.cached_property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        with self._errors:
+            return self._tokenizer.get_added_tokens_decoder()
+
+    @functools.cached_property
     def _controls(self) -> dict[int, str]:
         """The special tokens but the unknown token, which stands for plain characters."""
         unknown: list[int] = []
         with contextlib.suppress(ValueError):  # from a tokenizer that has none
             unknown = self.encode(_UNKNOWN, add_special_tokens=False)
+        return {id: token.content for id, token in self._added.items() if token.special and id not in unknown}
+
+    @functools.cached_property
+    def is_byte_level(self) -> bool:
+        """Whether its vocabulary writes each byte as a character, as GPT-2's does."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def token(self, id: int) -> tuple[str | None, bool]:
+        """A token as the vocabulary writes it, None if there is none, and whether it was added to it as plain text."""
         with self._errors:
-            added = self._tokenizer.get_added_tokens_decoder()
-        return {id: token.content for id, token in added.items() if token.special and id not in unknown}
+            return self._tokenizer.id_to_token(id), id in self._added
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self._chat_template
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens by name, such as `bos_token`, as chat templates get them."""
+        return dict(self._special_tokens)
 
     @property
     def unknown_special_tokens(self) -> dict[str, str]:

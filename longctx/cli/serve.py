@@ -1,0 +1,170 @@
+"""`longctx serve`: serve a model over HTTP."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from longctx.cli.arguments.serve import LIMITS, SETTINGS
+from longctx.cli.engine_flags import check_memory, engine_config, make_engine, naming_flags, parallel_plan, prefixing
+from longctx.cli.files import check_input, read_text
+from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
+from longctx.cli.prompt_progress import show_compiling
+from longctx.cli.terminal import FAILED, Console, interrupts
+from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
+from longctx.models.builtin import TINY
+from longctx.models.chat_template import ChatTemplate
+from longctx.models.checkpoint import read_model
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig
+from longctx.serving.distributed import ProcessGroup
+from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.engine.memory import kv_width
+from longctx.serving.server.keys import ApiKey, read_keys
+from longctx.serving.server.settings import ServerSettings
+
+_CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
+_BUILTIN_NAME = "longctx-tiny"
+_FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        import longctx.serving.server.http_server  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
+    settings, limits = _settings(options), _limits(options)
+    config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+    template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
+    if options.profile is not None:
+        check_input("--profile", options.profile)
+    with initialize_processes(options) as group:
+        return _serve(options, config, settings, limits, template, group)
+
+
+def _serve(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    settings: ServerSettings,
+    limits: AdmissionLimits,
+    template: str | None,
+    group: ProcessGroup,
+) -> int:
+    from longctx.serving.server.http_server import HttpServer, bind
+    from longctx.serving.server.server import Server
+
+    console = Console(options.quiet or not group.is_first)
+    listener = bind(options.host, options.port) if group.is_first else None  # before anything that takes long
+    names = tuple(options.served_model_name) or (_model_name(options.model),)
+    options.model = resolve_model(options.model, options.quiet)
+    tokenizer = load_tokenizer(options.model)
+    model, dtype = read_model(options.model, options.dtype)
+    plan = parallel_plan(options)
+    mesh = make_parameter_mesh(options, plan, group, console)
+    options.num_pages = _num_pages(options, console, model, config, mesh, dtype)
+    config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+    model, params = load_checkpoint(options.model, mesh, dtype)
+    engine = make_engine(options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group)
+    if listener is None:
+        return _follow(engine, settings.shutdown_timeout)
+
+    def warm_up(engine: Engine) -> None:
+        show_compiling(engine.warm_up, console)
+        console.note(f"ready    {names[0]} at http://{_address(listener.getsockname())}")
+
+    chat_template = None if template is None else ChatTemplate(options.chat_template, template)
+    server = Server(engine, names, settings, limits, chat_template, warm_up)
+    http = HttpServer(server)
+    interrupts.leave_to_python()
+    http.run([listener])
+    if not server.warmed.done():  # it compiles in a thread that nothing else can end
+        sys.stderr.flush()
+        os._exit(0)
+    return FAILED if server.has_failed else 0
+
+
+def _follow(engine: Engine, shutdown_timeout: float) -> int:
+    """Follow the first process until it ends. Whoever ends all processes at once signals this one, too."""
+
+    def end_later(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        timer = threading.Timer(shutdown_timeout + _FOLLOWING, os._exit, (FAILED,))
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_later)
+    engine.follow()
+    return 0
+
+
+def _num_pages(
+    options: argparse.Namespace,
+    console: Console,
+    model: Llama,
+    config: EngineConfig,
+    mesh: Mesh | None,
+    dtype: np.dtype[Any],
+) -> int:
+    """Pages on each context rank: as given, or as many as fit, but on CPUs no more than a small part of memory."""
+    plan = parallel_plan(options)
+    if config.num_pages is None and jax.default_backend() == "cpu":
+        page = 2 * kv_width(model, mesh or make_mesh()) * np.dtype(dtype).itemsize * config.page_size
+        longest = -(-config.longest_sequence(model.config.max_positions) // (config.page_size * plan.context))
+        most = max(longest, _CPU_CACHE // page)
+        fit = check_memory(Console(True), model, config, plan, mesh, dtype)
+        options.num_pages = min(fit, most)
+        config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+    return check_memory(console, model, config, plan, mesh, dtype)
+
+
+def _model_name(model: str | Path) -> str:
+    """What clients call a model: the hub's name of it, or that of its folder or file, never a path."""
+    if model == TINY:
+        return _BUILTIN_NAME
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
+
+
+def _settings(options: argparse.Namespace) -> ServerSettings:
+    names = [name for name, *_ in SETTINGS]
+    if options.profile_dir is not None and not options.profile_dir.is_dir():
+        raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
+    with naming_flags(names):
+        return ServerSettings(
+            api_keys=_keys(options, "api"),
+            admin_keys=_keys(options, "admin"),
+            **{name: getattr(options, name) for name in names},
+            allow_origins=tuple(options.allow_origin),
+            profile_dir=options.profile_dir,
+        )
+
+
+def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
+    lines = list(getattr(options, f"{who}_key"))
+    file = getattr(options, f"{who}_key_file")
+    if file is not None:
+        lines += read_text(f"--{who}-key-file", file).splitlines()
+    with prefixing(f"--{who}-key: "):
+        return read_keys(lines, who)
+
+
+def _limits(options: argparse.Namespace) -> AdmissionLimits:
+    names = [name for name, *_ in LIMITS]
+    with naming_flags(names):
+        return AdmissionLimits(
+            **{name: getattr(options, name) for name in names}, heeds_deadlines=not options.ignore_deadlines
+        )
+
+
+def _address(name: tuple[Any, ...]) -> str:
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

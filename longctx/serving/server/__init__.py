@@ -1,0 +1,1 @@
+"""HTTP over one engine: OpenAI's API, streaming and not, and what routers and monitors ask of a server."""

@@ -1,0 +1,110 @@
+"""`ActiveCall`: a call in the engine, from the first of its requests that is submitted to its client's end."""
+
+from collections.abc import AsyncIterator
+
+from longctx.serving.engine.admission_control import Refused
+from longctx.serving.engine.thread import EngineThread
+from longctx.serving.request.output import Event, Output
+from longctx.serving.server.errors import ApiError, not_servable
+from longctx.serving.server.read_call import Call
+from longctx.serving.server.streams import Deliveries, Stream
+
+
+class ActiveCall:
+    """Submits the requests of a call, all or none, and reads what comes of them; for the event loop's thread.
+
+    Args:
+      shown_id: by which the client knows the call.
+      buffer: deliveries that may wait for the client.
+      arrival: by the engine's clock.
+
+    Raises:
+      ApiError: a request can never be served, or not now, or the engine has failed.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        deliveries: Deliveries,
+        call: Call,
+        shown_id: str,
+        buffer: int,
+        arrival: float | None = None,
+    ) -> None:
+        self.call, self.shown_id, self._thread = call, shown_id, thread
+        self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
+        self.stream = Stream(buffer, self.cancel)
+        is_whole = not call.body.stream
+        try:
+            for number, prepared in enumerate(call.requests):
+                sink = deliveries.sink(self.stream, number, is_whole)
+                request_id = thread.submit(prepared, sink, arrival)
+                self._open[number] = request_id, set(range(prepared.request.sampling.n))
+        except BaseException as error:
+            self.close()
+            answer = refusal(error)
+            if answer is None:
+                raise
+            raise answer from error
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request_id for request_id, _ in self._open.values()]
+
+    async def events(self) -> AsyncIterator[list[tuple[int, list[Event]]]]:
+        """What comes, with the number of each request, until all have ended.
+
+        Raises:
+          ApiError: a request has failed, or the client reads too slowly; the others are cancelled.
+        """
+        while self._open:
+            taken = await self.stream.take()
+            if not taken:
+                raise ApiError(408, "the client reads too slowly: its request was cancelled", code="slow_reader")
+            for number, events in taken:
+                self._note_ends(number, events)
+            yield taken
+
+    async def outputs(self) -> dict[tuple[int, int], Output]:
+        """All outputs, by the number of the request and their index, when all are there; ApiError as from `events`."""
+        outputs: dict[tuple[int, int], Output] = {}
+        async for taken in self.events():
+            for number, events in taken:
+                outputs |= {(number, event.index): event.output for event in events if event.output is not None}
+        return outputs
+
+    def cancel(self) -> None:
+        """End what has not ended; the last events still come."""
+        for request_id in self.request_ids:
+            self._thread.cancel(request_id)
+
+    def close(self) -> None:
+        """End what has not ended, since nobody reads any more."""
+        self.stream.close()
+        self.cancel()
+        self._open.clear()
+
+    def _note_ends(self, number: int, events: list[Event]) -> None:
+        _, indices = self._open[number]
+        for event in events:
+            if event.output is not None:
+                if event.output.finish_reason == "error":
+                    raise ApiError(500, event.output.error or "the request failed", code="engine_error")
+                indices.discard(event.index)
+        if not indices:
+            del self._open[number]
+
+
+def refusal(error: BaseException) -> ApiError | None:
+    """The answer to what `EngineThread.submit` raises; None: it is no answer to a client."""
+    if isinstance(error, Refused):
+        dropped: dict[str, str] = {"x-llm-d-request-dropped-reason": error.reason}
+        if error.reason == "draining":
+            dropped["connection"] = "close"
+            return ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)
+        return ApiError(429, str(error), None, "slow_down", error.retry_after, dropped)
+    if isinstance(error, TypeError | ValueError):
+        return not_servable(error)
+    if isinstance(error, RuntimeError):
+        return ApiError(500, str(error), code="engine_error")
+    return None

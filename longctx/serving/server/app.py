@@ -1,0 +1,88 @@
+"""`make_app`: the ASGI app of a server."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.gate import Gate
+from longctx.serving.server.routes.administration import administration_router
+from longctx.serving.server.routes.generation import generation_router
+from longctx.serving.server.routes.health import health_router
+from longctx.serving.server.routes.introspection import introspection_router
+from longctx.serving.server.routes.tokenization import tokenization_router
+from longctx.serving.server.schemas.base import components
+from longctx.serving.server.schemas.chat import ChatBody
+from longctx.serving.server.schemas.completions import CompletionBody
+from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, TokenizeBody
+from longctx.serving.server.server import Server
+
+logger = logging.getLogger(__name__)
+
+_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
+_ROUTERS = (generation_router, tokenization_router, introspection_router, health_router, administration_router)
+
+
+def make_app(server: Server) -> FastAPI:
+    """The app. It starts the server when it is started, and closes it at its end."""
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        server.start()
+        yield
+        await asyncio.to_thread(server.close)
+
+    app = FastAPI(
+        title="longctx",
+        version=server.version,
+        lifespan=life,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for make_router in _ROUTERS:
+        app.include_router(make_router(server))
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(Gate, settings=server.settings)
+    if server.settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.settings.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        )
+    _describe_bodies(app)
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    elif isinstance(error, RequestValidationError):
+        error = ApiError(400, "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors()))
+    elif not isinstance(error, ApiError):
+        logger.error("a request failed: %s", type(error).__name__)  # the traceback follows from elsewhere
+        error = ApiError(500, "the server failed: its log says why", code="internal_error")
+    return error.response
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Put the schemas of bodies that routes read by themselves where OpenAPI has them."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components(_BODIES))
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

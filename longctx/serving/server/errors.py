@@ -1,0 +1,82 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, and their statuses."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from starlette.responses import Response
+
+_ARGUMENT = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_]*) (?:must|contradicts?|has|needs?)\b")
+# Names of the engine's own arguments that clients call otherwise.
+_PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}
+_SHOWN_PROBLEMS = 3
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error: its HTTP status, a sentence for people, and what programs go by.
+
+    Args:
+      param: the field of the request that is wrong.
+      code: a short name of what is wrong.
+      retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            # Clients of OpenAI honour the milliseconds, everybody else whole seconds.
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+            self.headers["retry-after-ms"] = str(max(1, math.ceil(retry_after * 1000)))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it may come from another process
+        return _make, (self.status, self.message, self.param, self.code, self.headers)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        return Response(msgspec.json.encode(self.body), self.status, self.headers, "application/json")
+
+
+def _make(status: int, message: str, param: str | None, code: str | None, headers: dict[str, str]) -> ApiError:
+    return ApiError(status, message, param, code, headers=headers)
+
+
+def not_valid(error: ValidationError) -> ApiError:
+    """The answer to a body that is no JSON, or not of the fields and types that it should be."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    texts = []
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        place = ".".join(str(part) for part in problem["loc"])
+        text = problem["msg"].removeprefix("Value error, ")
+        texts.append(f"{place}: {text}" if place else text)
+    if len(problems) > _SHOWN_PROBLEMS:
+        texts.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
+    first = problems[0]["loc"]
+    return ApiError(400, "; ".join(texts), str(first[0]) if first else None)
+
+
+def not_servable(error: Exception) -> ApiError:
+    """The answer to a request that the engine's own checks refuse: they say why, and name the argument first."""
+    text = str(error)
+    found = _ARGUMENT.match(text)
+    param = None if found is None else _PARAMS.get(found[1], found[1])
+    code = "context_length_exceeded" if "longest sequence" in text else None
+    return ApiError(400, text, param, code)

@@ -1,0 +1,108 @@
+"""`Gate`: the way into the app. It knows keys, gives each request an id, and refuses bodies that are too large.
+
+Closed by default: without a key only the paths that are listed here answer, where keys are needed.
+"""
+
+import re
+import uuid
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.keys import KeyRing
+from longctx.serving.server.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
+OPEN_PREFIXES = ("/page/static/",)
+"""What whoever has no key may see: whether the server lives, and the page's own files, which know of nobody."""
+
+ADMIN_PATHS = frozenset({"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests"})
+ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile"}
+
+_REQUEST_ID = re.compile(r"[!-~]{1,256}")
+
+
+@dataclass
+class Visitor:
+    """Who sends a request: their tenant, whether they may do what only administrators may, and the request's id.
+
+    Attributes:
+      request_id: unique; it begins with the id that the client sent, if that is of visible characters and not too long.
+      shown_id: what the client sent, or else the same, which the answer's header has.
+    """
+
+    tenant: str
+    is_admin: bool
+    request_id: str
+    shown_id: str
+
+
+def visitor_of(request: Request) -> Visitor:
+    """Who sent a request."""
+    return request.scope["state"]["visitor"]
+
+
+class Gate:
+    """Middleware."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+        self._users, self._admins = KeyRing(settings.api_keys), KeyRing(settings.admin_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        sent = headers.get("x-request-id", "")
+        request_id = uuid.uuid4().hex
+        shown = request_id
+        if _REQUEST_ID.fullmatch(sent):
+            request_id, shown = f"{sent}-{request_id[:8]}", sent
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = shown
+            await send(message)
+
+        try:
+            tenant, is_admin = self._admit(scope, headers)
+        except ApiError as refused:
+            await refused.response(scope, receive, send_with_id)
+            return
+        scope.setdefault("state", {})["visitor"] = Visitor(tenant, is_admin, request_id, shown)
+        await self._app(scope, receive, send_with_id)
+
+    def _admit(self, scope: Scope, headers: Headers) -> tuple[str, bool]:
+        """The tenant, and whether they are an administrator; ApiError if they may not come in."""
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
+            raise too_large(self._settings.max_body_bytes)
+        path = scope["path"]
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        sent = key.strip().encode("latin-1") if kind.lower() == "bearer" else b""
+        user, admin = self._users.name_of(sent), self._admins.name_of(sent)
+        if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
+            return user or "", False
+        if admin is not None:
+            return admin, True
+        needs_admin = path in ADMIN_PATHS and bool(self._admins)
+        if user is None and (self._users or needs_admin):
+            message = "a key must come in the header `Authorization: Bearer KEY`"
+            if sent:
+                message = "the key is not known"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if needs_admin:
+            raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
+        return user or "", not (self._users or self._admins)
+
+
+def too_large(most: int) -> ApiError:
+    headers = {"connection": "close"}
+    return ApiError(413, f"the body must be at most {most} bytes", code="body_too_large", headers=headers)

@@ -1,0 +1,185 @@
+"""The HTTP server under the app: uvicorn, with limits on headers, and a shutdown that lets running requests finish."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from asyncio import TimerHandle
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from longctx.serving.server.app import make_app
+from longctx.serving.server.server import Server
+from longctx.serving.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_SIGNAL = 0.5  # seconds; some programs send a signal twice
+_LAST_ANSWERS = 2  # seconds for what clients have not taken yet, at the very end
+_POLL = 0.05
+_SEND_BUFFER = 128 * 2**10  # bytes of a connection in the system: a client that takes nothing is noticed soon
+_BACKLOG, _KEEP_ALIVE = 2048, 75
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 whose headers are of a bounded size and come in a bounded time; a subclass has the `settings`."""
+
+    settings: ServerSettings
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_bytes = 0
+        self._is_too_large = False
+        self._late: TimerHandle | None = None
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._late is not None and not self.transport.is_closing():
+            # The parser keeps an unfinished header to itself.
+            with contextlib.suppress(_TooLarge):
+                self._count(len(data))
+                return
+            self.send_400_response("")
+
+    def send_400_response(self, msg: str) -> None:
+        self._end_waiting()
+        super().send_400_response("The headers are too large." if self._is_too_large else msg)
+
+    def on_message_begin(self) -> None:
+        self._header_bytes = 0
+        self._await_headers()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._count(len(self.url))
+        self._end_waiting()
+        super().on_headers_complete()
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > self.settings.max_header_bytes:
+            self._is_too_large = True
+            raise _TooLarge
+
+    def _await_headers(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(self.settings.header_timeout, self.transport.close)
+
+    def _end_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _TooLarge(Exception):
+    """Headers are larger than they may be; the parser makes a bad request of it."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves a `Server` until a signal comes.
+
+    After the first SIGTERM or SIGINT, new requests get 503, while health and metrics still answer; running ones may
+    finish within `shutdown_timeout`, and what has not is cancelled. A second signal ends the process at once.
+    """
+
+    def __init__(self, server: Server, host: str = "127.0.0.1", port: int = 0) -> None:
+        protocol = type("Protocol", (LimitedProtocol,), {"settings": server.settings})
+        config = uvicorn.Config(
+            make_app(server),
+            host,
+            port,
+            http=protocol,
+            ws="none",
+            loop="uvloop",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_LAST_ANSWERS,
+        )
+        super().__init__(config)
+        self.server = server
+        self._signalled: float | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def begin_shutdown(self) -> None:
+        """Drain, then exit; call it in the event loop."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Unlike uvicorn's, it does not raise the signal again at the end: the exit status is 0 then."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._loop = asyncio.get_running_loop()
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signalled is None:
+            self._signalled = now
+            self._loop.call_soon_threadsafe(self.begin_shutdown)
+        elif now - self._signalled > _SAME_SIGNAL:
+            os.write(2, b"longctx: ended by a second signal\n")
+            os._exit(128 + sig)
+
+    async def _drain(self) -> None:
+        server = self.server
+        logger.info("shutting down: %d calls are still running", len(server.calls))
+        server.drain()
+        end = time.monotonic() + server.settings.shutdown_timeout
+        while server.calls and time.monotonic() < end:
+            await asyncio.sleep(_POLL)
+        for call in list(server.calls.values()):
+            call.cancel()
+        end = time.monotonic() + _LAST_ANSWERS
+        while server.calls and time.monotonic() < end:
+            await asyncio.sleep(_POLL)
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for `HttpServer.run`; nobody is let in yet.
+
+    Raises:
+      ValueError: the address can't be had.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, number)
+    except OSError as error:
+        raise ValueError(f"--host {host} can't be resolved: {error.strerror}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"--host {host} --port {port} can't be listened at: {error.strerror}") from None
+    return bound

@@ -1,0 +1,1 @@
+"""The server's routes, a module for each kind."""

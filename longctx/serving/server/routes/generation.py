@@ -1,0 +1,139 @@
+"""`/v1/completions` and `/v1/chat/completions`: streaming and not."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request, Response
+from fastapi.sse import format_sse_event
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from longctx.serving.request.output import Output
+from longctx.serving.server.active_call import ActiveCall
+from longctx.serving.server.answers import Answers, make_answers
+from longctx.serving.server.bodies import read_body
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.gate import visitor_of
+from longctx.serving.server.read_call import Call, Kind, Origin
+from longctx.serving.server.schemas.base import body_of
+from longctx.serving.server.schemas.chat import ChatBody
+from longctx.serving.server.schemas.completions import CompletionBody
+from longctx.serving.server.schemas.responses import encode
+from longctx.serving.server.server import Server
+
+_TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+_TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+_GONE = 499  # nobody reads this answer
+
+
+def generation_router(server: Server) -> APIRouter:
+    """The routes that generate text."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
+    async def completions(request: Request) -> Response:
+        """Continue one prompt or several."""
+        return await _answer(server, request, "completions")
+
+    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        return await _answer(server, request, "chat")
+
+    return router
+
+
+async def _answer(server: Server, request: Request, kind: Kind) -> Response:
+    server.check_accepting()
+    arrival = server.engine.now()
+    visitor = visitor_of(request)
+    call_id = visitor.request_id
+    body = await read_body(request, server.settings)
+    call: Call = await server.preparer.read(kind, body, origin_of(request))
+    active = server.begin(call_id, visitor.shown_id, call, arrival)
+    answers = make_answers(call, call_id, server.model_name, server.token_bytes)
+    if call.body.stream:
+        return _EventStream(server, call_id, _chunks(active, answers))
+    try:
+        outputs = await _unless_gone(request, active)
+    finally:
+        server.end(call_id)
+    if outputs is None:
+        return Response(status_code=_GONE)
+    return Response(encode(answers.whole(outputs)), media_type="application/json")
+
+
+def origin_of(request: Request) -> Origin:
+    """Where a request comes from; ApiError for headers that are no numbers."""
+    visitor, headers = visitor_of(request), request.headers
+    targets = []
+    for names in (_TTFT_HEADERS, _TPOT_HEADERS):
+        name = next((name for name in names if name in headers), None)
+        targets.append(None if name is None else _milliseconds(name, headers[name]))
+    return Origin(visitor.tenant, visitor.request_id, *targets)
+
+
+def _milliseconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e12:
+        raise ApiError(400, f"the header {name} must be milliseconds, more than 0, got {text[:40]!r}", name)
+    return value / 1000
+
+
+async def _unless_gone(request: Request, active: ActiveCall) -> dict[tuple[int, int], Output] | None:
+    """The outputs of a call; None if its client leaves before they are there."""
+    reading = asyncio.ensure_future(active.outputs())
+    watching = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({reading, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        for task in (reading, watching):
+            task.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chunks(active: ActiveCall, answers: Answers) -> AsyncIterator[bytes]:
+    """The events of a stream. An error is one of them, which is the last."""
+    try:
+        if first := b"".join(_event(encode(chunk)) for chunk in answers.begin()):
+            yield first
+        async for taken in active.events():
+            pieces = (piece for number, events in taken for piece in answers.pieces(number, events))
+            if some := b"".join(_event(encode(piece)) for piece in pieces):
+                yield some
+        last = [encode(chunk) for chunk in answers.end()]
+    except ApiError as error:
+        yield _event(encode(error.body))
+        return
+    yield b"".join(map(_event, [*last, b"[DONE]"]))
+
+
+def _event(data: bytes) -> bytes:
+    return format_sse_event(data_str=data.decode())
+
+
+class _EventStream(EventSourceResponse):
+    """A stream whose call ends with it, however it ends."""
+
+    def __init__(self, server: Server, call_id: str, chunks: AsyncIterator[bytes]) -> None:
+        settings = server.settings
+        super().__init__(chunks, ping=settings.ping_interval, sep="\n", send_timeout=settings.slow_reader_timeout)
+        self._server, self._call_id = server, call_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # A client that takes nothing for so long finds its connection closed.
+            with contextlib.suppress(SendTimeoutError):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._server.end(self._call_id)

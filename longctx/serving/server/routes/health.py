@@ -1,0 +1,34 @@
+"""Whether the server lives, and whether it takes requests."""
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from longctx.serving.server.server import Server
+
+
+def health_router(server: Server) -> APIRouter:
+    """Routes for who watches the process. They wait for nothing, so they answer while a step runs or compiles."""
+    router = APIRouter(tags=["health"])
+
+    @router.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        """200 while the engine lives, though it may be busy or warming up; else 503: the process should be ended."""
+        problem = server.problem
+        return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
+
+    @router.api_route("/ping", methods=["GET", "POST", "HEAD"])
+    async def ping() -> Response:
+        """The same, by another name."""
+        return await health()
+
+    @router.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> Response:
+        """200 while requests are taken: after warming up, and before shutting down."""
+        problem = server.problem
+        if problem is None and not server.is_warm:
+            problem = "the server compiles its programs"
+        if problem is None and server.is_draining:
+            problem = "the server is shutting down"
+        return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
+
+    return router

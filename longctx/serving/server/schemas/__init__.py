@@ -1,0 +1,1 @@
+"""What clients send (pydantic, checked) and get (msgspec, written fast)."""

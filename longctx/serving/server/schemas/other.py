@@ -1,0 +1,40 @@
+"""The bodies of all other routes."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from longctx.serving.server.schemas.base import Body, TokenId
+from longctx.serving.server.schemas.chat import Message
+
+
+class TokenizeBody(Body):
+    """Either `prompt`, or `messages` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages must be there, and not both")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class AbortBody(Body):
+    """Ids as the clients sent them in `x-request-id`, or as they stand in answers."""
+
+    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)]
+
+
+class ProfileBody(Body):
+    """Nothing: where a trace goes is the server's business."""

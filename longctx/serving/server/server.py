@@ -1,0 +1,207 @@
+"""`Server`: an engine in its thread, and what the app's routes share. It has no HTTP in it."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from longctx import __version__
+from longctx.models.chat_template import ChatTemplate
+from longctx.models.token_bytes import TokenBytes
+from longctx.models.tokenizer import Tokenizer
+from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.load import StepReport
+from longctx.serving.engine.thread import EngineThread
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import Request
+from longctx.serving.server.active_call import ActiveCall
+from longctx.serving.server.chat_format import ChatFormat
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.preparer import Preparer
+from longctx.serving.server.read_call import Call, CallReader, CallRules
+from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.streams import Deliveries
+
+logger = logging.getLogger(__name__)
+
+_WARMING_RETRY = 5.0
+_NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
+
+
+class Metrics(Protocol):
+    """Counts what a server does, and renders it for Prometheus."""
+
+    def observe_step(self, report: StepReport) -> None:
+        """A step has ended; called in the engine's thread."""
+
+    def observe_request(self, output: Output, request: Request) -> None:
+        """A completion has ended."""
+
+    def observe_refusal(self, reason: str) -> None:
+        """A request was refused."""
+
+    def render(self) -> bytes:
+        """All of it, in Prometheus's text form."""
+
+
+class Server:
+    """Serves an engine to the app of one event loop.
+
+    Args:
+      engine: with a tokenizer, in the first process of its group. It is the server's from now on.
+      model_names: by which clients may call the model; the first one is in the answers.
+      limits: of admission. None: the default ones.
+      chat_template: instead of the tokenizer's own.
+      warm_up: is called with the engine before the first request, in another thread than the event loop's.
+
+    Raises:
+      ValueError: the engine has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model_names: tuple[str, ...],
+        settings: ServerSettings | None = None,
+        limits: AdmissionLimits | None = None,
+        chat_template: ChatTemplate | None = None,
+        warm_up: Callable[[Engine], object] = Engine.warm_up,
+    ) -> None:
+        if engine.tokenizer is None:
+            raise ValueError("engine must have a tokenizer, to be served")
+        self.engine, self.settings = engine, settings or ServerSettings()
+        self.model_names, self.model_name = model_names, model_names[0]
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.token_bytes = TokenBytes(self.tokenizer)
+        self.chat_format = ChatFormat(self.tokenizer, chat_template)
+        self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
+        self.preparer = Preparer(self._make_reader(), self.settings.prepare_processes)
+        self.metrics: Metrics | None = None
+        self.calls: dict[str, ActiveCall] = {}
+        self.is_draining = False
+        self.version = __version__
+        self.warmed: Future[None] = Future()
+        self._warm_up = warm_up
+        self._deliveries: Deliveries | None = None
+
+    # What routes do.
+
+    def check_accepting(self) -> None:
+        """ApiError, unless requests are taken now."""
+        if self.is_draining:
+            headers = {"connection": "close", "x-llm-d-request-dropped-reason": "draining"}
+            message = "the server is shutting down, and takes no new requests"
+            raise ApiError(503, message, None, "server_is_overloaded", 5.0, headers)
+        if not self.is_warm:
+            if self.warmed.done():
+                raise ApiError(500, "the engine could not be started", code="engine_error")
+            message = "the server compiles its programs, and is not ready yet: see /ready"
+            raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
+
+    def begin(self, call_id: str, shown_id: str, call: Call, arrival: float) -> ActiveCall:
+        """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't."""
+        assert self._deliveries is not None, "the server has not been started"
+        active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+        self.calls[call_id] = active
+        return active
+
+    def end(self, call_id: str) -> None:
+        """Nobody reads a call's events any more: what has not ended of it is cancelled."""
+        active = self.calls.pop(call_id, None)
+        if active is not None:
+            active.close()
+
+    def abort(self, name: str, tenant: str | None) -> bool:
+        """End a client's request; False if there is none of this name, or it is another tenant's.
+
+        Args:
+          name: the id that the client sent, or that stands in its answer.
+          tenant: whose requests may be ended; None: anybody's.
+        """
+        found = [
+            active
+            for call_id, active in self.calls.items()
+            if name in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}")
+            and tenant in (None, active.call.requests[0].request.tenant)
+        ]
+        for active in found:
+            active.cancel()
+        return bool(found)
+
+    # How it is.
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether all programs are compiled and the engine runs."""
+        return self.warmed.done() and self.warmed.exception() is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine could not be started, or has failed since."""
+        return any(end.done() and end.exception() is not None for end in (self.warmed, self.thread.failure))
+
+    @property
+    def problem(self) -> str | None:
+        """Why the server is not healthy; None: it is."""
+        if self.warmed.done() and self.warmed.exception() is not None:
+            return "the engine could not be started"
+        if self.thread.failure.done():
+            return "the engine has failed, or is closed"
+        stalled = self.thread.stalled_seconds
+        if stalled > self.settings.stall_timeout:
+            return f"a step has been running for {stalled:.0f} seconds"
+        return None
+
+    # From start to end.
+
+    def start(self) -> None:
+        """Begin to warm up; call it in the event loop."""
+        loop = asyncio.get_running_loop()
+        self._deliveries = Deliveries(loop)
+        self.preparer.start()
+        # A compilation can't be interrupted, and nothing is to wait for it at the end.
+        threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.is_draining = True
+        self.thread.drain()
+
+    def close(self) -> None:
+        """End everything that has not ended; it waits for the step that runs."""
+        self.drain()
+        self.preparer.close()
+        self.thread.close()
+
+    def _start_engine(self) -> None:
+        try:
+            self._warm_up(self.engine)
+            if not self.is_draining:
+                self.thread.start()
+        except BaseException as error:
+            logger.exception("the engine could not be started")
+            self.warmed.set_exception(error)
+        else:
+            self.warmed.set_result(None)
+
+    def _flush(self) -> None:
+        if self._deliveries is not None:
+            self._deliveries.flush()
+
+    def _make_reader(self) -> CallReader:
+        settings, engine = self.settings, self.engine
+        least = engine.config.slo.tpot if settings.min_tpot is None else settings.min_tpot
+        rules = CallRules(
+            self.model_names,
+            engine.max_length,
+            engine.model.config.vocab_size,
+            settings.default_max_tokens,
+            settings.max_prompts,
+            settings.max_priority,
+            _NO_TARGET if least is None else least,
+            engine.config.prefix_cache,
+        )
+        return CallReader(engine.input_processor, self.tokenizer, self.chat_format, rules)

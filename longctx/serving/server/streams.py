@@ -1,0 +1,106 @@
+"""Events on their way from the engine's thread to the clients' coroutines: pushed, and woken for once a step."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from longctx.serving.request.output import Event
+
+Delivery = tuple[int, list[Event]]
+"""The number of a request among those of its call, and what a step brought it."""
+
+
+class Stream:
+    """The events of one call's requests, read by one coroutine. Its methods are for the event loop's thread.
+
+    Args:
+      limit: deliveries that may wait for the reader; more of them make it overflow.
+      overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
+    """
+
+    __slots__ = ("_limit", "_overflow", "_waiter", "_waiting", "has_overflowed")
+
+    def __init__(self, limit: int, overflow: Callable[[], object]) -> None:
+        self._limit, self._overflow = limit, overflow
+        self._waiting: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.has_overflowed = False
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._waiting.clear()
+        self._overflow = _nothing
+        self.has_overflowed = True
+
+    def add(self, delivery: Delivery) -> None:
+        if self.has_overflowed:
+            return
+        self._waiting.append(delivery)
+        if len(self._waiting) > self._limit:
+            self.has_overflowed = True
+            self._waiting.clear()
+            self._overflow()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[Delivery]:
+        """Wait for events, and take all that are there; none of them: the stream has overflowed."""
+        while not self._waiting and not self.has_overflowed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        taken, self._waiting = self._waiting, []
+        return taken
+
+
+def _nothing() -> None:
+    pass
+
+
+class Deliveries:
+    """What the engine's thread hands over to an event loop: appended one by one, taken with one wake-up a step.
+
+    Args:
+      loop: in whose thread the streams are read.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: deque[tuple[Stream, Delivery]] = deque()
+        self._is_woken = False
+
+    def sink(self, stream: Stream, number: int, is_whole: bool) -> Callable[[list[Event]], None]:
+        """What the engine's thread calls with the events of a call's request.
+
+        Args:
+          is_whole: only ends count, since the client waits for the whole answer.
+        """
+        append = self._queue.append
+
+        def push(events: list[Event]) -> None:
+            append((stream, (number, events)))
+
+        def push_ends(events: list[Event]) -> None:
+            ends = [event for event in events if event.output is not None]
+            if ends:
+                append((stream, (number, ends)))
+
+        return push_ends if is_whole else push
+
+    def flush(self) -> None:
+        """Wake the event loop, if there is something for it. Any thread may call it."""
+        if self._queue and not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # before the queue is emptied, so that what comes later wakes it again
+        for stream, delivery in self._taken():
+            stream.add(delivery)
+
+    def _taken(self) -> Iterator[tuple[Stream, Delivery]]:
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._queue.popleft()
