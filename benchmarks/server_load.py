@@ -29,7 +29,18 @@ from benchmarks.server_process import ServerProcess, serve
 from longctx.models import passkey
 
 CLIENTS, PAUSE, LONG_TOKENS = 64, 4.0, 30_000  # PAUSE: seconds between a client's requests, in the mean
-MODEL = ["--max-running", "32", "--token-budget", "256", "--num-pages", "1400", "--max-length", "32768"]
+MODEL = [
+    "--max-running",
+    "32",
+    "--token-budget",
+    "256",
+    "--num-pages",
+    "1400",
+    "--max-length",
+    "32768",
+    "--tpot",
+    "0.1",
+]
 POLICIES = {
     "ilrs": ["--policy", "ilrs", "--chunking", "adaptive"],
     "fcfs": ["--policy", "fcfs", "--chunking", "static"],
@@ -70,10 +81,11 @@ class Load:
             note = passkey.make_document(self.rng.randrange(128, 700), 2, seed * 100 + i)
             self.prompts.append(passkey.prompt(note.text, passkey.question(next(iter(note.facts)))))
         self.answers: dict[str, str] = {}
-        self.solo = 0.0
+        self.solo, self.model = 0.0, ""
 
     async def run(self, seconds: float, with_long: bool) -> Figures:
         async with self.client:
+            self.model = (await self.client.get("/v1/models")).json()["data"][0]["id"]
             for prompt in self.prompts:
                 self.answers[prompt] = await self._stream(prompt, note=False)
             begun = time.monotonic()
@@ -100,7 +112,7 @@ class Load:
             await asyncio.sleep(rng.expovariate(1 / PAUSE))
 
     def _body(self, prompt: str, **fields: Any) -> dict[str, Any]:
-        return {"model": "any", "prompt": prompt, "max_tokens": 16, "stream": True} | fields
+        return {"model": self.model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "stream": True} | fields
 
     async def _stream(self, prompt: str, note: bool = True, pause: float = 0.0) -> str:
         """Stream an answer to its end; a slow reader pauses after each event."""
@@ -174,7 +186,7 @@ class Load:
             self.figures.counts["left"] += 1
 
     async def _malformed(self, prompt: str) -> None:
-        response = await self.client.post("/v1/completions", json=self.rng.choice(MALFORMED))
+        response = await self.client.post("/v1/completions", json={"model": self.model} | self.rng.choice(MALFORMED))
         if response.status_code not in (400, 413, 422) or "message" not in response.json()["error"]:
             self.figures.wrong.append(f"malformed: status {response.status_code}: {response.text[:200]}")
         self.figures.counts["malformed"] += 1
@@ -204,8 +216,8 @@ class Load:
 
     async def _check_idle(self) -> None:
         for _ in range(100):
-            load = (await self.client.get("/loads")).json()
-            if not any(load[name] for name in ("running", "waiting", "pages_held")):
+            load = (await self.client.get("/load")).json()
+            if not any(load[name] for name in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")):
                 return
             await asyncio.sleep(0.2)
         self.figures.wrong.append(f"the idle server holds something: {load}")
