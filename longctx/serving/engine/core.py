@@ -45,7 +45,7 @@ class Core:
         self.in_flight = BatchQueue(run_ahead, scheduler.plan.stage)
         self._hash = page_hash
         self._now = 0.0
-        self._counts = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
+        self._counts = {"prompt_tokens": 0, "output_tokens": 0, "queried_tokens": 0, "cached_tokens": 0}
 
     @property
     def pool(self) -> PagePool:
@@ -139,6 +139,7 @@ class Core:
                 metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
                 metrics.slack = sequence.slack
                 self._counts["cached_tokens"] += metrics.cached_tokens
+                self._counts["queried_tokens"] += sequence.prompt_length
         self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
 
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.serving.scheduler.sequence import State, completion_of
 
 
 class StepMetrics(NamedTuple):
@@ -21,6 +21,11 @@ class StepMetrics(NamedTuple):
       chunks: of prompts: (position of the first token, tokens) of each.
       rows: (request id, rows, whether it decodes) of each sequence in it, decodes first.
       admitted: ids of the requests whose sequences got slots and pages for it.
+      samples: tokens that were sampled.
+      decode_keys: keys that its decodes attended to, their own included.
+      rank_seconds: predicted seconds of each context rank, had it not to wait for the others.
+      first_tokens: seconds since its arrival of each sequence that got its first token.
+      gaps: seconds since its last token of each sequence that got another.
     """
 
     number: int
@@ -32,23 +37,48 @@ class StepMetrics(NamedTuple):
     chunks: tuple[tuple[int, int], ...]
     rows: tuple[tuple[str, int, bool], ...] = ()
     admitted: tuple[str, ...] = ()
+    samples: int = 0
+    decode_keys: int = 0
+    rank_seconds: tuple[float, ...] = ()
+    first_tokens: tuple[float, ...] = ()
+    gaps: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, step: EndedStep) -> Self:
-        chunks = tuple((chunk.start, chunk.num_tokens) for chunk in step.batch.chunks if not chunk.decodes)
-        decodes = len(step.batch.chunks) - len(chunks)
-        rows = tuple((_request_id(chunk.sequence), chunk.num_tokens, chunk.decodes) for chunk in step.batch.chunks)
-        admitted = tuple(map(_request_id, step.batch.admitted))
+        """Of a step whose results the core has not taken yet."""
+        batch, finished, is_over = step.batch, step.finished, State.FINISHED
+        rows, chunks, first_tokens, gaps = [], [], [], []
+        samples = keys = 0
+        for sequence, _, start, count, does_sample, decodes, _, _ in batch.chunks:  # in one pass: there may be hundreds
+            completion = completion_of(sequence)
+            rows.append((completion.request_id, count, decodes))
+            if decodes:
+                keys += start + 1
+            else:
+                chunks.append((start, count))
+            if does_sample:
+                samples += 1
+                if sequence.state is not is_over:
+                    metrics = completion.metrics
+                    if metrics.last_token is None:
+                        first_tokens.append(finished - metrics.arrival)
+                    else:
+                        gaps.append(finished - metrics.last_token)
         return cls(
-            step.batch.index,
-            step.finished,
+            batch.index,
+            finished,
             step.duration,
             step.is_exact,
             step.predicted,
-            decodes,
-            chunks,
-            rows,
-            admitted,
+            len(rows) - len(chunks),
+            tuple(chunks),
+            tuple(rows),
+            tuple(completion_of(sequence).request_id for sequence in batch.admitted),
+            samples,
+            keys,
+            batch.rank_seconds,
+            tuple(first_tokens),
+            tuple(gaps),
         )
 
     @property
@@ -63,6 +93,7 @@ class EngineStats:
     steps: int
     prompt_tokens: int  # computed, not found in the cache
     output_tokens: int
+    queried_tokens: int  # of prompts that were looked for in the cache
     cached_tokens: int
     preemptions: int
     pages_evicted: int
@@ -71,7 +102,3 @@ class EngineStats:
     running: int
     waiting: int
     idle_stage_steps: int  # stages of the pipeline that had nothing to do in a step, summed over steps
-
-
-def _request_id(sequence: Sequence) -> str:
-    return completion_of(sequence).request_id

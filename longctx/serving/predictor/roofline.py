@@ -24,7 +24,14 @@ def hardware_of(device: Any) -> Hardware:
     """The data sheet of a `jax.Device`, by name; None counts as a CPU, and an unknown accelerator as an H100."""
     if device is None or device.platform == "cpu":
         return CPU
-    return next((sheet for name, sheet in GPUS.items() if name in device.device_kind), GPUS["H100"])
+    return data_sheet(device) or GPUS["H100"]
+
+
+def data_sheet(device: Any) -> Hardware | None:
+    """The data sheet of a `jax.Device`; None if there is none, as of CPUs."""
+    if device is None or device.platform == "cpu":
+        return None
+    return next((sheet for name, sheet in GPUS.items() if name in device.device_kind), None)
 
 
 def roofline(

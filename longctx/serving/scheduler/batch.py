@@ -69,7 +69,8 @@ class TableRun(NamedTuple):
 class Batch:
     """One step. Decodes come first in `chunks`. `tables` are written before it; `admitted` have new slots.
 
-    `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take.
+    `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take; `rank_seconds`
+    are those of each context rank.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)
     work: Work = field(default_factory=Work)
     predicted: float = 0.0
+    rank_seconds: tuple[float, ...] = ()
 
     @property
     def num_tokens(self) -> int:

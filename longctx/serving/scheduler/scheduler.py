@@ -119,7 +119,7 @@ class Scheduler:
             return None
         works = work_by_rank(batch.chunks, self.plan.context)
         seconds = list(map(self.chunker.predictor.seconds, works))
-        batch.predicted = max(seconds)
+        batch.predicted, batch.rank_seconds = max(seconds), tuple(seconds)
         batch.work = works[seconds.index(batch.predicted)]
         self.chunker.note(batch.chunks)
         self.num_steps += 1

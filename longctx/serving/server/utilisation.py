@@ -1,0 +1,79 @@
+"""How much of the devices' arithmetic and memory bandwidth steps use: MFU and MBU.
+
+Counted is what the model needs, whatever the devices do besides (padding, replicated rows): two operations for each
+weight and row, four for each pair of a query's and a key's element; and the bytes of all weights, once a step on each
+context rank, and of the keys and values attended to, once a chunk.
+
+Source: Mnemosyne, section 3.1 (equations 1 to 4), and PaLM (Chowdhery et al. 2022), appendix B, for MFU.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from longctx.models.config import LlamaConfig
+from longctx.models.params import Params
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.predictor.roofline import data_sheet
+
+
+class Peak(NamedTuple):
+    """What all devices together could do: FLOP/s and bytes/s."""
+
+    flops: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Peak | None":
+        """By the data sheet of an engine's devices; None if there is none."""
+        mesh = engine.mesh
+        sheet = None if mesh is None else data_sheet(mesh.devices.flat[0])
+        if mesh is None or sheet is None:
+            return None
+        return cls(sheet.peak_flops * mesh.size, sheet.memory_bandwidth * mesh.size)
+
+
+class ModelCost:
+    """Operations and bytes of a model's steps.
+
+    Args:
+      weight_bytes: of all weights that a step reads, on all devices together.
+      element: bytes of an element of keys and values.
+    """
+
+    def __init__(self, model: LlamaConfig, weight_bytes: int, element: int) -> None:
+        attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        self._per_row = 2 * model.num_layers * model.hidden_size * (attention + 3 * model.intermediate_size)
+        self._per_sample = 2 * model.vocab_size * model.hidden_size
+        self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
+        self._per_key = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
+        self._weight_bytes = weight_bytes
+
+    @classmethod
+    def of(cls, engine: Engine) -> "ModelCost":
+        """Of an engine's model; where it has no weights, as with an executor that simulates, they count nothing."""
+        params: Params | None = getattr(getattr(engine._executor, "runner", None), "params", None)
+        if params is None:
+            return cls(engine.model.config, 0, 2)
+        leaves = jax.tree.leaves({name: params[name] for name in ("layers", "lm_head")})
+        return cls(engine.model.config, sum(map(_bytes, leaves)), params["embed"].dtype.itemsize)
+
+    def flops(self, step: StepMetrics) -> float:
+        """Operations of a step."""
+        rows, pairs = step.decodes, step.decode_keys
+        for start, count in step.chunks:
+            rows += count
+            pairs += count * start + count * (count + 1) // 2
+        return self._per_row * rows + self._per_sample * step.samples + self._per_pair * pairs
+
+    def bytes(self, step: StepMetrics) -> float:
+        """Bytes that a step reads."""
+        keys = step.decode_keys + sum(start + count for start, count in step.chunks)
+        return self._weight_bytes + self._per_key * keys
+
+
+def _bytes(x: jax.Array) -> int:
+    """Of an array, on all devices together."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.device_set)
