@@ -29,7 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["longctx", "longctx.*"]),
-    package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*"]},
+    package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*", "serving/server/page/*"]},
     entry_points={"console_scripts": ["longctx = longctx.cli:program"]},
     install_requires=[
         "jax>=0.10",
