@@ -134,7 +134,7 @@ export class Charts {
   }
 
   #plot(id, words, draw) {
-    document.querySelector(`#${id} output`).textContent = words;
+    document.querySelector(`#${id} .value`).textContent = words;
     draw(document.querySelector(`#${id} .plot`));
   }
 }
