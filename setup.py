@@ -68,6 +68,7 @@ setup(
             "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU
             "httpx>=0.28",
             "openai>=2",
+            "playwright>=1.50",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

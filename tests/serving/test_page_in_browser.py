@@ -32,6 +32,10 @@ new MutationObserver((changes) => {
   }
 }).observe(document, { subtree: true, attributes: true, attributeFilter: ["value"] });
 """
+# The classes of each stack's bars.
+STACKS = "(all) => all.map((one) => [...one.querySelectorAll('rect')].map((bar) => bar.getAttribute('class')))"
+# Whatever reaches beyond the window's right edge.
+OUTSIDE = "(all) => all.filter((x) => x.getBoundingClientRect().right > innerWidth + 0.5).map((x) => x.outerHTML)"
 MARKUP = '<img src="x" onerror="window.hacked = 1"><script>window.hacked = 2</script><b>bold</b>'
 # Drops a file where a user would.
 DROP = """
@@ -47,7 +51,7 @@ DROP = """
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    with ServeProcess() as process:
+    with ServeProcess("--max-length", "32768") as process:
         yield process
 
 
@@ -69,9 +73,7 @@ class Viewed:
         self.page.set_default_timeout(60_000)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on(
-            "console", lambda message: self.errors.append(message.text) if message.type == "error" else None
-        )
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.add_init_script(WATCH)
         self.page.goto(url)
 
@@ -164,9 +166,7 @@ def test_a_short_question_is_answered_while_a_book_is_being_read(browser: Browse
         expect(legend).to_contain_text("note.txt")
         expect(figures(book)).to_have_text(re.compile("first token after"))
         # Some step held rows of both.
-        steps = page.locator("#rows .plot g").evaluate_all(
-            "groups => groups.map((group) => [...group.querySelectorAll('rect')].map((bar) => bar.getAttribute('class')))"
-        )
+        steps = page.locator("#rows .plot g").evaluate_all(STACKS)
         assert any(len({name for name in step if name.startswith("prompt-")}) == 2 for step in steps)
         first = [bar.get_attribute("height") for bar in page.locator("#ttft rect.own").all()]
         assert len(first) == 2
@@ -269,10 +269,7 @@ def test_it_fits_and_can_be_read_and_used_by_keyboard(
         expect(figures(conversation)).to_have_text(re.compile("first token after"))
         page.get_by_text("Settings").click()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        outside = page.locator("main *, header *").evaluate_all(
-            "(all) => all.filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5).map((one) => one.outerHTML)"
-        )
-        assert outside == []
+        assert page.locator("main *, header *").evaluate_all(OUTSIDE) == []
         dim = {words: ratio for words, ratio in page.evaluate(CONTRASTS) if ratio < 4.5}
         assert dim == {}
         page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
@@ -287,9 +284,7 @@ def tabbed(page: Page) -> set[str]:
     wanted = ("API key", "Longest answer", "Temperature", "Choose a text", "Question", "Ask")
     for _ in range(30):
         page.keyboard.press("Tab")
-        name = page.evaluate(
-            "(document.activeElement.labels?.[0] ?? document.activeElement).innerText?.trim() ?? ''"
-        )
+        name = page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).innerText?.trim() ?? ''")
         names |= {one for one in wanted if name.startswith(one)}
         if page.evaluate("document.activeElement === document.body"):
             break

@@ -15,7 +15,7 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.request.output import Event, Metrics, Output
-from longctx.serving.request.request import PreparedRequest
+from longctx.serving.request.request import PreparedRequest, Request
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class EngineThread:
       failure: gets the exception with which the engine fails, or None when the thread ends in order.
       load: as of the last step, or of the last request to come or go while no step ran.
       on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
+      on_end: likewise, with each completion that ends, and its request.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EngineThread:
         self.engine, self.control = engine, control or AdmissionControl(engine)
         self.failure: Future[None] = Future()
         self.on_step: list[Callable[[StepReport], object]] = []
+        self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
         self._clients: dict[str, _Client] = {}
         self._ids = map("request-{}".format, itertools.count())
@@ -198,6 +200,7 @@ class EngineThread:
                     if event.output is not None:
                         client.open.remove(event.index)
                         self.control.note_output(event.output, client.prepared.request.sampling.max_tokens)
+                        _call_all(self.on_end, event.output, client.prepared.request)
                 if not client.open:
                     self._forget(request_id)
                 self._tell(request_id, client, own)
@@ -231,6 +234,8 @@ class EngineThread:
             self._forget(request_id)
             metrics = Metrics(client.arrival, len(client.prepared.tokens))
             ends = [Output(request_id, i, [], "", "error", metrics, error=cause) for i in sorted(client.open)]
+            for end in ends:
+                _call_all(self.on_end, end, client.prepared.request)
             self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
         self._flush()
         self._count()
@@ -238,13 +243,7 @@ class EngineThread:
     def _note(self, metrics: StepMetrics) -> None:
         self.load = self._look()
         self.control.note_step(metrics)
-        report = StepReport(metrics, self.load)
-        for call in tuple(self.on_step):
-            try:
-                call(report)
-            except Exception:
-                self.on_step.remove(call)
-                logger.exception("an observer of steps raised, and is not called any more")
+        _call_all(self.on_step, StepReport(metrics, self.load))
 
     def _look(self) -> Load:
         return Load.of(self.engine.core, self.engine.stats(), self.engine.now())
@@ -252,3 +251,12 @@ class EngineThread:
     def _check_running(self) -> None:
         if self.failure.done():
             raise RuntimeError("the engine has failed, or is closed") from self.failure.exception()
+
+
+def _call_all(calls: list[Callable[..., object]], *arguments: object) -> None:
+    for call in tuple(calls):
+        try:
+            call(*arguments)
+        except Exception:
+            calls.remove(call)
+            logger.exception("an observer of the engine raised, and is not called any more")

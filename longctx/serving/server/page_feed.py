@@ -1,7 +1,7 @@
 """What viewers of the page are told: steps, load and ended requests, in messages that are made once for all of them.
 
 The engine's thread and whoever sees completions end leave what they know in short bounded lists (`observe_step`,
-`observe_output`). While there are viewers, a task of the event loop turns what is new into one JSON message, at most
+`observe_end`). While there are viewers, a task of the event loop turns what is new into one JSON message, at most
 every `interval` seconds. Viewers read from one buffer of messages; one that is slower than the buffer is long misses
 some, and costs nothing more. Messages hold no prompt and no answer: of a request its shortened id and counts.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.request.output import Output
+from longctx.serving.request.request import Request
 
 INTERVAL = 0.1  # seconds between two messages
 STEPS_KEPT = 240  # for who opens the page
@@ -60,7 +61,6 @@ class PageFeed:
         self._num_messages = 0
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
         self.num_viewers = 0
 
     def observe_step(self, report: StepReport) -> None:
@@ -68,8 +68,8 @@ class PageFeed:
         with self._lock:
             self._steps.append(report)
 
-    def observe_output(self, output: Output) -> None:
-        """To be told of each completion that ends."""
+    def observe_end(self, output: Output, request: Request) -> None:
+        """An observer of an engine's thread: a completion has ended."""
         with self._lock:
             self._num_outputs += 1
             self._outputs.append((self._num_outputs, output))
@@ -92,7 +92,7 @@ class PageFeed:
                 self._task = asyncio.create_task(self._publish())
             seen = self._num_messages
             yield self._message(-1, 0, STEPS_KEPT)
-            while not self._is_closed:
+            while True:
                 news = self._news
                 for number, message in [message for message in self._messages if message[0] > seen]:
                     # Those that were dropped while the viewer took the last one are not for it any more.
@@ -106,11 +106,6 @@ class PageFeed:
             if self.num_viewers == 0 and self._task is not None:
                 self._task.cancel()
                 self._task = None
-
-    def close(self) -> None:
-        """End the messages of all viewers, now and later; in the event loop."""
-        self._is_closed = True
-        self._news.set()
 
     async def _publish(self) -> None:
         while True:

@@ -23,9 +23,12 @@ from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from longctx.models import passkey
+from longctx.models.builtin import TINY
+from longctx.models.checkpoint import read_model
 from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed
+from longctx.serving.server.server import Server
 
-DIRECTORY = Path(__file__).with_name("page")
+DIRECTORY = Path(__file__).parent.with_name("page")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # Scripts and styles come from the page's own files alone, and text never becomes markup (trusted types).
 POLICY = (
@@ -87,7 +90,18 @@ class _Events(EventSourceResponse):
             await super().__call__(scope, receive, send)
 
 
-def page_router(model: PageModel, feed: PageFeed) -> APIRouter:
+def page_router(server: Server) -> APIRouter:
+    """The page of a server, whose engine's thread it watches from now on."""
+    engine = server.engine
+    is_builtin = engine.model.config == read_model(TINY)[0].config
+    model = PageModel(server.model_name, server.chat_format.has_template, engine.max_length, is_builtin)
+    feed = PageFeed(server.thread)
+    server.thread.on_step.append(feed.observe_step)
+    server.thread.on_end.append(feed.observe_end)
+    return page_routes(model, feed)
+
+
+def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
     """The routes of the page."""
     router = APIRouter(include_in_schema=False)
     files = read_files()

@@ -15,8 +15,8 @@ from longctx.models import load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, SamplingParams
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.server import page_router as routes
 from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed
+from longctx.serving.server.routes import page as routes
 
 MODEL = routes.PageModel("tiny", False, 256, True)
 FILES = routes.read_files()
@@ -31,7 +31,7 @@ def feed() -> PageFeed:
 @pytest.fixture
 def client(feed: PageFeed) -> TestClient:
     app = FastAPI()
-    app.include_router(routes.page_router(MODEL, feed))
+    app.include_router(routes.page_routes(MODEL, feed))
     return TestClient(app)
 
 
@@ -94,7 +94,7 @@ def test_scripts_never_turn_text_into_markup_or_code(name: str) -> None:
 
 
 def test_other_names_are_not_found(client: TestClient) -> None:
-    for path in ("none.js", "..%2fpage_router.py", "%2e%2e/page_router.py", "__init__.py", "/etc/passwd"):
+    for path in ("none.js", "..%2fgate.py", "%2e%2e/gate.py", "__init__.py", "/etc/passwd"):
         assert client.get(f"/page/static/{path}").status_code == 404
 
 
@@ -115,7 +115,7 @@ def test_model_and_examples(client: TestClient) -> None:
 
 def test_other_models_have_no_example(feed: PageFeed) -> None:
     app = FastAPI()
-    app.include_router(routes.page_router(routes.PageModel("llama", True, 8192, False), feed))
+    app.include_router(routes.page_routes(routes.PageModel("llama", True, 8192, False), feed))
     assert TestClient(app).get("/page/example").status_code == 404
 
 
