@@ -29,7 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["longctx", "longctx.*"]),
-    package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*"]},
+    package_data={"longctx": ["py.typed", "*.pyi", "*/*.pyi", "models/tiny/*", "serving/server/page/*"]},
     entry_points={"console_scripts": ["longctx = longctx.cli:program"]},
     install_requires=[
         "jax>=0.10",
@@ -68,6 +68,7 @@ setup(
             "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU
             "httpx>=0.28",
             "openai>=2",
+            "playwright>=1.50",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",

@@ -18,6 +18,7 @@ from longctx.serving.server.routes.administration import administration_router
 from longctx.serving.server.routes.generation import generation_router
 from longctx.serving.server.routes.health import health_router
 from longctx.serving.server.routes.introspection import introspection_router
+from longctx.serving.server.routes.page import page_router
 from longctx.serving.server.routes.tokenization import tokenization_router
 from longctx.serving.server.schemas.base import components
 from longctx.serving.server.schemas.chat import ChatBody
@@ -28,7 +29,14 @@ from longctx.serving.server.server import Server
 logger = logging.getLogger(__name__)
 
 _BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
-_ROUTERS = (generation_router, tokenization_router, introspection_router, health_router, administration_router)
+_ROUTERS = (
+    generation_router,
+    tokenization_router,
+    introspection_router,
+    health_router,
+    administration_router,
+    page_router,
+)
 
 
 def make_app(server: Server) -> FastAPI:

@@ -1,0 +1,149 @@
+"""The page at `/`: static files of the package, and what they ask for.
+
+    GET /                page/index.html
+    GET /page/static/NAME  a file of `page/`, by its name in a list that is read once
+    GET /page/model        what the page has to know of the model
+    GET /page/example      a document and questions that the built-in model answers
+    GET /page/events       server-sent events of what the scheduler does, see `page_feed`
+
+`/` and the files need no API key, as a browser sends none when it opens a page (`gate.OPEN_PREFIXES`); they hold
+nothing of anybody. The rest needs one, where there are keys.
+"""
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fastapi import APIRouter, HTTPException, Query, Request, Response
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from longctx.models import passkey
+from longctx.models.builtin import TINY
+from longctx.models.checkpoint import read_model
+from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed
+from longctx.serving.server.server import Server
+
+DIRECTORY = Path(__file__).parent.with_name("page")
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Scripts and styles come from the page's own files alone, and text never becomes markup (trusted types).
+POLICY = (
+    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # asked for again each time, by its ETag
+}
+SEND_TIMEOUT = 30.0  # seconds for which a viewer may take nothing
+# Documents for the built-in model. It answers 95 of 100 such questions; about these two all, as a test asserts.
+EXAMPLES = {"book": (16_384, 4, 1), "note": (1_024, 4, 2)}  # bytes, facts, seed
+
+
+class File(NamedTuple):
+    """A static file as it is sent."""
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+@dataclass(frozen=True)
+class PageModel:
+    """What the page has to know of the model. `max_length`: of prompt and answer; `has_chat`: a chat template."""
+
+    name: str
+    has_chat: bool
+    max_length: int
+    is_builtin: bool
+
+
+def read_files() -> dict[str, File]:
+    """The page's files by their names."""
+    files = {}
+    for path in sorted(DIRECTORY.iterdir()):
+        if path.suffix in TYPES:
+            content = path.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            files[path.name] = File(content, TYPES[path.suffix], tag)
+    return files
+
+
+@cache
+def example_document(kind: str) -> passkey.Document:
+    """One of `EXAMPLES`."""
+    size, facts, seed = EXAMPLES[kind]
+    return passkey.make_document(size, facts, seed)
+
+
+class _Events(EventSourceResponse):
+    """Closes the connection of a viewer that takes nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(SendTimeoutError):
+            await super().__call__(scope, receive, send)
+
+
+def page_router(server: Server) -> APIRouter:
+    """The page of a server, whose engine's thread it watches from now on."""
+    engine = server.engine
+    is_builtin = engine.model.config == read_model(TINY)[0].config
+    model = PageModel(server.model_name, server.chat_format.has_template, engine.max_length, is_builtin)
+    feed = PageFeed(server.thread)
+    server.thread.on_step.append(feed.observe_step)
+    server.thread.on_end.append(feed.observe_end)
+    return page_routes(model, feed)
+
+
+def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
+    """The routes of the page."""
+    router = APIRouter(include_in_schema=False)
+    files = read_files()
+
+    def send(name: str, request: Request) -> Response:
+        file = files.get(name)
+        if file is None:
+            raise HTTPException(404, f"the page has no file {name!r}")
+        headers = HEADERS | {"etag": file.tag}
+        if request.headers.get("if-none-match") == file.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, media_type=file.media_type, headers=headers)
+
+    @router.get("/")
+    async def index(request: Request) -> Response:
+        return send("index.html", request)
+
+    @router.get("/page/static/{name}")
+    async def static(name: str, request: Request) -> Response:
+        return send(name, request)
+
+    @router.get("/page/model")
+    async def about() -> PageModel:
+        return model
+
+    @router.get("/page/example")
+    async def example(kind: str = Query("book", max_length=16)) -> dict[str, object]:
+        if not model.is_builtin or kind not in EXAMPLES:
+            raise HTTPException(404, f"there is no example {kind!r} for this model")
+        document = example_document(kind)
+        return {"name": f"{kind}.txt", "text": document.text, "questions": [*map(passkey.question, document.facts)]}
+
+    @router.get("/page/events")
+    async def events() -> Response:
+        if feed.num_viewers >= MAX_VIEWERS:
+            raise HTTPException(503, f"{MAX_VIEWERS} pages watch this server already", {"retry-after": "10"})
+
+        async def sent() -> AsyncIterator[dict[str, str]]:
+            async with aclosing(feed.messages()) as messages:
+                async for message in messages:
+                    yield {"data": message}
+
+        return _Events(sent(), send_timeout=SEND_TIMEOUT, headers={"cache-control": "no-store"})
+
+    return router
