@@ -15,7 +15,7 @@ class ActiveCall:
 
     Args:
       shown_id: by which the client knows the call.
-      buffer: deliveries that may wait for the client.
+      buffer: steps' tokens of each request that may wait for the client.
       arrival: by the engine's clock.
 
     Raises:
@@ -33,7 +33,7 @@ class ActiveCall:
     ) -> None:
         self.call, self.shown_id, self._thread = call, shown_id, thread
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
-        self.stream = Stream(buffer, self.cancel)
+        self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
         try:
             for number, prepared in enumerate(call.requests):

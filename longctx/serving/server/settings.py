@@ -40,7 +40,7 @@ class ServerSettings:
       max_priority: the highest `priority` that a request may have; higher ones count as this.
       min_tpot: the least TPOT target that a request may have: a target shrinks the chunks of everybody's prompts while
         the request decodes. None: the engine's own, so that requests may only ask for less.
-      stream_buffer: events that may wait for a client that reads slowly, before its request is cancelled.
+      stream_buffer: steps whose tokens may wait for a client that reads slowly, before its request is cancelled.
       slow_reader_timeout: until a client's connection is closed that takes nothing.
       ping_interval: between comments in a stream that has nothing to say, for proxies.
       shutdown_timeout: for which running requests may go on after SIGTERM.

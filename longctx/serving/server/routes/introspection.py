@@ -85,7 +85,8 @@ def introspection_router(server: Server) -> APIRouter:
         """Caches of documents that stay: there are none."""
         return {"object": "list", "data": []}
 
-    @router.api_route("/metrics", methods=["GET", "HEAD"])
+    @router.head("/metrics", include_in_schema=False)
+    @router.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
         text = b"" if server.metrics is None else server.metrics.render()
