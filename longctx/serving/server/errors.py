@@ -14,6 +14,9 @@ _NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of
 # Names of the engine's own arguments that clients call otherwise.
 _PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}
 _SHOWN_PROBLEMS = 3
+DROPPED = "x-llm-d-request-dropped-reason"
+"""The header that says why a request was refused that could be served at another time."""
+
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
