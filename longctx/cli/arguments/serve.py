@@ -33,7 +33,9 @@ SETTINGS: list[tuple[str, type, Any, str]] = [
     ("shutdown_timeout", float, 60.0, "seconds for which requests may go on after SIGTERM"),
     ("stall_timeout", float, 300.0, "seconds of one step after which /health fails"),
     ("prepare_processes", int, 1, "processes that tokenise long prompts"),
+    ("metrics_prefix", str, "longctx", "of metrics that vLLM has too: vllm for its dashboards and scrapers"),
 ]
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "NAME"}
 LIMITS: list[tuple[str, type, Any, str]] = [
     ("max_waiting", int, 1024, "requests that may wait; others get 429"),
     ("max_waiting_tokens", int, None, "tokens of their prompts; default: any number"),
@@ -64,8 +66,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0: any")
     for name, kind, default, about in (*LIMITS, *SETTINGS):
         shown = "" if default is None else f"; default: {default}"
-        metavar = "N" if kind is int else "X"
-        server.add_argument(flag(name), type=kind, default=default, metavar=metavar, help=about + shown)
+        server.add_argument(flag(name), type=kind, default=default, metavar=_METAVARS[kind], help=about + shown)
     server.add_argument(
         "--ignore-deadlines", action="store_true", help="admit requests whose TTFT target can't be kept, too"
     )

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from longctx.serving.engine.admission_control import Refused
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Event, Output
-from longctx.serving.server.errors import ApiError, not_servable
+from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.read_call import Call
 from longctx.serving.server.streams import Deliveries, Stream
 
@@ -15,7 +15,7 @@ class ActiveCall:
 
     Args:
       shown_id: by which the client knows the call.
-      buffer: deliveries that may wait for the client.
+      buffer: steps' tokens of each request that may wait for the client.
       arrival: by the engine's clock.
 
     Raises:
@@ -33,7 +33,7 @@ class ActiveCall:
     ) -> None:
         self.call, self.shown_id, self._thread = call, shown_id, thread
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
-        self.stream = Stream(buffer, self.cancel)
+        self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
         try:
             for number, prepared in enumerate(call.requests):
@@ -98,7 +98,7 @@ class ActiveCall:
 def refusal(error: BaseException) -> ApiError | None:
     """The answer to what `EngineThread.submit` raises; None: it is no answer to a client."""
     if isinstance(error, Refused):
-        dropped: dict[str, str] = {"x-llm-d-request-dropped-reason": error.reason}
+        dropped: dict[str, str] = {DROPPED: error.reason}
         if error.reason == "draining":
             dropped["connection"] = "close"
             return ApiError(503, str(error), None, "server_is_overloaded", error.retry_after, dropped)

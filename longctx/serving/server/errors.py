@@ -10,9 +10,13 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 _ARGUMENT = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_]*) (?:must|contradicts?|has|needs?)\b")
+_NAME = re.compile(r"(?!(?:str|int|constrained-\w+)$)\w+")  # of a field, not of a type
 # Names of the engine's own arguments that clients call otherwise.
 _PARAMS = {"tpot_target": "tpot_ms", "ttft_deadline": "ttft_ms", "session_id": "prompt_cache_key"}
 _SHOWN_PROBLEMS = 3
+DROPPED = "x-llm-d-request-dropped-reason"
+"""The header that says why a request was refused that could be served at another time."""
+
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -61,16 +65,18 @@ def _make(status: int, message: str, param: str | None, code: str | None, header
 
 def not_valid(error: ValidationError) -> ApiError:
     """The answer to a body that is no JSON, or not of the fields and types that it should be."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    texts = []
-    for problem in problems[:_SHOWN_PROBLEMS]:
-        place = ".".join(str(part) for part in problem["loc"])
-        text = problem["msg"].removeprefix("Value error, ")
-        texts.append(f"{place}: {text}" if place else text)
-    if len(problems) > _SHOWN_PROBLEMS:
-        texts.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
-    first = problems[0]["loc"]
-    return ApiError(400, "; ".join(texts), str(first[0]) if first else None)
+    # Of a value that may be of several types, the problem of the one that it comes nearest to.
+    nearest: dict[str | None, tuple[int, str]] = {}
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        path = problem["loc"]
+        field = str(path[0]) if path else None
+        if field not in nearest or len(path) > nearest[field][0]:
+            place = ".".join(str(part) for part in path if isinstance(part, int) or _NAME.fullmatch(part))
+            text = problem["msg"].removeprefix("Value error, ")
+            nearest[field] = len(path), f"{place}: {text}" if place else text
+    texts = [text for _, text in nearest.values()]
+    more = [f"and {len(texts) - _SHOWN_PROBLEMS} more"] if len(texts) > _SHOWN_PROBLEMS else []
+    return ApiError(400, "; ".join([*texts[:_SHOWN_PROBLEMS], *more]), next(iter(nearest)))
 
 
 def not_servable(error: Exception) -> ApiError:

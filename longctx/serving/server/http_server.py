@@ -30,7 +30,8 @@ _BACKLOG, _KEEP_ALIVE = 2048, 75
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 whose headers are of a bounded size and come in a bounded time; a subclass has the `settings`."""
+    """HTTP/1.1 with limits: on the size of headers and the time until they are there, and on how long a client may
+    take nothing of what is sent to it. A subclass has the `settings`."""
 
     settings: ServerSettings
 
@@ -39,11 +40,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._is_too_large = False
         self._late: TimerHandle | None = None
+        self._stuck: TimerHandle | None = None
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_waiting()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # What has been written waits for the client; closing would wait for it too.
+        self._stuck = self.loop.call_later(self.settings.slow_reader_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -64,7 +78,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -97,7 +111,12 @@ class HttpServer(uvicorn.Server):
 
     After the first SIGTERM or SIGINT, new requests get 503, while health and metrics still answer; running ones may
     finish within `shutdown_timeout`, and what has not is cancelled. A second signal ends the process at once.
+
+    Attributes:
+      loop: that serves, once it runs.
     """
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, server: Server, host: str = "127.0.0.1", port: int = 0) -> None:
         protocol = type("Protocol", (LimitedProtocol,), {"settings": server.settings})
@@ -129,10 +148,10 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's, it does not raise the signal again at the end: the exit status is 0 then."""
+        self.loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
         try:
             yield
@@ -144,7 +163,7 @@ class HttpServer(uvicorn.Server):
         now = time.monotonic()
         if self._signalled is None:
             self._signalled = now
-            self._loop.call_soon_threadsafe(self.begin_shutdown)
+            self.loop.call_soon_threadsafe(self.begin_shutdown)
         elif now - self._signalled > _SAME_SIGNAL:
             os.write(2, b"longctx: ended by a second signal\n")
             os._exit(128 + sig)

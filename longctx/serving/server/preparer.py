@@ -36,6 +36,12 @@ class Preparer:
             for _ in range(self._num_processes):
                 self._pool().submit(os.getpid)
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes that run."""
+        # The pool has no other way to tell.
+        return [] if self._processes is None else list(self._processes._processes)
+
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """See `read_call.read`: a `Call`, or what else the kind gives."""
         is_long = len(body) >= LONG_BYTES and self._num_processes > 0

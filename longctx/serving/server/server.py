@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from longctx import __version__
 from longctx.models.chat_template import ChatTemplate
@@ -13,14 +12,12 @@ from longctx.models.token_bytes import TokenBytes
 from longctx.models.tokenizer import Tokenizer
 from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.request.output import Output
-from longctx.serving.request.request import Request
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.chat_format import ChatFormat
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.preparer import Preparer
+from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.read_call import Call, CallReader, CallRules
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Deliveries
@@ -29,22 +26,6 @@ logger = logging.getLogger(__name__)
 
 _WARMING_RETRY = 5.0
 _NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
-
-
-class Metrics(Protocol):
-    """Counts what a server does, and renders it for Prometheus."""
-
-    def observe_step(self, report: StepReport) -> None:
-        """A step has ended; called in the engine's thread."""
-
-    def observe_request(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
-
-    def observe_refusal(self, reason: str) -> None:
-        """A request was refused."""
-
-    def render(self) -> bytes:
-        """All of it, in Prometheus's text form."""
 
 
 class Server:
@@ -79,7 +60,7 @@ class Server:
         self.chat_format = ChatFormat(self.tokenizer, chat_template)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
         self.preparer = Preparer(self._make_reader(), self.settings.prepare_processes)
-        self.metrics: Metrics | None = None
+        self.metrics = ServerMetrics(self.settings.metrics_prefix, self.thread, self.model_name)
         self.calls: dict[str, ActiveCall] = {}
         self.is_draining = False
         self.version = __version__
@@ -92,7 +73,8 @@ class Server:
     def check_accepting(self) -> None:
         """ApiError, unless requests are taken now."""
         if self.is_draining:
-            headers = {"connection": "close", "x-llm-d-request-dropped-reason": "draining"}
+            self.metrics.observe_refusal("draining")
+            headers = {"connection": "close", DROPPED: "draining"}
             message = "the server is shutting down, and takes no new requests"
             raise ApiError(503, message, None, "server_is_overloaded", 5.0, headers)
         if not self.is_warm:
@@ -104,7 +86,12 @@ class Server:
     def begin(self, call_id: str, shown_id: str, call: Call, arrival: float) -> ActiveCall:
         """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't."""
         assert self._deliveries is not None, "the server has not been started"
-        active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+        try:
+            active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+        except ApiError as error:
+            if DROPPED in error.headers:
+                self.metrics.observe_refusal(error.headers[DROPPED])
+            raise
         self.calls[call_id] = active
         return active
 

@@ -40,12 +40,13 @@ class ServerSettings:
       max_priority: the highest `priority` that a request may have; higher ones count as this.
       min_tpot: the least TPOT target that a request may have: a target shrinks the chunks of everybody's prompts while
         the request decodes. None: the engine's own, so that requests may only ask for less.
-      stream_buffer: events that may wait for a client that reads slowly, before its request is cancelled.
+      stream_buffer: steps whose tokens may wait for a client that reads slowly, before its request is cancelled.
       slow_reader_timeout: until a client's connection is closed that takes nothing.
       ping_interval: between comments in a stream that has nothing to say, for proxies.
       shutdown_timeout: for which running requests may go on after SIGTERM.
       stall_timeout: without a step, although there is work, after which the server is not healthy any more.
       prepare_processes: processes that check, tokenise and hash long prompts; 0: threads do it.
+      metrics_prefix: of the names of metrics that vLLM has too: `vllm` for what reads those.
       profile_dir: where `/start_profile` writes traces; None: it is refused.
 
     Raises:
@@ -69,6 +70,7 @@ class ServerSettings:
     shutdown_timeout: float = 60.0
     stall_timeout: float = 300.0
     prepare_processes: int = 1
+    metrics_prefix: str = "longctx"
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:

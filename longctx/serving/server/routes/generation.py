@@ -1,13 +1,12 @@
 """`/v1/completions` and `/v1/chat/completions`: streaming and not."""
 
 import asyncio
-import contextlib
 import math
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import format_sse_event
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from sse_starlette.sse import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from longctx.serving.request.output import Output
@@ -126,14 +125,11 @@ class _EventStream(EventSourceResponse):
     """A stream whose call ends with it, however it ends."""
 
     def __init__(self, server: Server, call_id: str, chunks: AsyncIterator[bytes]) -> None:
-        settings = server.settings
-        super().__init__(chunks, ping=settings.ping_interval, sep="\n", send_timeout=settings.slow_reader_timeout)
+        super().__init__(chunks, ping=server.settings.ping_interval, sep="\n")
         self._server, self._call_id = server, call_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # A client that takes nothing for so long finds its connection closed.
-            with contextlib.suppress(SendTimeoutError):
-                await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
             self._server.end(self._call_id)

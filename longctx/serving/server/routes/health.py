@@ -10,18 +10,22 @@ def health_router(server: Server) -> APIRouter:
     """Routes for who watches the process. They wait for nothing, so they answer while a step runs or compiles."""
     router = APIRouter(tags=["health"])
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health")
     async def health() -> Response:
         """200 while the engine lives, though it may be busy or warming up; else 503: the process should be ended."""
         problem = server.problem
         return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)
 
-    @router.api_route("/ping", methods=["GET", "POST", "HEAD"])
+    @router.head("/ping", include_in_schema=False)
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping")
     async def ping() -> Response:
         """The same, by another name."""
         return await health()
 
-    @router.api_route("/ready", methods=["GET", "HEAD"])
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken: after warming up, and before shutting down."""
         problem = server.problem

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from longctx.serving.server.errors import ApiError
+from longctx.serving.server.prometheus import CONTENT_TYPE
 from longctx.serving.server.server import Server
 
 
@@ -85,11 +86,11 @@ def introspection_router(server: Server) -> APIRouter:
         """Caches of documents that stay: there are none."""
         return {"object": "list", "data": []}
 
-    @router.api_route("/metrics", methods=["GET", "HEAD"])
+    @router.head("/metrics", include_in_schema=False)
+    @router.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
-        text = b"" if server.metrics is None else server.metrics.render()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE)
 
     return router
 

@@ -11,7 +11,7 @@ Prompt = Annotated[
     str
     | TokenIds
     | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-    | Annotated[list[TokenIds], Field(fail_fast=True)],
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
 ]
 

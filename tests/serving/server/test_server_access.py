@@ -1,0 +1,212 @@
+"""Who may do what: keys, administrators, other web pages; and how much anybody may send."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import NAME, Served, fake_engine, served
+
+from longctx.serving.server.keys import ApiKey, KeyRing, read_keys
+from longctx.serving.server.settings import ServerSettings
+
+ALICE, BOB, ADMIN = "alice-has-this-key", "bob-has-another-one", "the-administrator-s"
+BODY = {"model": NAME, "prompt": "ABCD" * 5, "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Served]:
+    settings = ServerSettings(
+        api_keys=read_keys([f"alice {ALICE}", f"bob {BOB}"], "api"),
+        admin_keys=read_keys([ADMIN], "admin"),
+        prepare_processes=0,
+        max_body_bytes=2000,
+        max_header_bytes=1000,
+        header_timeout=0.5,
+        body_timeout=0.5,
+    )
+    with served(fake_engine(), settings) as running:
+        yield running
+
+
+@pytest.fixture
+def client(guarded: Served) -> Iterator[httpx.Client]:
+    with guarded.http_client() as client:
+        yield client
+
+
+def key(value: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {value}"}
+
+
+def routes(running: Served) -> list[tuple[str, str]]:
+    """All that the app answers to, and what it doesn't know."""
+    paths = running.http.config.app.openapi()["paths"]
+    return [("get", "/openapi.json"), ("get", "/nothing"), *((m, path) for path in paths for m in paths[path])]
+
+
+def test_keys_guard_everything_but_whether_the_server_lives(guarded: Served, client: httpx.Client) -> None:
+    open_paths = {"/health", "/ready", "/ping"}
+    found = routes(guarded)
+    assert len(found) > 25
+    for method, path in found:
+        for headers in ({}, key("not-a-key-of-ours"), key(ALICE[:-1]), key(ALICE + "x"), {"authorization": ALICE}):
+            answer = client.request(method, path, headers=headers)
+            assert (answer.status_code == 401) != (path in open_paths), (method, path, answer.status_code)
+        if path not in open_paths and method != "head":
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("value", [ALICE, BOB, ADMIN])
+def test_each_key_opens(guarded: Served, value: str) -> None:
+    assert guarded.openai(value).models.list().data[0].id == NAME
+
+
+def test_the_client_gets_an_authentication_error(guarded: Served) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        guarded.openai("wrong-wrong").completions.create(model=NAME, prompt="1")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("get", path) for path in ("/load", "/loads", "/v1/loads", "/get_load")),
+        *(("post", path) for path in ("/abort_requests", "/abort_request", "/start_profile", "/stop_profile")),
+    ],
+)
+def test_administrators_have_a_key_of_their_own(client: httpx.Client, method: str, path: str) -> None:
+    assert client.request(method, path, headers=key(ALICE)).status_code == 403
+    body = {"json": {"request_ids": []}} if method == "post" else {}
+    answer = client.request(method, path, headers=key(ADMIN), **body)
+    assert answer.status_code == (403 if "profile" in path else 200)
+    if "profile" in path:
+        assert answer.json()["error"]["code"] == "profiles_are_off"
+
+
+def test_tenants_share_no_pages(client: httpx.Client) -> None:
+    def cached(value: str) -> int:
+        answer = client.post("/v1/completions", json=BODY, headers=key(value)).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(ALICE), cached(BOB)] == [0, 0]
+    assert min(cached(ALICE), cached(BOB)) > 0
+
+
+def test_no_other_page_may_ask(client: httpx.Client) -> None:
+    headers = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
+    answer = client.options("/v1/completions", headers=headers)
+    assert answer.status_code == 401
+    assert not any(name.startswith("access-control") for name in answer.headers)
+    assert "access-control-allow-origin" not in client.get("/health", headers=headers).headers
+
+
+def test_pages_of_allowed_origins_may_ask() -> None:
+    settings = ServerSettings(prepare_processes=0, allow_origins=("https://ours.example",))
+    with served(fake_engine(), settings) as running, running.http_client() as client:
+        for origin, allowed in (("https://ours.example", "https://ours.example"), ("https://elsewhere.example", None)):
+            headers = {"origin": origin, "access-control-request-method": "POST"}
+            answer = client.options("/v1/completions", headers=headers)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_what_a_form_can_send_is_no_request(client: httpx.Client, kind: str | None) -> None:
+    headers = key(ALICE) | ({} if kind is None else {"content-type": kind})
+    answer = client.post("/v1/completions", content=b'{"prompt": "1"}', headers=headers)
+    assert answer.status_code == 415
+    assert "Content-Type" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_bodies_have_a_limit(client: httpx.Client, is_chunked: bool) -> None:
+    content: Any = b'{"prompt": "' + b"1" * 3000 + b'"}'
+    if is_chunked:
+        content = iter([content[:1000], content[1000:]])
+    answer = client.post("/v1/completions", content=content, headers=key(ALICE) | {"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert "2000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_length_that_is_no_number_is_a_bad_request(guarded: Served) -> None:
+    assert b" 400 " in exchange(guarded, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"x" * 2000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 400 + b"\r\n",
+        b"GET /health?" + b"x" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 2000,
+    ],
+)
+def test_headers_have_a_limit(guarded: Served, head: bytes) -> None:
+    answer = exchange(guarded, head)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.endswith(b"The headers are too large.")
+
+
+def test_headers_must_come_in_time(guarded: Served) -> None:
+    start = time.monotonic()
+    assert exchange(guarded, b"GET /health HTTP/1.1\r\nHost: x\r\n") == b""
+    assert 0.4 < time.monotonic() - start < 5
+
+
+def test_a_body_must_come_in_time(guarded: Served) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ALICE}\r\n"
+    answer = exchange(guarded, f"{head}Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{{".encode())
+    assert b"HTTP/1.1 408 " in answer
+
+
+def test_no_answer_shows_a_key_or_a_path(client: httpx.Client, guarded: Served) -> None:
+    for method, path in routes(guarded):
+        if "profile" not in path:
+            text = client.request(method, path, headers=key(ADMIN)).text
+            assert not any(secret in text for secret in (ALICE, BOB, ADMIN, "hash_key", "/work", "/tmp"))
+    assert not any(secret in repr(guarded.server.settings) for secret in (ALICE, BOB, ADMIN))
+
+
+def exchange(running: Served, data: bytes) -> bytes:
+    """What comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", running.port), 10) as connection:
+        connection.sendall(data)
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+    return received
+
+
+def test_a_key_ring_knows_its_keys_alone() -> None:
+    ring = KeyRing([ApiKey("a", "12345678"), ApiKey("b", "123456789")])
+    assert [ring.name_of(sent) for sent in (b"12345678", b"123456789", b"1234567", b"", b"\xff")] == [
+        "a",
+        "b",
+        None,
+        None,
+        None,
+    ]
+    assert not KeyRing([])
+    assert KeyRing([]).name_of(b"") is None
+
+
+def test_files_of_keys_have_names_and_comments() -> None:
+    keys = read_keys(["# ours", "", "first-key-1", "bob  second-key-2"], "api")
+    assert [(each.name, each.key) for each in keys] == [("api-3", "first-key-1"), ("bob", "second-key-2")]
+    assert "second-key-2" not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    "lines", [["a b c"], ["short"], ["n\u00e4me long-enough"], ["a long-enough", "a long-enough-2"]]
+)
+def test_bad_files_of_keys_are_refused_and_not_shown(lines: list[str]) -> None:
+    with pytest.raises(ValueError, match="key") as caught:
+        read_keys(lines, "api")
+    assert "long-enough" not in str(caught.value)
+
+
+def test_one_key_can_t_be_two_people_s() -> None:
+    with pytest.raises(ValueError, match="different keys"):
+        ServerSettings(api_keys=(ApiKey("a", "12345678"),), admin_keys=(ApiKey("b", "12345678"),))

@@ -1,0 +1,169 @@
+"""Clients that leave, and clients that read slowly: their pages come back, and nobody else waits for them."""
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from fake_device import expected_tokens
+from letter_tokenizer import LetterTokenizer
+from served import NAME, Served, fake_engine, served
+
+from longctx.serving import SamplingParams
+from longctx.serving.server.settings import ServerSettings
+
+TEXT = LetterTokenizer()
+PROMPT = "ABCDEFGH"
+
+
+def post(running: Served, fields: dict[str, Any], buffer: int | None = None) -> socket.socket:
+    """Send a request, and read nothing; `buffer`: bytes that the client's side of the connection holds."""
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", running.port))
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0} | fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + body)
+    return connection
+
+
+def steps(running: Served) -> int:
+    return running.server.engine.stats().steps
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_in_decode_frees_pages_within_a_step(letters: Served, stream: bool) -> None:
+    letters.executor.pause = 0.02
+    try:
+        with post(letters, {"stream": stream, "prompt": [PROMPT, "12"]}):
+            letters.wait_until("both decode", lambda: letters.server.engine.stats().output_tokens and steps(letters))
+            letters.wait_until("pages are held", lambda: letters.pages_held() > 0)
+            before = steps(letters)
+        letters.wait_until("the pages are back", lambda: letters.pages_held() == 0)
+        # Besides the step that ran: the news comes through the event loop, and two steps are in flight.
+        assert steps(letters) - before <= 4
+    finally:
+        letters.executor.pause = 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_in_prefill_frees_pages_within_a_step(letters: Served, stream: bool) -> None:
+    letters.executor.go.clear()
+    try:
+        with post(letters, {"stream": stream, "prompt": "Z" * 200, "max_tokens": 8}):
+            letters.wait_until("it is prefilled", lambda: letters.pages_held() > 0)
+            before = letters.server.engine.stats().output_tokens
+        letters.wait_until("the server knows", lambda: not letters.server.calls)
+    finally:
+        letters.executor.go.set()
+    letters.wait_idle()
+    assert letters.server.engine.stats().output_tokens == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_the_queue_is_never_admitted(letters: Served, stream: bool) -> None:
+    letters.executor.pause = 0.01
+    running = [post(letters, {}) for _ in range(6)]  # all slots
+    try:
+        letters.wait_until("all slots are taken", lambda: letters.server.engine.stats().running == 6)
+        with post(letters, {"stream": stream, "prompt": "111"}):
+            letters.wait_until("it waits", lambda: letters.server.engine.stats().waiting == 1)
+        letters.wait_until("it waits no more", lambda: letters.server.engine.stats().waiting == 0)
+        assert letters.server.engine.stats().running == 6
+    finally:
+        for connection in running:
+            connection.close()
+        letters.executor.pause = 0.0
+    letters.wait_idle()
+    assert letters.server.thread.control.num_waiting == 0
+
+
+def test_a_slow_reader_is_cancelled_and_told_and_holds_nobody_back() -> None:
+    settings = ServerSettings(prepare_processes=0, stream_buffer=64)
+    with served(fake_engine(max_logprobs=5, num_pages=800), settings) as running:
+        slow = post(running, {"stream": True, "logprobs": 5, "prompt": [PROMPT] * 6, "max_tokens": 240}, buffer=4096)
+        answer = running.openai().completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=32, temperature=0, extra_body={"ignore_eos": True}
+        )
+        expected = expected_tokens(TEXT.encode(PROMPT), SamplingParams(max_tokens=32, ignore_eos=True))
+        assert answer.choices[0].text == TEXT.decode(expected)
+        running.wait_until("the slow one is cancelled", lambda: running.pages_held() == 0)
+        received = b""
+        with slow:
+            slow.settimeout(10)
+            while b"\r\n0\r\n\r\n" not in received:
+                received += slow.recv(65536)
+        assert b'"code":"slow_reader"' in received
+        assert b"[DONE]" not in received
+        running.wait_idle()
+
+
+def test_a_client_that_takes_nothing_is_left_in_the_end() -> None:
+    settings = ServerSettings(prepare_processes=0, stream_buffer=64, slow_reader_timeout=0.5)
+    with served(fake_engine(max_logprobs=5, num_pages=800), settings) as running:
+        with post(running, {"stream": True, "logprobs": 5, "prompt": [PROMPT] * 6, "max_tokens": 240}, buffer=4096):
+            running.wait_until("it is cancelled", lambda: steps(running) and not running.pages_held())
+            running.wait_until("the connection is closed", lambda: not running.http.server_state.connections)
+        running.wait_idle()
+
+
+def test_an_aborted_request_ends_with_what_there_is(letters: Served) -> None:
+    letters.executor.pause = 0.01
+    answers: list[httpx.Response] = []
+    try:
+        with letters.http_client() as client, letters.http_client(headers={"x-request-id": "mine"}) as other:
+            body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+            waiting = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
+            waiting.start()
+            letters.wait_until("it runs", lambda: letters.pages_held() > 0)
+            aborted = client.post("/abort_requests", json={"request_ids": ["other", "mine"]})
+            assert aborted.json() == {"aborted": ["mine"]}
+            waiting.join(10)
+            assert client.post("/abort_requests", json={"request_ids": ["mine"]}).json() == {"aborted": []}
+    finally:
+        letters.executor.pause = 0.0
+    (answer,) = answers
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_many_idle_streams_cost_next_to_nothing() -> None:
+    """While nothing comes, no stream does anything but wait."""
+
+    async def hold() -> None:
+        connections = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(200)]
+        body = json.dumps({"prompt": "1", "max_tokens": 2, "stream": True}).encode()
+        for _, writer in connections:
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(body) + body
+            )
+        while len(running.server.calls) < 200:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        before, wakes = asyncio.get_running_loop().time(), running.server.engine.stats().steps
+        seconds = _thread_seconds(running.thread)
+        await asyncio.sleep(1.0)
+        assert _thread_seconds(running.thread) - seconds < 0.05 * (asyncio.get_running_loop().time() - before)
+        assert running.server.engine.stats().steps == wakes
+        running.executor.go.set()
+        for reader, writer in connections:
+            await reader.readuntil(b"[DONE]")
+            writer.close()
+            await writer.wait_closed()
+
+    with served(fake_engine()) as running:
+        running.executor.go.clear()
+        asyncio.run(hold())
+        running.wait_idle()
+
+
+def _thread_seconds(thread: threading.Thread) -> float:
+    """Processor time of a thread of this process."""
+    with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
