@@ -12,6 +12,7 @@ from longctx.cli.arguments.engine import (
     add_scheduling_arguments,
     flag,
 )
+from longctx.cli.arguments.observe import add_observer_arguments
 from longctx.cli.arguments.processes import add_process_arguments
 
 SUMMARY = "Serve a model over HTTP, as OpenAI's API."
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_arguments(parser)
     _add_server_arguments(parser)
     _add_access_arguments(parser)
+    add_observer_arguments(parser)
     add_engine_arguments(parser)
     add_plan_arguments(parser)
     add_process_arguments(parser)

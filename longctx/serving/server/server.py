@@ -5,21 +5,18 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from longctx import __version__
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.token_bytes import TokenBytes
 from longctx.models.tokenizer import Tokenizer
-from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
+from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
 from longctx.serving.engine.engine import Engine
-from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.request.output import Output
-from longctx.serving.request.request import Request
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import ApiError
+from longctx.serving.server.observers import Observers, ObserverSettings
 from longctx.serving.server.preparer import Preparer
 from longctx.serving.server.read_call import Call, CallReader, CallRules
 from longctx.serving.server.settings import ServerSettings
@@ -31,22 +28,6 @@ _WARMING_RETRY = 5.0
 _NO_TARGET = 1e9  # seconds: where the engine has no TPOT target, requests have none either
 
 
-class Metrics(Protocol):
-    """Counts what a server does, and renders it for Prometheus."""
-
-    def observe_step(self, report: StepReport) -> None:
-        """A step has ended; called in the engine's thread."""
-
-    def observe_request(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
-
-    def observe_refusal(self, reason: str) -> None:
-        """A request was refused."""
-
-    def render(self) -> bytes:
-        """All of it, in Prometheus's text form."""
-
-
 class Server:
     """Serves an engine to the app of one event loop.
 
@@ -56,9 +37,10 @@ class Server:
       limits: of admission. None: the default ones.
       chat_template: instead of the tokenizer's own.
       warm_up: is called with the engine before the first request, in another thread than the event loop's.
+      observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
 
     Raises:
-      ValueError: the engine has no tokenizer.
+      ValueError: the engine has no tokenizer; an observer can't be.
     """
 
     def __init__(
@@ -69,6 +51,7 @@ class Server:
         limits: AdmissionLimits | None = None,
         chat_template: ChatTemplate | None = None,
         warm_up: Callable[[Engine], object] = Engine.warm_up,
+        observers: ObserverSettings | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
@@ -79,7 +62,8 @@ class Server:
         self.chat_format = ChatFormat(self.tokenizer, chat_template)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
         self.preparer = Preparer(self._make_reader(), self.settings.prepare_processes)
-        self.metrics: Metrics | None = None
+        self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
+        self.metrics = self.observers.metrics
         self.calls: dict[str, ActiveCall] = {}
         self.is_draining = False
         self.version = __version__
@@ -92,6 +76,7 @@ class Server:
     def check_accepting(self) -> None:
         """ApiError, unless requests are taken now."""
         if self.is_draining:
+            self.metrics.observe_refusal("draining")
             headers = {"connection": "close", "x-llm-d-request-dropped-reason": "draining"}
             message = "the server is shutting down, and takes no new requests"
             raise ApiError(503, message, None, "server_is_overloaded", 5.0, headers)
@@ -104,7 +89,12 @@ class Server:
     def begin(self, call_id: str, shown_id: str, call: Call, arrival: float) -> ActiveCall:
         """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't."""
         assert self._deliveries is not None, "the server has not been started"
-        active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+        try:
+            active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+        except ApiError as error:
+            if isinstance(error.__cause__, Refused):
+                self.metrics.observe_refusal(error.__cause__.reason)
+            raise
         self.calls[call_id] = active
         return active
 
@@ -175,6 +165,7 @@ class Server:
         self.drain()
         self.preparer.close()
         self.thread.close()
+        self.observers.close()
 
     def _start_engine(self) -> None:
         try:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from longctx.serving.server.errors import ApiError
+from longctx.serving.server.prometheus import CONTENT_TYPE
 from longctx.serving.server.server import Server
 
 
@@ -88,8 +89,7 @@ def introspection_router(server: Server) -> APIRouter:
     @router.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
         """For Prometheus."""
-        text = b"" if server.metrics is None else server.metrics.render()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(server.metrics.render(), media_type=CONTENT_TYPE)
 
     return router
 
