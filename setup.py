@@ -9,6 +9,8 @@ TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]
 # Models from where they are: llama.cpp's files, and the Hugging Face hub.
 GGUF, HUB = ["gguf>=0.17"], ["huggingface_hub>=1.0"]
 
+# Spans of requests, sent to a collector.
+OTLP = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"]
 # HTTP: `longctx serve`.
 SERVE = [
     "fastapi>=0.135",
@@ -55,12 +57,14 @@ setup(
         "docs": ["matplotlib>=3.9"],
         "gguf": GGUF,
         "hub": HUB,
+        "otlp": OTLP,
         "serve": SERVE,
         "train": TRAIN,
         "test": [
             *GGUF,
             *HUB,
             *TRAIN,
+            *OTLP,
             *SERVE,
             "accelerate>=1.0",  # with which transformers loads GGUF
             "chex>=0.1.90",

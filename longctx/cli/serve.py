@@ -7,12 +7,13 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from longctx.cli.arguments.observe import OBSERVERS
 from longctx.cli.arguments.serve import LIMITS, SETTINGS
 from longctx.cli.engine_flags import check_memory, engine_config, make_engine, naming_flags, parallel_plan, prefixing
 from longctx.cli.files import check_input, read_text
@@ -31,6 +32,10 @@ from longctx.serving.engine.memory import kv_width
 from longctx.serving.server.keys import ApiKey, read_keys
 from longctx.serving.server.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from longctx.serving.server.observers import ObserverSettings
+
+_OBSERVER_NAMES = [*(name for name, *_ in OBSERVERS), "log_format", "log_prompts"]
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
 _BUILTIN_NAME = "longctx-tiny"
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
@@ -61,7 +66,7 @@ def _serve(
     from longctx.serving.server.http_server import HttpServer, bind
     from longctx.serving.server.server import Server
 
-    console = Console(options.quiet or not group.is_first)
+    observers, console = _observers(options), Console(options.quiet or not group.is_first)
     listener = bind(options.host, options.port) if group.is_first else None  # before anything that takes long
     names = tuple(options.served_model_name) or (_model_name(options.model),)
     options.model = resolve_model(options.model, options.quiet)
@@ -81,7 +86,8 @@ def _serve(
         console.note(f"ready    {names[0]} at http://{_address(listener.getsockname())}")
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
-    server = Server(engine, names, settings, limits, chat_template, warm_up)
+    with naming_flags(_OBSERVER_NAMES):
+        server = Server(engine, names, settings, limits, chat_template, warm_up, observers)
     http = HttpServer(server)
     interrupts.leave_to_python()
     http.run([listener])
@@ -146,6 +152,13 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
             allow_origins=tuple(options.allow_origin),
             profile_dir=options.profile_dir,
         )
+
+
+def _observers(options: argparse.Namespace) -> "ObserverSettings":
+    from longctx.serving.server.observers import ObserverSettings
+
+    with naming_flags(_OBSERVER_NAMES):
+        return ObserverSettings(**{name: getattr(options, name) for name in _OBSERVER_NAMES})
 
 
 def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:

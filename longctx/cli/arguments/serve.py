@@ -12,6 +12,7 @@ from longctx.cli.arguments.engine import (
     add_scheduling_arguments,
     flag,
 )
+from longctx.cli.arguments.observe import add_observer_arguments
 from longctx.cli.arguments.processes import add_process_arguments
 
 SUMMARY = "Serve a model over HTTP, as OpenAI's API."
@@ -33,7 +34,6 @@ SETTINGS: list[tuple[str, type, Any, str]] = [
     ("shutdown_timeout", float, 60.0, "seconds for which requests may go on after SIGTERM"),
     ("stall_timeout", float, 300.0, "seconds of one step after which /health fails"),
     ("prepare_processes", int, 1, "processes that tokenise long prompts"),
-    ("metrics_prefix", str, "longctx", "of metrics that vLLM has too: vllm for its dashboards and scrapers"),
 ]
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "NAME"}
 LIMITS: list[tuple[str, type, Any, str]] = [
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_arguments(parser)
     _add_server_arguments(parser)
     _add_access_arguments(parser)
+    add_observer_arguments(parser)
     add_engine_arguments(parser)
     add_plan_arguments(parser)
     add_process_arguments(parser)

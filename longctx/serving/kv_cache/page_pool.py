@@ -10,8 +10,27 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
 
 Key = bytes
+
+
+class PageListener(Protocol):
+    """Hears which full pages can be found, change by change, within steps: it must be quick."""
+
+    def stored(self, parent: Key | None, keys: list[Key], tokens: np.ndarray, salt: str) -> None:
+        """Consecutive pages of tokens `[T]` can be found from now on; `parent` is the key of the page before them."""
+        ...
+
+    def removed(self, key: Key) -> None:
+        """The page of a key can be found no more. It may be one that was not told of, as it was not full."""
+        ...
+
+    def cleared(self) -> None:
+        """No page that nobody holds can be found any more; each was told of as removed."""
+        ...
 
 
 class PagePool:
@@ -20,6 +39,9 @@ class PagePool:
     The first `per_rank` pages live on context rank 0, the next on rank 1, and so on. Promises (`reserve`) are counts:
     pages themselves are allocated as they are needed, so that a step's work depends on what the step adds and not on
     how long a sequence is.
+
+    Attributes:
+      listener: is told of what can be found, if there is one.
     """
 
     def __init__(self, per_rank: int, num_ranks: int = 1) -> None:
@@ -29,6 +51,7 @@ class PagePool:
         self.reserved = [0] * num_ranks
         self.num_evicted = 0
         self.num_returned = 0  # how often pages became available
+        self.listener: PageListener | None = None
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
         self._key_of: list[Key | None] = [None] * self.num_pages
@@ -38,6 +61,7 @@ class PagePool:
     def __deepcopy__(self, memo: dict[int, object]) -> "PagePool":
         """For looking ahead, without going through every page."""
         memo[id(self)] = twin = copy.copy(self)
+        twin.listener = None
         for name in ("reserved", "_references", "_key_of", "_page_of"):
             setattr(twin, name, getattr(self, name).copy())
         twin._free = [free.copy() for free in self._free]
@@ -124,18 +148,22 @@ class PagePool:
                 else:
                     self._free[rank].append(page)
 
-    def register(self, page: int, key: Key) -> None:
-        """Let a held page be found by a key, unless another page already is."""
+    def register(self, page: int, key: Key) -> bool:
+        """Let a held page be found by a key, unless another page already is; whether it is found by it now."""
         assert self._references[page] > 0
-        if key not in self._page_of and self._key_of[page] is None:
-            self._page_of[key] = page
-            self._key_of[page] = key
+        if key in self._page_of or self._key_of[page] is not None:
+            return False
+        self._page_of[key] = page
+        self._key_of[page] = key
+        return True
 
     def forget(self, page: int) -> None:
         """Let a page be found no more."""
         key, self._key_of[page] = self._key_of[page], None
         assert key is not None
         del self._page_of[key]
+        if self.listener is not None:
+            self.listener.removed(key)
 
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""
@@ -147,4 +175,6 @@ class PagePool:
                 self.forget(page)
                 free.append(page)
             idle.clear()
+        if self.listener is not None:
+            self.listener.cleared()
         return count

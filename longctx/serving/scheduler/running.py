@@ -1,12 +1,13 @@
 """Sequences that hold a slot and pages, and what they hold."""
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.page_pool import PageListener, PagePool
 from longctx.serving.kv_cache.placement import Placement
-from longctx.serving.scheduler.sequence import Sequence, State
+from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
 
 class Slots:
@@ -96,9 +97,22 @@ class Running:
     def register(self, sequence: Sequence) -> None:
         """Offer full pages, whose tokens are known and planned to be computed, for sharing."""
         full = min(len(sequence.keys), sequence.computed // self.page_size)
-        for i in range(sequence.registered, full):
-            self.pool.register(sequence.pages[i], sequence.keys[i])
-        sequence.registered = max(sequence.registered, full)
+        first = sequence.registered
+        are_new = [self.pool.register(sequence.pages[i], sequence.keys[i]) for i in range(first, full)]
+        if self.pool.listener is not None:
+            self._announce(self.pool.listener, sequence, first, are_new)
+        sequence.registered = max(first, full)
+
+    def _announce(self, listener: PageListener, sequence: Sequence, first: int, are_new: list[bool]) -> None:
+        """Tell of those full pages of a sequence, from page `first` on, that can be found since now."""
+        completion, keys = completion_of(sequence), sequence.keys
+        for is_new, run in itertools.groupby(range(first, first + len(are_new)), lambda i: are_new[i - first]):
+            if is_new:
+                pages = list(run)
+                start, stop = pages[0], pages[-1] + 1
+                tokens = completion.tokens[start * self.page_size : stop * self.page_size].copy()
+                parent = keys[start - 1] if start else None
+                listener.stored(parent, keys[start:stop], tokens, completion.request.cache_salt)
 
     def release(self, sequence: Sequence, free_from: int) -> None:
         """Take its slot, which is free from a step on, pages and promises."""

@@ -16,8 +16,8 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
+from longctx.serving.server.observers import Observers, ObserverSettings
 from longctx.serving.server.preparer import Preparer
-from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.read_call import Call, CallReader, CallRules
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Deliveries
@@ -37,9 +37,10 @@ class Server:
       limits: of admission. None: the default ones.
       chat_template: instead of the tokenizer's own.
       warm_up: is called with the engine before the first request, in another thread than the event loop's.
+      observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
 
     Raises:
-      ValueError: the engine has no tokenizer.
+      ValueError: the engine has no tokenizer; an observer can't be.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Server:
         limits: AdmissionLimits | None = None,
         chat_template: ChatTemplate | None = None,
         warm_up: Callable[[Engine], object] = Engine.warm_up,
+        observers: ObserverSettings | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
@@ -60,7 +62,8 @@ class Server:
         self.chat_format = ChatFormat(self.tokenizer, chat_template)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
         self.preparer = Preparer(self._make_reader(), self.settings.prepare_processes)
-        self.metrics = ServerMetrics(self.settings.metrics_prefix, self.thread, self.model_name)
+        self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
+        self.metrics = self.observers.metrics
         self.calls: dict[str, ActiveCall] = {}
         self.is_draining = False
         self.version = __version__
@@ -162,6 +165,7 @@ class Server:
         self.drain()
         self.preparer.close()
         self.thread.close()
+        self.observers.close()
 
     def _start_engine(self) -> None:
         try:

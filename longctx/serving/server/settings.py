@@ -46,7 +46,6 @@ class ServerSettings:
       shutdown_timeout: for which running requests may go on after SIGTERM.
       stall_timeout: without a step, although there is work, after which the server is not healthy any more.
       prepare_processes: processes that check, tokenise and hash long prompts; 0: threads do it.
-      metrics_prefix: of the names of metrics that vLLM has too: `vllm` for what reads those.
       profile_dir: where `/start_profile` writes traces; None: it is refused.
 
     Raises:
@@ -70,7 +69,6 @@ class ServerSettings:
     shutdown_timeout: float = 60.0
     stall_timeout: float = 300.0
     prepare_processes: int = 1
-    metrics_prefix: str = "longctx"
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,180 @@
+"""Publishes numbered messages to any number of subscribers, and replays those that one of them has missed.
+
+The frames are vLLM's. On the PUB socket: topic, number (8 bytes, big-endian), payload. On the ROUTER socket a request
+of a number is answered by all messages from it on that are kept, each as empty frame, topic, number, payload, and by a
+last one with the number -1. A subscriber that sees a number go back knows that the publisher is new.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import zmq
+
+from longctx.serving.validation import check_text
+
+logger = logging.getLogger(__name__)
+
+LAST = (-1).to_bytes(8, "big", signed=True)
+
+_KEPT = 10_000  # messages that can be asked for
+_SUBSCRIBER = 100_000  # messages that wait for a slow subscriber, who then misses some, and asks for them
+_READER = 100  # messages of a replay that ZeroMQ holds for a reader; the others wait here
+_REPLAYS = 256  # at a time; for one more, the reader that has taken nothing for the longest time is given up
+_POLL = 10, 100  # milliseconds until slow readers are tried again, if one has taken something now, and if none has
+_HEARTBEAT = 5_000  # milliseconds; a reader that is gone is forgotten after some
+_LINGER = 200  # milliseconds for which the last messages may be sent at the end
+
+
+@dataclass(eq=False)
+class _Replay:
+    """What a reader is still to get."""
+
+    reader: bytes
+    messages: deque[tuple[bytes, bytes, bytes]]
+    waiting_since: float = field(default_factory=time.monotonic)
+
+
+class KvPublisher:
+    """Sends from a thread of its own, and replays from another, so that whoever publishes never waits.
+
+    Args:
+      endpoint: where subscribers are, such as "tcp://127.0.0.1:5557". It is bound if its host is `*` or this machine
+        alone, as are `ipc` and `inproc`; to another host it connects.
+      replay: bound likewise, for readers of missed messages; None: there is no replay.
+      topic: the first frame of each message.
+
+    Attributes:
+      endpoint, replay_endpoint: what they are bound to, where a port was `*`.
+
+    Raises:
+      ValueError: an endpoint is no ZeroMQ address, or in use.
+    """
+
+    def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
+        self._topic = check_text("kv_events_topic", topic).encode()
+        self._queue: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
+        self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()  # of what is kept
+        self._is_closing = threading.Event()
+        self._context = zmq.Context()
+        self._socket, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(_SUBSCRIBER)
+        self._router.sndhwm = _READER
+        self._router.router_mandatory = True  # a reader that is gone is an error, not a message lost
+        self._router.heartbeat_ivl, self._router.heartbeat_timeout = _HEARTBEAT, 4 * _HEARTBEAT
+        self._socket.linger = self._router.linger = _LINGER
+        try:
+            self.endpoint = _open(self._socket, endpoint, "kv_events", may_connect=True)
+            self.replay_endpoint = None if replay is None else _open(self._router, replay, "kv_events_replay")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._threads = [threading.Thread(target=self._send, name="longctx-kv-events", daemon=True)]
+        if replay is not None:
+            self._threads.append(threading.Thread(target=self._serve_replays, name="longctx-kv-replay", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def publish(self, encode: Callable[[], bytes]) -> None:
+        """Send what `encode` returns, later and in order."""
+        self._queue.put(encode)
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        if not self._is_closing.is_set():
+            self._queue.put(None)
+            self._threads[0].join()
+            self._is_closing.set()
+            for thread in self._threads:
+                thread.join()
+            self._socket.close()
+            self._router.close()
+            self._context.term()
+
+    def _send(self) -> None:
+        number = 0
+        while (encode := self._queue.get()) is not None:
+            message = self._topic, number.to_bytes(8, "big"), encode()
+            with self._lock:
+                self._kept.append(message)
+            self._socket.send_multipart(message)  # never waits: what a subscriber has no room for is dropped
+            number += 1
+
+    # In the thread of replays.
+
+    def _serve_replays(self) -> None:
+        replays: list[_Replay] = []
+        short, long = _POLL
+        wait = long
+        while not self._is_closing.is_set():
+            if self._router.poll(wait, zmq.POLLIN) and (replay := self._read_request()) is not None:
+                if len(replays) == _REPLAYS:
+                    replays.remove(min(replays, key=lambda replay: replay.waiting_since))
+                replays.append(replay)
+            left = [len(replay.messages) for replay in replays]
+            are_done = list(map(self._go_on, replays))
+            wait = short if left != [len(replay.messages) for replay in replays] else long
+            replays = [replay for replay, is_done in zip(replays, are_done, strict=True) if not is_done]
+
+    def _read_request(self) -> _Replay | None:
+        reader, *frames = self._router.recv_multipart()
+        if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+            logger.warning("a request for missed KV events is not an empty frame and 8 bytes: it is ignored")
+            return None
+        first = int.from_bytes(frames[1], "big")
+        with self._lock:
+            messages = list(self._kept)
+        skipped = max(0, first - int.from_bytes(messages[0][1], "big")) if messages else 0
+        return _Replay(reader, deque([*messages[skipped:], (b"", LAST, b"")]))
+
+    def _go_on(self, replay: _Replay) -> bool:
+        """Send as much as the reader takes now; whether that was all, or the reader is gone."""
+        try:
+            while replay.messages:
+                self._router.send_multipart([replay.reader, b"", *replay.messages[0]], zmq.NOBLOCK)
+                replay.messages.popleft()
+                replay.waiting_since = time.monotonic()
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            logger.info("a reader of missed KV events has gone: %s", error)
+        return True
+
+
+def _open(socket: zmq.Socket[bytes], endpoint: str, name: str, may_connect: bool = False) -> str:
+    """Bind a socket, or connect it; the endpoint that it has."""
+    try:
+        _check_port(endpoint)
+        if may_connect and not _is_bound(endpoint):
+            socket.connect(endpoint)
+            return endpoint
+        socket.bind(endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        raise ValueError(f"{name}={endpoint!r} can't be used: {error}") from error
+    return socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
+
+
+def _check_port(endpoint: str) -> None:
+    """ValueError for a port that ZeroMQ would take for another one."""
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp:") and port.isdecimal() and int(port) > 65535:
+        raise ValueError(f"there is no port {port}")
+
+
+def _is_bound(endpoint: str) -> bool:
+    """Whether an address is one of this machine, where subscribers come to."""
+    parts = urlsplit(endpoint)
+    host = parts.netloc.rpartition(":")[0].strip("[]")
+    return parts.scheme != "tcp" or host in ("*", "localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
+
+
+def is_public(endpoint: str) -> bool:
+    """Whether other machines may connect to an address that is bound."""
+    host = urlsplit(endpoint).netloc.rpartition(":")[0].strip("[]")
+    return host in ("*", "0.0.0.0", "::")

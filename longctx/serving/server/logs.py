@@ -1,0 +1,123 @@
+"""Logs: one line for each request that has ended, and everything else that the library logs, as text or JSON.
+
+Prompts and answers are not logged unless that is asked for.
+"""
+
+import json
+import logging
+import time
+from typing import Any, Literal, TextIO
+
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import Request
+
+LogFormat = Literal["text", "json"]
+
+_LIBRARY = "longctx"
+_REQUESTS = "longctx.requests"
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON, with the fields of its argument `extra={"fields": ...}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """A record as a line of text, its fields as `name=value`; a value with a space or control character as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        parts = [_utc(record.created), record.levelname.lower(), record.name, record.getMessage()]
+        parts += [f"{name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items()]
+        text = " ".join(parts)
+        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+def install(form: LogFormat, stream: TextIO) -> logging.Handler:
+    """Log what the library logs to a stream; `uninstall` takes the handler."""
+    if form not in ("text", "json"):
+        raise ValueError(f'log_format must be "text" or "json", got {form!r}')
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.getLogger(_LIBRARY).addHandler(handler)
+    return handler
+
+
+def uninstall(handler: logging.Handler) -> None:
+    """Undo `install`."""
+    logging.getLogger(_LIBRARY).removeHandler(handler)
+    handler.close()
+
+
+class RequestLog:
+    """Logs a request when the last of its completions has ended, to the logger `longctx.requests`.
+
+    Args:
+      shows_prompts: log the tokens of prompts and answers, and the answers' text, too.
+    """
+
+    def __init__(self, shows_prompts: bool = False) -> None:
+        self._shows_prompts = shows_prompts
+        self._outputs: dict[str, list[Output]] = {}
+        self._logger = logging.getLogger(_REQUESTS)
+        self._logger.setLevel(logging.INFO)
+
+    def note(self, output: Output, request: Request) -> None:
+        """A completion has ended."""
+        outputs = self._outputs.setdefault(output.request_id, [])
+        outputs.append(output)
+        if len(outputs) == request.sampling.n:
+            del self._outputs[output.request_id]
+            fields = request_fields(outputs, request)
+            if self._shows_prompts:
+                prompt = request.prompt
+                fields["prompt"] = prompt if isinstance(prompt, str) else list(map(int, prompt))
+                fields["answers"] = [{"tokens": x.token_ids, "text": x.text} for x in outputs]
+            self._logger.info("request", extra={"fields": fields})
+
+
+def request_fields(outputs: list[Output], request: Request) -> dict[str, Any]:
+    """What is logged of a request without showing it; durations are seconds."""
+    outputs.sort(key=lambda output: output.index)
+    each, first = [output.metrics for output in outputs], outputs[0].metrics
+    reasons = list(dict.fromkeys(output.finish_reason for output in outputs))
+    ttft = min((x.ttft for x in each if x.ttft is not None), default=None)
+    tpots = [x.tpot for x in each if x.tpot is not None]
+    ends = [x.finished for x in each if x.finished is not None]
+    fields: dict[str, Any] = {
+        "id": outputs[0].request_id,
+        "reason": ",".join(reasons),
+        "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": max(x.cached_tokens for x in each),
+        "output_tokens": sum(x.output_tokens for x in each),
+        "queue": None if first.admitted is None else round(first.admitted - first.arrival, 6),
+        "ttft": None if ttft is None else round(ttft, 6),
+        "tpot": round(sum(tpots) / len(tpots), 6) if tpots else None,
+        "seconds": round(max(ends) - first.arrival, 6) if ends else None,
+    }
+    optional: dict[str, Any] = {
+        "tenant": request.tenant,
+        "n": len(outputs) if len(outputs) > 1 else 0,
+        "preemptions": sum(x.preemptions for x in each),
+        "error": next((output.error for output in outputs if output.error), None),
+    }
+    return fields | {name: value for name, value in optional.items() if value}
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03}Z"
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return json.dumps(text) if not text.isprintable() or " " in text or '"' in text else text

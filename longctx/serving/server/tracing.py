@@ -1,0 +1,122 @@
+"""OpenTelemetry spans of requests: one for each completion, with child spans of its queueing, prefill and decodes.
+
+Attributes are those of OpenTelemetry's conventions for generative AI where they have a name for them. Spans are made
+when a completion has ended, of the times that the engine noted.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from longctx import __version__
+from longctx.serving.request.output import Metrics, Output
+from longctx.serving.request.request import Request
+
+_INSTALL = "otlp needs opentelemetry: pip install 'longctx-jax[otlp]'"
+_PHASES = (
+    ("queue", "arrival", "admitted"),
+    ("prefill", "admitted", "first_token"),
+    ("decode", "first_token", "last_token"),
+)
+
+
+class Tracing:
+    """Makes spans of completions, and sends them in batches from a thread of its own.
+
+    Args:
+      exporter: an OpenTelemetry `SpanExporter`, such as `otlp_exporter` makes.
+      model_name: what clients call the model.
+      clock: the engine's, in whose seconds metrics are.
+
+    Raises:
+      ValueError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, exporter: Any, model_name: str, clock: Callable[[], float]) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise ValueError(_INSTALL) from error
+        self._trace, self._model_name = trace, model_name
+        resource = Resource.create({"service.name": "longctx", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("longctx", __version__)
+        self._offset = time.time() - clock()
+
+    def note(self, output: Output, request: Request) -> None:
+        """A completion has ended."""
+        metrics = output.metrics
+        end = metrics.arrival if metrics.finished is None else metrics.finished
+        root = self._tracer.start_span(
+            "llm_request",
+            context=self._trace.set_span_in_context(self._trace.INVALID_SPAN),
+            kind=self._trace.SpanKind.SERVER,
+            start_time=self._nanoseconds(metrics.arrival),
+            attributes=self._attributes(output, request),
+        )
+        parent = self._trace.set_span_in_context(root)
+        for name, first, last in _PHASES:
+            begun, ended = getattr(metrics, first), getattr(metrics, last)
+            if begun is not None:
+                # One that never came to its end lasted until the request's.
+                span = self._tracer.start_span(name, parent, start_time=self._nanoseconds(begun))
+                span.end(self._nanoseconds(end if ended is None else ended))
+        if output.error is not None:
+            root.set_status(self._trace.StatusCode.ERROR, output.error)
+        root.end(self._nanoseconds(end))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def _nanoseconds(self, seconds: float) -> int:
+        """Since 1970, of a time of the engine's clock."""
+        return int((self._offset + seconds) * 1e9)
+
+    def _attributes(self, output: Output, request: Request) -> dict[str, Any]:
+        metrics, params = output.metrics, request.sampling
+        attributes = {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.id": output.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.n": params.n,
+            "gen_ai.response.finish_reasons": [output.finish_reason],
+            "gen_ai.usage.input_tokens": metrics.prompt_tokens,
+            "gen_ai.usage.output_tokens": metrics.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": metrics.cached_tokens,
+            "longctx.completion": output.index,
+            "longctx.preemptions": metrics.preemptions,
+        }
+        return attributes | _latencies(metrics)
+
+
+def _latencies(metrics: Metrics) -> dict[str, float]:
+    """Seconds, as vLLM names them, of what is known."""
+    latencies = {
+        "gen_ai.latency.time_to_first_token": metrics.ttft,
+        "gen_ai.latency.time_in_queue": None if metrics.admitted is None else metrics.admitted - metrics.arrival,
+        "gen_ai.latency.e2e": None if metrics.finished is None else metrics.finished - metrics.arrival,
+    }
+    return {name: seconds for name, seconds in latencies.items() if seconds is not None}
+
+
+def otlp_exporter(endpoint: str) -> Any:
+    """What sends spans to a collector over HTTP, such as "http://localhost:4318/v1/traces".
+
+    Raises:
+      ValueError: the endpoint is no HTTP address, or OpenTelemetry's exporter is not installed.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"otlp must be an address such as http://localhost:4318/v1/traces, got {endpoint!r}")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ModuleNotFoundError as error:
+        raise ValueError(_INSTALL) from error
+    return OTLPSpanExporter(endpoint=endpoint)
