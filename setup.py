@@ -74,6 +74,7 @@ setup(
             "openai>=2",
             "playwright>=1.50",
             "pytest>=8",
+            "pyyaml>=6",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "mpmath>=1.3",

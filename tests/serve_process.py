@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 START = 180.0  # seconds until it must be ready
 END = 20.0  # and gone
 
