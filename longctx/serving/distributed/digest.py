@@ -1,43 +1,94 @@
-"""A digest of an engine's decisions, which processes compare, and the last decisions for error messages."""
+"""A digest of an engine's decisions, which processes and replays compare, and the last decisions for error messages."""
 
+import hashlib
+import sys
+from array import array
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Any
+from itertools import chain
 
 from longctx.serving.scheduler.batch import Batch
 
 _NUM_SHOWN = 8
+_DIGEST_BYTES = 8
 
 
 class DecisionDigest:
-    """A running hash of all planned batches and sampled tokens, and the last few of them as text."""
+    """A running hash of all planned batches and sampled tokens, and the last few of them as text.
+
+    The hash is BLAKE2b over integers of 64 bits, little-endian: the same in every process and version of Python.
+
+    Attributes:
+      count: decisions so far.
+    """
 
     def __init__(self) -> None:
-        self.digest, self.count = 0, 0
-        self._last: deque[Any] = deque(maxlen=_NUM_SHOWN)
+        self.count = 0
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._last: deque[tuple[Batch, List[int] | None]] = deque(maxlen=_NUM_SHOWN)
+
+    @property
+    def digest(self) -> str:
+        """Of all decisions so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    @property
+    def raw(self) -> bytes:
+        """`digest`, as bytes."""
+        return self._hash.digest()
 
     def add_plan(self, batch: Batch) -> None:
         """Add a planned batch: its chunks and its new page table entries."""
-        chunks = tuple((c.slot, c.start, c.num_tokens, *c.ranks, c.samples, c.sharded) for c in batch.chunks)
-        pages = tuple((run.slot, run.first, *run.pages) for run in batch.tables)
-        self._add(("plan", batch.index), chunks, pages)
+        self._hash.update(plan_bytes(batch))
+        self.count += 1
+        self._last.append((batch, None))
 
     def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch."""
-        self._add(("tokens", batch.index), tuple(tokens))
-
-    def _add(self, name: tuple[str, int], *decision: Any) -> None:
-        # The hash covers integers only: Python's hash of a string differs from process to process.
-        self.digest = hash((self.digest, name[1], *decision))
+        self._hash.update(_pack((batch.index, len(tokens), *tokens)))
         self.count += 1
-        self._last.append((name, decision))
+        self._last.append((batch, tokens))
 
     def __str__(self) -> str:
-        lines = []
-        for (name, index), decision in tuple(self._last):
-            if name == "tokens":
-                lines.append(f"  step {index} sampled {list(decision[0])}")
-            else:
-                rows = "; ".join(f"slot {c[0]}: {c[2]} from {c[1]} on ranks {list(c[3:-2])}" for c in decision[0])
-                lines.append(f"  step {index} computes {rows or 'nothing'}; tables {list(decision[1])}")
-        return "\n".join(lines)
+        return "\n".join(
+            describe(batch) if tokens is None else f"  step {batch.index} sampled {list(tokens)}"
+            for batch, tokens in tuple(self._last)
+        )
+
+
+def describe(batch: Batch) -> str:
+    """A planned batch as a line of text."""
+    rows = "; ".join(f"slot {c.slot}: {c.num_tokens} from {c.start} on ranks {list(c.ranks)}" for c in batch.chunks)
+    tables = [(run.slot, run.first, *run.pages) for run in batch.tables]
+    return f"  step {batch.index} computes {rows or 'nothing'}; tables {tables}"
+
+
+def plan_bytes(batch: Batch) -> bytes:
+    """What a batch decides, as bytes: no two decisions have the same."""
+    numbers = [batch.index, len(batch.chunks)]
+    flags = b""
+    if batch.chunks:
+        # By columns: a loop over the rows of a step would cost several times as much.
+        _, slots, starts, counts, samples, _, ranks, sharded = zip(*batch.chunks, strict=True)
+        alike = set(ranks)
+        if len(alike) == 1:
+            numbers.append(-1)
+            ranks = tuple(alike)
+        numbers += map(len, ranks)
+        numbers += chain.from_iterable(ranks)
+        numbers += slots
+        numbers += starts
+        numbers += counts
+        flags = bytes(samples) + bytes(sharded)
+    for slot, first, pages in batch.tables:
+        numbers += slot, first, len(pages)
+        numbers += pages
+    return _pack(numbers) + flags
+
+
+def _pack(numbers: Iterable[int]) -> bytes:
+    packed = array("q", numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
