@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from itertools import chain
+from typing import Literal
 
 from longctx.serving.scheduler.batch import Batch
 
@@ -46,7 +47,7 @@ class DecisionDigest:
 
     def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch."""
-        self._hash.update(_pack((batch.index, len(tokens), *tokens)))
+        self._hash.update(pack("q", (batch.index, len(tokens), *tokens)))
         self.count += 1
         self._last.append((batch, tokens))
 
@@ -84,11 +85,12 @@ def plan_bytes(batch: Batch) -> bytes:
     for slot, first, pages in batch.tables:
         numbers += slot, first, len(pages)
         numbers += pages
-    return _pack(numbers) + flags
+    return pack("q", numbers) + flags
 
 
-def _pack(numbers: Iterable[int]) -> bytes:
-    packed = array("q", numbers)
+def pack(kind: Literal["i", "q"], numbers: Iterable[int]) -> bytes:
+    """Integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
+    packed = array(kind, numbers)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -27,6 +27,7 @@ from longctx.serving.distributed.orders import (
 )
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
+from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
 
@@ -46,6 +47,7 @@ class Lockstep:
         self._updates: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
         self._num_steps = 0
+        self._seconds: float | None = None  # that the last step took
         if group.watchdog is not None:
             group.watchdog.explain = self.decisions.__str__
 
@@ -84,30 +86,44 @@ class Lockstep:
 
     # In process 0.
 
-    def note_arrival(self, request: Request, tokens: np.ndarray, request_id: str, now: float) -> None:
+    def note_arrival(
+        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[object] = ()
+    ) -> None:
         """Queue a request, with its prompt as tokens, for the next step's message."""
         if self.is_alone:
             return
         self._updates.append(request_to_fields(request) | {"id": request_id, "now": now})
         self._frames.append(tokens.astype("<i4").tobytes())
 
-    def note_cancel(self, request_id: str) -> None:
+    def note_cancel(self, request_id: str, now: float) -> None:
         """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
             self._updates.append({"id": request_id})
 
-    def send_step(self, now: float, seconds: float | None) -> None:
+    def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step, see `StepOrder`."""
         if self.is_alone:
             return
-        header: dict[str, Any] = {"kind": "step", "now": now, "seconds": seconds}
+        header: dict[str, Any] = {"kind": "step", "now": now, "seconds": self._seconds}
         if self._num_steps % DIGEST_INTERVAL == 0:
             header["digest"] = self.decisions.digest
         if self._updates:
             header["news"] = self._updates
         self.group.broadcast(header, self._frames)
         self._updates, self._frames = [], []
+        self._seconds = None
         self._num_steps += 1
+
+    def note_end(self, step: EndedStep | None, events: List[object]) -> None:
+        """Keep how long a step took for the next step's message."""
+        self._seconds = None if step is None else step.seconds
+
+    def note_clear(self) -> None:
+        """Nothing: this happens to engines of one process alone."""
+
+    def note_failure(self, cause: str) -> None:
+        """Let all other processes end."""
+        self.group.fail(cause)
 
     def send_warm_up(self) -> None:
         """Order all other processes to warm up."""
