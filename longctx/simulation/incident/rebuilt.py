@@ -35,6 +35,9 @@ class Rebuilt:
       outcomes, durations: see `ReplayExecutor`.
       logs: hear of the decisions.
 
+    Attributes:
+      orders: the number of the last sequence of each request's id and completion.
+
     Raises:
       ValueError: a predictor or policy is missing, or the configuration contradicts the plan or the predictor.
     """
@@ -63,6 +66,7 @@ class Rebuilt:
                         "log does not hold"
                     )
                 config = dataclasses.replace(config, policy=policy)
+        self.policy_name = config.policy if isinstance(config.policy, str) else type(config.policy).__qualname__
         check_predictor(predictor, config.token_budget)
         plan, size = header.plan, config.page_size
         self.num_pages = num_pages or header.num_pages
@@ -76,6 +80,7 @@ class Rebuilt:
         self.executor = ReplayExecutor(plan.stage, outcomes or {}, durations or {})
         queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._ordered = OrderedCore(self.core, queue, self._make, logs)
+        self.orders: dict[tuple[str, int], int] = {}
         self._arrived: Arrived | None = None
 
     @property
@@ -146,7 +151,8 @@ class Rebuilt:
         tokens[0] = first
         prepared = PreparedRequest(arrival.request, tokens, keys, b"")
         sequences = self._maker.make(prepared, arrival.request_id, arrival.now)
-        for sequence in sequences:
+        for index, sequence in enumerate(sequences):
+            self.orders[arrival.request_id, index] = sequence.order
             assert sequence.order == self._num_sequences
             completion_of(sequence).known[0] = sequence.order
             self._num_sequences += 1

@@ -24,9 +24,9 @@ from longctx.simulation.incident.rebuilt import Rebuilt
 
 
 class Moment(NamedTuple):
-    """A step that was replayed: its number among those recorded, what was planned in it, and its oldest batch's end."""
+    """A step that was replayed: what was planned in it, and the end of its oldest batch; or a cancel (no number)."""
 
-    number: int
+    number: int | None
     now: float
     plans: list[Batch]
     ended: EndedStep | None
@@ -43,10 +43,10 @@ class Replayer:
     Args:
       predictor, policy: see `Rebuilt`.
       planned: is called with every planned batch and the time of its step, before the batch runs.
+      begins: is called with the time of every step, before it is planned.
 
     Attributes:
       engine: see `Rebuilt`.
-      events: the last ones of completions that have ended.
       end: how the log ends, in words.
     """
 
@@ -56,8 +56,10 @@ class Replayer:
         predictor: Predictor | None = None,
         policy: Policy | None = None,
         planned: Callable[[Batch, float], object] = lambda batch, now: None,
+        begins: Callable[[float], object] = lambda now: None,
     ) -> None:
-        self.log, self._decisions, self._planned = log, DecisionDigest(), planned
+        self.log, self._decisions = log, DecisionDigest()
+        self._planned, self._begins = planned, begins
         self.engine = Rebuilt(log.header, predictor=predictor, policy=policy, logs=[self])
         self.end = "it ends in the midst of things, as when a process is killed"
         self._plans: list[Batch] = []
@@ -78,7 +80,7 @@ class Replayer:
                 case Cancelled():
                     self.engine.contents.new_left.extend(_pages(record.left))
                     events = self.engine.cancel(record)
-                    yield Moment(number, record.now, [], None, events)
+                    yield Moment(None, record.now, [], None, events)
                 case Step():
                     yield self._step(number, record)
                     number += 1
@@ -93,6 +95,7 @@ class Replayer:
         engine, ended = self.engine, record.ended
         self._plans, self._now = [], record.now
         engine.executor.now, engine.executor.recorded = record.now, ended
+        self._begins(record.now)
         step = engine.step(record.now)
         if self._decisions.raw != record.digest or (step is None) != (ended is None):
             plans = "\n".join(map(describe, self._plans)) or "  nothing"
