@@ -101,7 +101,7 @@ class Recorder:
     def close(self) -> None:
         """Write what there is to the end. The engine may go on, unrecorded."""
         if self._writer is not None:
-            self._end("closed")
+            self._end(Closed("closed"), None)
             self._writer.close()
 
     def _write(self, record: Record) -> None:
@@ -109,15 +109,17 @@ class Recorder:
         if writer is not None and writer.is_open:
             payload = encode(record)
             if writer.size + len(payload) > self.max_bytes:
-                self._end(f"{self.max_bytes:,} bytes are written, which is the limit")
+                cause = f"{self.max_bytes:,} bytes are written, which is the limit"
+                self._end(Closed(cause), cause)
             else:
                 writer.append(payload)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, record: Record, cause: str | None) -> None:
+        """Write the last record; a cause is worth a warning."""
         writer = self._writer
         if writer is not None and writer.is_open:
-            writer.append(encode(Closed(reason)))
-            writer.stop(None if reason == "closed" else reason)
+            writer.append(encode(record))
+            writer.stop(cause)
 
     # As a journal.
 
@@ -184,8 +186,7 @@ class Recorder:
         self._write(Cleared())
 
     def note_failure(self, cause: str) -> None:
-        self._write(Failed(cause, self._now))
-        self.close()
+        self._end(Failed(cause, self._now), None)
 
     def _take_left(self) -> tuple[PartialPage | None, ...]:
         left = tuple(self._left)
