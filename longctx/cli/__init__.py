@@ -10,7 +10,7 @@ from typing import NoReturn
 from longctx import __version__
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 
-COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize")
+COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay")
 
 
 def program() -> NoReturn:
@@ -53,13 +53,22 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     # Only now, so that `--help` doesn't wait for JAX.
     command = importlib.import_module(f"longctx.cli.{options.command}")
-    from jax.errors import JaxRuntimeError
-
     if hasattr(options, "no_compile_cache"):
         from longctx.cli import compile_cache
 
         compile_cache.enable(not options.no_compile_cache)
     try:
         return command.run(options)
-    except JaxRuntimeError as error:  # the device's, such as that its memory is full
+    except RuntimeError as error:
+        if not _is_of_device(error):
+            raise
         return report_error(f"failed: {str(error).splitlines()[0]}", FAILED)
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    """Whether an error is the device's, such as that its memory is full."""
+    if "jax" not in sys.modules:  # not all commands load it
+        return False
+    from jax.errors import JaxRuntimeError
+
+    return isinstance(error, JaxRuntimeError)

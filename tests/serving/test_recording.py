@@ -48,7 +48,7 @@ def test_every_decision_is_replayed(
     baseline = replay(directory)
     assert summary(list(baseline.outputs.values())) == summary(outputs)
     assert baseline.replayer.engine.core.stats() == engine.stats()
-    assert baseline.replayer.end == "closed"
+    assert baseline.replayer.end == "was closed: in order"
 
 
 def test_all_kinds_of_ends_and_waits_are_among_those() -> None:

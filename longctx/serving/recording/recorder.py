@@ -101,7 +101,7 @@ class Recorder:
     def close(self) -> None:
         """Write what there is to the end. The engine may go on, unrecorded."""
         if self._writer is not None:
-            self._end(Closed("closed"), None)
+            self._end(Closed("in order"), None)
             self._writer.close()
 
     def _write(self, record: Record) -> None:

@@ -29,9 +29,9 @@ class Difference(NamedTuple):
 class Alternative:
     """Replays a log with another configuration.
 
-    Until the first decision that differs, steps take what was measured. From then on they take what the predictor says,
-    corrected as at that point, and completions end where they did. What was cancelled before it ended goes on to its
-    max_tokens unless it is cancelled again, at the same time.
+    Until the first decision that differs, steps take what was measured. From then on they take what is predicted, by
+    `StepTimes`, and completions end where they did; the scheduler's own predictor goes on from what it had measured.
+    What was cancelled before it ended goes on to its max_tokens unless it is cancelled again, at the same time.
 
     Attributes:
       difference: see there; None: there is none.
@@ -54,7 +54,7 @@ class Alternative:
             predictor,
             contents=baseline.replayer.engine.contents,
             outcomes=baseline.outcomes,
-            durations=baseline.durations,
+            seconds=self._seconds,
             logs=[self],
         )
         self.difference: Difference | None = None
@@ -131,10 +131,12 @@ class Alternative:
 
     def _differ(self, batch: Batch | None) -> None:
         self.difference = Difference(self._count, self._step_number, self._now, batch)
-        executor = self.engine.executor
-        executor.is_measured = False
         if batch is not None:
-            executor.recorded = None  # else the step's results, of a batch before it, are those recorded
+            self.engine.executor.recorded = None  # else the step's results, of a batch before it, are those recorded
+
+    def _seconds(self, batch: Batch) -> float:
+        measured = self._baseline.durations.get(batch.index) if self.difference is None else None
+        return self._baseline.times.seconds(batch.work) if measured is None else measured
 
     # What a core tells of its decisions.
 

@@ -11,25 +11,24 @@ from longctx.simulation.incident.replayer import Replayer
 from longctx.simulation.incident.text import describe_rows
 from longctx.simulation.report import percentiles, share
 
-PREDICTED = "from there on, times of steps are predictions, not measurements"
 
-
-def describe_difference(alternative: Alternative, make_replayer: Callable[..., Replayer], start: float) -> str:
+def describe_difference(baseline: Baseline, alternative: Alternative, make_replayer: Callable[..., Replayer]) -> str:
     """The first decision that differs, as recorded and otherwise.
 
     Args:
       make_replayer: makes one of the same log, with such arguments.
-      start: the time that counts as 0.
     """
     difference = alternative.difference
     if difference is None:
         return "no decision differs"
     recorded = recorded_batch(make_replayer, difference.number, difference.step)
+    error = baseline.times.error
     return (
-        f"the first decision that differs is in step {difference.step}, at {difference.now - start:.6f} s; "
-        f"{PREDICTED}\n"
+        f"the first decision that differs is in step {difference.step}, at {difference.now - baseline.start:.6f} s\n"
         f"  recorded   {describe_rows(recorded)}\n"
-        f"  otherwise  {describe_rows(difference.batch)}"
+        f"  otherwise  {describe_rows(difference.batch)}\n"
+        "from there on, what steps take is predicted, not measured"
+        + ("" if error is None else f"; predictions of the recorded steps are off by {error:.1%} of their time")
     )
 
 

@@ -1,6 +1,6 @@
 """The executor of a replay: results and times are those that were recorded, or else follow from them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from longctx.serving.executor.interface import Results
@@ -25,18 +25,18 @@ class ReplayExecutor(VirtualExecutor):
 
     Args:
       outcomes: of completions, by the numbers of their sequences, where no record says it.
-      durations: of steps, by their batches' numbers, that such a batch was measured to take.
+      seconds: that batches take, where no record says it; None: what their plan predicted.
 
     Attributes:
       recorded: the results of the batch that is waited for next; None: they follow from `outcomes`.
-      is_measured: whether batches take as long as was measured; else as is predicted.
     """
 
-    def __init__(self, stages: int, outcomes: Mapping[int, Outcome], durations: Mapping[int, float]) -> None:
-        super().__init__(self._batch_seconds, 2, stages)
-        self._outcomes, self._durations = outcomes, durations
+    def __init__(
+        self, stages: int, outcomes: Mapping[int, Outcome], seconds: Callable[[Batch], float] | None = None
+    ) -> None:
+        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages)
+        self._outcomes = outcomes
         self.recorded: Ended | None = None
-        self.is_measured = True
 
     def wait(self, pending: Pending) -> Results:
         recorded = self.recorded
@@ -48,10 +48,6 @@ class ReplayExecutor(VirtualExecutor):
             if sample < len(tokens):
                 tokens[sample] = _TOKENS[reason]
         return Results(tokens, [None] * len(tokens), [])
-
-    def _batch_seconds(self, batch: Batch) -> float:
-        measured = self._durations.get(batch.index) if self.is_measured else None
-        return batch.predicted if measured is None else measured
 
     def _token(self, chunk: Chunk) -> int:
         outcome = self._outcomes.get(chunk.sequence.order)

@@ -1,7 +1,7 @@
 """An engine rebuilt from the header of its log, without a device."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from longctx.serving.recording.records import Arrived, Cancelled, split_keys
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.incident.contents import Contents, RecordedHash, RecordedSessions
@@ -32,10 +33,11 @@ class Rebuilt:
       config, num_pages: other ones than the header's.
       predictor, policy: must be given if the engine had custom ones, which a log does not hold.
       contents: of its requests, if they are known already.
-      outcomes, durations: see `ReplayExecutor`.
+      outcomes, seconds: see `ReplayExecutor`.
       logs: hear of the decisions.
 
     Attributes:
+      predictor: before correction.
       orders: the number of the last sequence of each request's id and completion.
 
     Raises:
@@ -51,7 +53,7 @@ class Rebuilt:
         policy: Policy | None = None,
         contents: Contents | None = None,
         outcomes: Mapping[int, Outcome] | None = None,
-        durations: Mapping[int, float] | None = None,
+        seconds: Callable[[Batch], float] | None = None,
         logs: Iterable[DecisionLog] = (),
     ) -> None:
         predictor = predictor or header.predictor
@@ -66,6 +68,7 @@ class Rebuilt:
                         "log does not hold"
                     )
                 config = dataclasses.replace(config, policy=policy)
+        self.predictor = predictor
         self.policy_name = config.policy if isinstance(config.policy, str) else type(config.policy).__qualname__
         check_predictor(predictor, config.token_budget)
         plan, size = header.plan, config.page_size
@@ -77,7 +80,7 @@ class Rebuilt:
         self.core.page_hash = page_hash if config.prefix_cache else None
         self._maker = SequenceMaker(header.model, config, None, page_hash, sessions)
         self._config, self._num_sequences = config, 0
-        self.executor = ReplayExecutor(plan.stage, outcomes or {}, durations or {})
+        self.executor = ReplayExecutor(plan.stage, outcomes or {}, seconds)
         queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._ordered = OrderedCore(self.core, queue, self._make, logs)
         self.orders: dict[tuple[str, int], int] = {}

@@ -7,6 +7,7 @@ from longctx.serving.distributed.digest import DecisionDigest, describe
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.sessions import PartialPage
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.records import (
     Arrived,
@@ -24,13 +25,22 @@ from longctx.simulation.incident.rebuilt import Rebuilt
 
 
 class Moment(NamedTuple):
-    """A step that was replayed: what was planned in it, and the end of its oldest batch; or a cancel (no number)."""
+    """A step that was replayed, or a cancel.
+
+    Attributes:
+      number: of the step among those recorded; None: of a cancel.
+      plans: what was planned in it.
+      ended: the end of its oldest batch, which sampled `tokens` if the log is not private.
+      work: what the step was measured to take its time for.
+    """
 
     number: int | None
     now: float
     plans: list[Batch]
     ended: EndedStep | None
     events: list[Event]
+    work: Work = Work()
+    tokens: bytes | None = None
 
 
 class Differs(Exception):
@@ -61,7 +71,7 @@ class Replayer:
         self.log, self._decisions = log, DecisionDigest()
         self._planned, self._begins = planned, begins
         self.engine = Rebuilt(log.header, predictor=predictor, policy=policy, logs=[self])
-        self.end = "it ends in the midst of things, as when a process is killed"
+        self.end = "ends in the midst of things, as where a process is killed"
         self._plans: list[Batch] = []
         self._now = 0.0
 
@@ -87,9 +97,9 @@ class Replayer:
                 case Cleared():
                     self.engine.core.pool.clear()
                 case Failed():
-                    self.end = f"the engine failed: {record.cause}"
+                    self.end = f"ends as the engine failed: {record.cause}"
                 case Closed():
-                    self.end = record.reason
+                    self.end = f"was closed: {record.reason}"
 
     def _step(self, number: int, record: Step) -> Moment:
         engine, ended = self.engine, record.ended
@@ -101,6 +111,7 @@ class Replayer:
             plans = "\n".join(map(describe, self._plans)) or "  nothing"
             raise Differs(f"step {number} differs: the replay plans\n{plans}")
         events: list[Event] = []
+        work = Work()
         if step is not None and ended is not None:
             if len(step.results.tokens) != ended.num_sampled:
                 raise Differs(
@@ -110,8 +121,9 @@ class Replayer:
             step = step._replace(finished=ended.finished, duration=ended.duration, is_exact=ended.is_exact)
             engine.contents.new_keys.extend(split_keys(ended.keys))
             engine.contents.new_left.extend(_pages(ended.left))
+            work = engine.core.in_flight.slowest.work
             events = engine.end(step)
-        return Moment(number, record.now, self._plans, step, events)
+        return Moment(number, record.now, self._plans, step, events, work, None if ended is None else ended.tokens)
 
     # What a core tells of its decisions.
 
