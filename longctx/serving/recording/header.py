@@ -12,6 +12,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
 from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import check_bool, check_integer, check_text, shown
 
 FORMAT = "longctx log 1"
 NAME = "header.json"
@@ -42,6 +43,18 @@ class Header:
     is_private: bool
     created: str
     version: str = __version__
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_pages", 1), ("max_length", 1)):
+            check_integer(name, getattr(self, name), least)
+        check_bool("is_private", self.is_private)
+        for name in ("model_name", "created", "version"):
+            check_text(name, getattr(self, name))
+        for name in ("custom_policy", "dtype"):
+            if getattr(self, name) is not None:
+                check_text(name, getattr(self, name))
+        if not isinstance(self.weights, Mapping | None):
+            raise TypeError(f"weights must be a mapping, got {shown(self.weights)}")
 
     def write(self, directory: Path) -> None:
         """Write `header.json`, which must not exist."""

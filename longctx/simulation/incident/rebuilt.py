@@ -79,6 +79,7 @@ class Rebuilt:
         self.core.sessions = sessions
         self.core.page_hash = page_hash if config.prefix_cache else None
         self._maker = SequenceMaker(header.model, config, None, page_hash, sessions)
+        self._max_length = header.max_length
         self._config, self._num_sequences = config, 0
         self.executor = ReplayExecutor(plan.stage, outcomes or {}, seconds)
         queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
@@ -102,6 +103,8 @@ class Rebuilt:
                 f"max_running must be at least {arrived.num_completions} for request {arrived.request_id!r}, "
                 f"got {self._config.max_running}"
             )
+        if arrived.num_prompt + arrived.max_tokens > self._max_length:
+            raise ValueError(f"request {arrived.request_id!r} is longer than the longest sequence, which is damage")
         try:
             self.core.scheduler.check(arrived.num_prompt, arrived.max_tokens)
         except ValueError as error:
