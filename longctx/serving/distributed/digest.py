@@ -1,10 +1,8 @@
 """A digest of an engine's decisions, which processes and replays compare, and the last decisions for error messages."""
 
 import hashlib
-import sys
-from array import array
+import struct
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as List
 from itertools import chain
 from typing import Literal
@@ -72,10 +70,9 @@ def plan_bytes(batch: Batch) -> bytes:
     if batch.chunks:
         # By columns: a loop over the rows of a step would cost several times as much.
         _, slots, starts, counts, samples, _, ranks, sharded = zip(*batch.chunks, strict=True)
-        alike = set(ranks)
-        if len(alike) == 1:
+        if ranks.count(ranks[0]) == len(ranks):
             numbers.append(-1)
-            ranks = tuple(alike)
+            ranks = ranks[:1]
         numbers += map(len, ranks)
         numbers += chain.from_iterable(ranks)
         numbers += slots
@@ -88,9 +85,6 @@ def plan_bytes(batch: Batch) -> bytes:
     return pack("q", numbers) + flags
 
 
-def pack(kind: Literal["i", "q"], numbers: Iterable[int]) -> bytes:
+def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:
     """Integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
-    packed = array(kind, numbers)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)

@@ -218,13 +218,14 @@ def open_recorder(
 
 def _ends(batch: Batch, events: List[Event]) -> tuple[tuple[int, int], ...]:
     """Which samples of a batch ended their completions, other than by length: their numbers, and why."""
-    ended = {
-        f"{event.request_id}/{event.index}": STOP if event.output.finish_reason == "stop" else NOT_FINITE
-        for event in events
-        if event.output is not None and event.output.finish_reason in ("stop", "error")
-    }
-    if not ended:
+    outputs = [event.output for event in events if event.output is not None]
+    if not outputs:
         return ()
+    ended = {
+        f"{output.request_id}/{output.index}": STOP if output.finish_reason == "stop" else NOT_FINITE
+        for output in outputs
+        if output.finish_reason in ("stop", "error")
+    }
     return tuple((i, ended[sequence.name]) for i, sequence in enumerate(batch.sampled) if sequence.name in ended)
 
 
