@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections import deque
 from collections.abc import Sequence as List
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 from longctx.serving.scheduler.batch import Batch
@@ -25,7 +25,8 @@ class DecisionDigest:
     def __init__(self) -> None:
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._last: deque[tuple[Batch, List[int] | None]] = deque(maxlen=_NUM_SHOWN)
+        # As bytes: batches that are kept alive make those after them slow, as their memory is not used again.
+        self._last: deque[tuple[int, bytes, bool]] = deque(maxlen=_NUM_SHOWN)
 
     @property
     def digest(self) -> str:
@@ -39,28 +40,49 @@ class DecisionDigest:
 
     def add_plan(self, batch: Batch) -> None:
         """Add a planned batch: its chunks and its new page table entries."""
-        self._hash.update(plan_bytes(batch))
-        self.count += 1
-        self._last.append((batch, None))
+        self._add(batch.index, plan_bytes(batch), is_plan=True)
 
     def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch."""
-        self._hash.update(pack("q", (batch.index, len(tokens), *tokens)))
+        self._add(batch.index, pack("q", (batch.index, len(tokens), *tokens)), is_plan=False)
+
+    def _add(self, index: int, decision: bytes, is_plan: bool) -> None:
+        self._hash.update(decision)
         self.count += 1
-        self._last.append((batch, tokens))
+        self._last.append((index, decision, is_plan))
 
     def __str__(self) -> str:
         return "\n".join(
-            describe(batch) if tokens is None else f"  step {batch.index} sampled {list(tokens)}"
-            for batch, tokens in tuple(self._last)
+            describe(decision) if is_plan else f"  step {index} sampled {list(_unpack(decision)[2:])}"
+            for index, decision, is_plan in tuple(self._last)
         )
 
 
-def describe(batch: Batch) -> str:
-    """A planned batch as a line of text."""
-    rows = "; ".join(f"slot {c.slot}: {c.num_tokens} from {c.start} on ranks {list(c.ranks)}" for c in batch.chunks)
-    tables = [(run.slot, run.first, *run.pages) for run in batch.tables]
-    return f"  step {batch.index} computes {rows or 'nothing'}; tables {tables}"
+def describe(plan: bytes) -> str:
+    """A plan, as from `plan_bytes`, as a line of text."""
+    index, count = struct.unpack_from("<2q", plan)
+    numbers = iter(_unpack(plan[: len(plan) - 2 * count])[2:])
+    take = lambda size: list(islice(numbers, size))  # noqa: E731
+    ranks: list[list[int]] = []
+    if count:
+        sizes = take(1)
+        sizes = take(1) * count if sizes == [-1] else sizes + take(count - 1)
+        alike = plan[16:24] == struct.pack("<q", -1)
+        ranks = [take(sizes[0])] * count if alike else [take(size) for size in sizes]
+    slots, starts, counts = take(count), take(count), take(count)
+    rows = "; ".join(
+        f"slot {slot}: {size} from {start} on ranks {own}"
+        for slot, start, size, own in zip(slots, starts, counts, ranks, strict=True)
+    )
+    tables = []
+    for slot in numbers:
+        first, size = take(2)
+        tables.append((slot, first, *take(size)))
+    return f"  step {index} computes {rows or 'nothing'}; tables {tables}"
+
+
+def _unpack(numbers: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(numbers) // 8}q", numbers)
 
 
 def plan_bytes(batch: Batch) -> bytes:
@@ -82,7 +104,7 @@ def plan_bytes(batch: Batch) -> bytes:
     for slot, first, pages in batch.tables:
         numbers += slot, first, len(pages)
         numbers += pages
-    return pack("q", numbers) + flags
+    return pack("q", numbers) + flags  # a byte each, at the end
 
 
 def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from longctx.serving.distributed.digest import DecisionDigest, describe
+from longctx.serving.distributed.digest import DecisionDigest, describe, plan_bytes
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.sessions import PartialPage
 from longctx.serving.predictor.runtime import Predictor
@@ -108,7 +108,7 @@ class Replayer:
         self._begins(record.now)
         step = engine.step(record.now)
         if self._decisions.raw != record.digest or (step is None) != (ended is None):
-            plans = "\n".join(map(describe, self._plans)) or "  nothing"
+            plans = "\n".join(describe(plan_bytes(batch)) for batch in self._plans) or "  nothing"
             raise Differs(f"step {number} differs: the replay plans\n{plans}")
         events: list[Event] = []
         work = Work()
