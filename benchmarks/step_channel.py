@@ -87,7 +87,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
     channel.send = stamped
     lockstep = engine._lockstep
     for owner, method in (
-        (lockstep, "send_step"),
+        (lockstep, "note_step"),
         (lockstep.decisions, "add_plan"),
         (lockstep.decisions, "add_tokens"),
     ):
@@ -100,7 +100,7 @@ def lead(engine: Engine, group: ProcessGroup, tokens: int) -> dict[str, Any]:
         engine.generate([Request(rng.integers(0, 256, length).tolist(), params) for _ in range(RUNNING)])
         found["sizes"][length] = [float(np.median(sizes)), max(sizes)]
     steps = engine.stats().steps
-    found |= {"steps": steps, "added": probe.per_step("send_step", "add_plan", "add_tokens")}
+    found |= {"steps": steps, "added": probe.per_step("note_step", "add_plan", "add_tokens")}
     return found
 
 

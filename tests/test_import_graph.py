@@ -20,6 +20,7 @@ LAYERS = [
     ["serving.runner"],
     ["serving.executor"],
     ["serving.distributed"],
+    ["serving.recording"],
     ["serving.engine"],
     ["serving.server"],
     ["serving.profiler"],

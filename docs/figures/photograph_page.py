@@ -1,6 +1,6 @@
 """Takes the pictures of the page in docs/serving.md: a short question while a book is being read.
 
-    python docs/figures/photograph_page.py URL     # of a fresh `longctx serve` with the built-in model
+python docs/figures/photograph_page.py URL     # of a fresh `longctx serve` with the built-in model
 """
 
 import shutil

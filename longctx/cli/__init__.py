@@ -10,7 +10,7 @@ from typing import NoReturn
 from longctx import __version__
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 
-COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "serve")
+COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay", "serve")
 
 
 def program() -> NoReturn:
@@ -55,15 +55,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = _parse(parser, parsers, sys.argv[1:] if arguments is None else list(arguments))
     # Only now, so that `--help` doesn't wait for JAX.
     command = importlib.import_module(f"longctx.cli.{options.command}")
-    from jax.errors import JaxRuntimeError
-
     if hasattr(options, "no_compile_cache"):
         from longctx.cli import compile_cache
 
         compile_cache.enable(not options.no_compile_cache)
     try:
         return command.run(options)
-    except JaxRuntimeError as error:  # the device's, such as that its memory is full
+    except RuntimeError as error:
+        if not _is_of_device(error):
+            raise
         return report_error(f"failed: {str(error).splitlines()[0]}", FAILED)
 
 
@@ -80,3 +80,12 @@ def _parse(
     at = next(i for i, argument in enumerate(arguments) if argument in parsers)
     more = config_arguments(parsers[arguments[at]], file, arguments[at + 1 :])
     return parser.parse_args([*arguments[: at + 1], *more, *arguments[at + 1 :]])
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    """Whether an error is the device's, such as that its memory is full."""
+    if "jax" not in sys.modules:  # not all commands load it
+        return False
+    from jax.errors import JaxRuntimeError
+
+    return isinstance(error, JaxRuntimeError)

@@ -2,8 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx.cli.arguments.engine import CHOICES, SIZES, SLO, flag
+from longctx.cli.naming import naming_flags as naming_flags
+from longctx.cli.naming import prefixing as prefixing
 from longctx.cli.terminal import Console
 from longctx.models import Llama
 from longctx.models.params import Params
@@ -127,25 +129,3 @@ def make_engine(options: argparse.Namespace, model: Llama, params: Params, confi
     with naming_flags():
         plan = parallel_plan(options) if hasattr(options, "stage") else None
         return Engine(model, params, config, predictor=predictor, plan=plan, **more)
-
-
-@contextmanager
-def naming_flags(
-    arguments: Sequence[str] | Mapping[str, str] = (*SIZES, *CHOICES, *SLO, "buckets"),
-) -> Iterator[None]:
-    """Replace argument names by flags in error messages: by those of the same names, or those that a mapping has."""
-    flags = arguments if isinstance(arguments, Mapping) else {name: flag(name) for name in arguments}
-    try:
-        yield
-    except (ValueError, TimeoutError) as error:
-        names = rf"(?<!-)\b({'|'.join(flags)})\b"
-        raise type(error)(re.sub(names, lambda name: flags[name[0]], str(error))) from None
-
-
-@contextmanager
-def prefixing(prefix: str) -> Iterator[None]:
-    """Put a flag before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from None

@@ -11,7 +11,9 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 
 
 @dataclass
-class _Pending:
+class Pending:
+    """A batch in the stages: the tokens that are sampled from it, and its times."""
+
     tokens: list[int]
     seconds: float  # in each stage
     ready: float = math.inf  # when it leaves the last stage, once it has entered that
@@ -38,25 +40,25 @@ class VirtualExecutor:
             raise ValueError(f"stages must be at least 1, got {stages}")
         self.now = 0.0
         self._seconds, self._vocab_size = seconds, vocab_size
-        self._in_stages: deque[_Pending] = deque(maxlen=stages)  # the last stage's first
+        self._in_stages: deque[Pending] = deque(maxlen=stages)  # the last stage's first
         self._free = 0.0  # when the last tick ends
 
     def clock(self) -> float:
         """Virtual seconds since the beginning."""
         return self.now
 
-    def submit(self, batch: Batch) -> _Pending:
+    def submit(self, batch: Batch) -> Pending:
         seconds = self._seconds(batch) if batch.chunks else 0.0
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must return finite seconds of at least 0, got {seconds}")
-        pending = _Pending(self.run(batch), seconds)
+        pending = Pending(self.run(batch), seconds)
         self._in_stages.append(pending)
         self._free = max(self.now, self._free) + max(each.seconds for each in self._in_stages)
         if len(self._in_stages) == self._in_stages.maxlen:
             self._in_stages[0].ready = self._free
         return pending
 
-    def wait(self, pending: _Pending) -> Results:
+    def wait(self, pending: Pending) -> Results:
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])

@@ -63,7 +63,8 @@ def test_step_messages_do_not_grow_with_context() -> None:
         return sizes
 
     sizes = run_processes(2, act)[0]
-    assert sizes[100][0] - sizes[2][0] >= 4 * 98
+    digest = 30  # bytes, in every 16th message: the first one too
+    assert sizes[100][0] - sizes[2][0] >= 4 * 98 - digest
     assert max(sizes[100][1:]) < 160
 
 

@@ -1,43 +1,112 @@
-"""A digest of an engine's decisions, which processes compare, and the last decisions for error messages."""
+"""A digest of an engine's decisions, which processes and replays compare, and the last decisions for error messages."""
 
+import hashlib
+import struct
 from collections import deque
 from collections.abc import Sequence as List
-from typing import Any
+from itertools import chain, islice
+from typing import Literal
 
 from longctx.serving.scheduler.batch import Batch
 
 _NUM_SHOWN = 8
+_DIGEST_BYTES = 8
 
 
 class DecisionDigest:
-    """A running hash of all planned batches and sampled tokens, and the last few of them as text."""
+    """A running hash of all planned batches and sampled tokens, and the last few of them as text.
+
+    The hash is BLAKE2b over integers of 64 bits, little-endian: the same in every process and version of Python.
+
+    Attributes:
+      count: decisions so far.
+    """
 
     def __init__(self) -> None:
-        self.digest, self.count = 0, 0
-        self._last: deque[Any] = deque(maxlen=_NUM_SHOWN)
+        self.count = 0
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        # As bytes: batches that are kept alive make those after them slow, as their memory is not used again.
+        self._last: deque[tuple[int, bytes, bool]] = deque(maxlen=_NUM_SHOWN)
+
+    @property
+    def digest(self) -> str:
+        """Of all decisions so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    @property
+    def raw(self) -> bytes:
+        """`digest`, as bytes."""
+        return self._hash.digest()
 
     def add_plan(self, batch: Batch) -> None:
         """Add a planned batch: its chunks and its new page table entries."""
-        chunks = tuple((c.slot, c.start, c.num_tokens, *c.ranks, c.samples, c.sharded) for c in batch.chunks)
-        pages = tuple((run.slot, run.first, *run.pages) for run in batch.tables)
-        self._add(("plan", batch.index), chunks, pages)
+        self._add(batch.index, plan_bytes(batch), is_plan=True)
 
     def add_tokens(self, batch: Batch, tokens: List[int]) -> None:
         """Add the tokens sampled from a batch."""
-        self._add(("tokens", batch.index), tuple(tokens))
+        self._add(batch.index, pack("q", (batch.index, len(tokens), *tokens)), is_plan=False)
 
-    def _add(self, name: tuple[str, int], *decision: Any) -> None:
-        # The hash covers integers only: Python's hash of a string differs from process to process.
-        self.digest = hash((self.digest, name[1], *decision))
+    def _add(self, index: int, decision: bytes, is_plan: bool) -> None:
+        self._hash.update(decision)
         self.count += 1
-        self._last.append((name, decision))
+        self._last.append((index, decision, is_plan))
 
     def __str__(self) -> str:
-        lines = []
-        for (name, index), decision in tuple(self._last):
-            if name == "tokens":
-                lines.append(f"  step {index} sampled {list(decision[0])}")
-            else:
-                rows = "; ".join(f"slot {c[0]}: {c[2]} from {c[1]} on ranks {list(c[3:-2])}" for c in decision[0])
-                lines.append(f"  step {index} computes {rows or 'nothing'}; tables {list(decision[1])}")
-        return "\n".join(lines)
+        return "\n".join(
+            describe(decision) if is_plan else f"  step {index} sampled {list(_unpack(decision)[2:])}"
+            for index, decision, is_plan in tuple(self._last)
+        )
+
+
+def describe(plan: bytes) -> str:
+    """A plan, as from `plan_bytes`, as a line of text."""
+    index, count = struct.unpack_from("<2q", plan)
+    numbers = iter(_unpack(plan[: len(plan) - 2 * count])[2:])
+    take = lambda size: list(islice(numbers, size))  # noqa: E731
+    ranks: list[list[int]] = []
+    if count:
+        sizes = take(1)
+        sizes = take(1) * count if sizes == [-1] else sizes + take(count - 1)
+        alike = plan[16:24] == struct.pack("<q", -1)
+        ranks = [take(sizes[0])] * count if alike else [take(size) for size in sizes]
+    slots, starts, counts = take(count), take(count), take(count)
+    rows = "; ".join(
+        f"slot {slot}: {size} from {start} on ranks {own}"
+        for slot, start, size, own in zip(slots, starts, counts, ranks, strict=True)
+    )
+    tables = []
+    for slot in numbers:
+        first, size = take(2)
+        tables.append((slot, first, *take(size)))
+    return f"  step {index} computes {rows or 'nothing'}; tables {tables}"
+
+
+def _unpack(numbers: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(numbers) // 8}q", numbers)
+
+
+def plan_bytes(batch: Batch) -> bytes:
+    """What a batch decides, as bytes: no two decisions have the same."""
+    numbers = [batch.index, len(batch.chunks)]
+    flags = b""
+    if batch.chunks:
+        # By columns: a loop over the rows of a step would cost several times as much.
+        _, slots, starts, counts, samples, _, ranks, sharded = zip(*batch.chunks, strict=True)
+        if ranks.count(ranks[0]) == len(ranks):
+            numbers.append(-1)
+            ranks = ranks[:1]
+        numbers += map(len, ranks)
+        numbers += chain.from_iterable(ranks)
+        numbers += slots
+        numbers += starts
+        numbers += counts
+        flags = bytes(samples) + bytes(sharded)
+    for slot, first, pages in batch.tables:
+        numbers += slot, first, len(pages)
+        numbers += pages
+    return pack("q", numbers) + flags  # a byte each, at the end
+
+
+def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:
+    """Integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)

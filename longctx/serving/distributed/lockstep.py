@@ -7,52 +7,31 @@ nothing that differs between processes, such as a clock or the order of a set.
 Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from longctx.serving.distributed.digest import DecisionDigest
+from longctx.serving.distributed.orders import (
+    Arrival,
+    Cancel,
+    RequestUpdate,
+    StepOrder,
+    WarmUpOrder,
+    request_from_fields,
+    request_to_fields,
+)
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
+from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.request.request import Request
-from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 
 DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next
-
-
-class Arrival(NamedTuple):
-    """A request that process 0 has accepted, the id that it got, and its time of arrival."""
-
-    request: Request
-    request_id: str
-    now: float
-
-
-class Cancel(NamedTuple):
-    """A request that process 0 has cancelled."""
-
-    request_id: str
-
-
-RequestUpdate = Arrival | Cancel
-
-
-class StepOrder(NamedTuple):
-    """Plan a step at time `now`, after these updates."""
-
-    now: float
-    seconds: float | None  # how long the last step that was waited for took; None: unknown
-    updates: list[RequestUpdate]
-
-
-class WarmUpOrder(NamedTuple):
-    """Compile and run all programs."""
 
 
 class Lockstep:
@@ -68,6 +47,7 @@ class Lockstep:
         self._updates: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
         self._num_steps = 0
+        self._seconds: float | None = None  # that the last step took
         if group.watchdog is not None:
             group.watchdog.explain = self.decisions.__str__
 
@@ -106,31 +86,44 @@ class Lockstep:
 
     # In process 0.
 
-    def note_arrival(self, request: Request, tokens: np.ndarray, request_id: str, now: float) -> None:
+    def note_arrival(
+        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[object] = ()
+    ) -> None:
         """Queue a request, with its prompt as tokens, for the next step's message."""
         if self.is_alone:
             return
-        fields = {name: getattr(request, name) for name in _REQUEST_FIELDS}
-        self._updates.append(fields | {"sampling": dataclasses.asdict(request.sampling), "id": request_id, "now": now})
+        self._updates.append(request_to_fields(request) | {"id": request_id, "now": now})
         self._frames.append(tokens.astype("<i4").tobytes())
 
-    def note_cancel(self, request_id: str) -> None:
+    def note_cancel(self, request_id: str, now: float) -> None:
         """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
             self._updates.append({"id": request_id})
 
-    def send_step(self, now: float, seconds: float | None) -> None:
+    def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step, see `StepOrder`."""
         if self.is_alone:
             return
-        header: dict[str, Any] = {"kind": "step", "now": now, "seconds": seconds}
+        header: dict[str, Any] = {"kind": "step", "now": now, "seconds": self._seconds}
         if self._num_steps % DIGEST_INTERVAL == 0:
             header["digest"] = self.decisions.digest
         if self._updates:
             header["news"] = self._updates
         self.group.broadcast(header, self._frames)
         self._updates, self._frames = [], []
+        self._seconds = None
         self._num_steps += 1
+
+    def note_end(self, step: EndedStep | None, events: List[object]) -> None:
+        """Keep how long a step took for the next step's message."""
+        self._seconds = None if step is None else step.seconds
+
+    def note_clear(self) -> None:
+        """Nothing: this happens to engines of one process alone."""
+
+    def note_failure(self, cause: str) -> None:
+        """Let all other processes end."""
+        self.group.fail(cause)
 
     def send_warm_up(self) -> None:
         """Order all other processes to warm up."""
@@ -150,9 +143,14 @@ class Lockstep:
                 continue
             if header.get("digest", self.decisions.digest) != self.decisions.digest:
                 self._fail_for_difference()
-            updates, prompts = [], iter(frames)
+            updates: list[RequestUpdate] = []
+            prompts = iter(frames)
             for fields in header.get("news", ()):
-                updates.append(_arrival(fields, next(prompts)) if "sampling" in fields else Cancel(fields["id"]))
+                if "sampling" in fields:
+                    request = request_from_fields(fields, next(prompts), fields["id"])
+                    updates.append(Arrival(request, fields["id"], fields["now"]))
+                else:
+                    updates.append(Cancel(fields["id"]))
             self.now = header["now"]
             yield StepOrder(self.now, header["seconds"], updates)
 
@@ -167,14 +165,3 @@ class Lockstep:
         # Process 0 adds its own decisions to the message, and ends all processes.
         watchdog.wait_for_end(watchdog.failure_timeout)
         raise RuntimeError(text)
-
-
-# The prompt travels as bytes, sampling as a dictionary, and the id is the one that the engine has chosen.
-_REQUEST_FIELDS = [x.name for x in dataclasses.fields(Request) if x.name not in ("prompt", "sampling", "request_id")]
-
-
-def _arrival(fields: dict[str, Any], tokens: bytes) -> Arrival:
-    sampling = SamplingParams(**fields["sampling"])
-    others = {name: fields[name] for name in _REQUEST_FIELDS}
-    prompt: Any = np.frombuffer(tokens, "<i4")
-    return Arrival(Request(prompt, sampling, fields["id"], **others), fields["id"], fields["now"])

@@ -43,7 +43,7 @@ class Core:
     ) -> None:
         self.scheduler, self.sessions = scheduler, sessions
         self.in_flight = BatchQueue(run_ahead, scheduler.plan.stage)
-        self._hash = page_hash
+        self.page_hash = page_hash
         self._now = 0.0
         self._counts = {"prompt_tokens": 0, "output_tokens": 0, "queried_tokens": 0, "cached_tokens": 0}
 
@@ -88,7 +88,7 @@ class Core:
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
-        events, page_hash, receive = [], self._hash, self.scheduler.receive
+        events, page_hash, receive = [], self.page_hash, self.scheduler.receive
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
             if sequence.state is State.FINISHED:
                 continue  # it ended while this step was in flight
@@ -156,12 +156,12 @@ class Core:
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""
         session = completion.request.session_id
-        if self.sessions is None or self._hash is None or session is None:
+        if self.sessions is None or self.page_hash is None or session is None:
             return None
         if completion.index > 0 or not sequence.is_running:
             return None
         computed = completion.tokens[: sequence.computed]
-        return self.sessions.note(_root(self._hash, completion), session, sequence.keys, computed)
+        return self.sessions.note(_root(self.page_hash, completion), session, sequence.keys, computed)
 
 
 def _root(page_hash: PageHash, completion: Completion) -> bytes:

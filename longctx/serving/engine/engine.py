@@ -15,8 +15,10 @@ from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.process_group import ProcessGroup
+from longctx.serving.engine.begin_recording import begin_recording
 from longctx.serving.engine.follower import Follower
 from longctx.serving.engine.jobs import Job, Jobs, naming_prompt
+from longctx.serving.engine.journal import Journal
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.engine.monitor import Monitor, StepMonitor
 from longctx.serving.engine.resolve import resolve
@@ -27,6 +29,7 @@ from longctx.serving.executor.interface import Executor, Progress, ignore_progre
 from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.recording.recorder import Recorder
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
 from longctx.serving.request.sampling_params import SamplingParams
@@ -58,6 +61,8 @@ class Engine:
       plan: how the engine is spread over devices, see `ParallelPlan`. None: as the mesh says, pages growing.
       process_group: the processes that run the engine together, each with the same arguments, as from
         `longctx.serving.distributed.initialize`. The first one's engine takes requests; the others `follow`.
+      recorder: writes all that decisions follow from to a log, which `longctx replay` replays; see `open_recorder`. It
+        is for one engine, and for the first process alone.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
@@ -82,6 +87,7 @@ class Engine:
         monitor: StepMonitor | None = None,
         plan: ParallelPlan | None = None,
         process_group: ProcessGroup | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._lockstep = Lockstep(process_group or ProcessGroup.alone())
         resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group)
@@ -95,7 +101,10 @@ class Engine:
         self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
-        self._seconds: float | None = None  # that the last step took, for the other processes
+        self._journals: tuple[Journal, ...] = (self._lockstep,)
+        if recorder is not None:
+            begin_recording(recorder, resolved, params, self.core, self._lockstep.leads)
+            self._journals = (recorder, self._lockstep)
         self._jobs = Jobs()
         self._updates: deque[tuple[Callable[[Job], None], list[Job]]] = deque()  # between steps
         self._events: deque[Event] = deque()  # of requests that no stream waits for
@@ -192,6 +201,8 @@ class Engine:
                     raise RuntimeError("an engine is measured in one process alone")
                 self._drain("an engine is measured while it serves nobody: {} have not ended")
                 self.core.pool.clear()
+                for journal in self._journals:
+                    journal.note_clear()
                 with self._failing():
                     yield self._executor
             self._monitor.catch_up()
@@ -375,8 +386,10 @@ class Engine:
         """Let a request wait for its first step."""
         if job.sequences:
             return  # it was cancelled before
-        self._lockstep.note_arrival(job.prepared.request, job.prepared.tokens, job.request_id, job.arrival)
         job.sequences = self._sequence_maker.make(job.prepared, job.request_id, job.arrival)
+        request, tokens = job.prepared.request, job.prepared.tokens
+        for journal in self._journals:
+            journal.note_arrival(request, tokens, job.request_id, job.arrival, job.sequences)
         self.core.add(job.sequences)
 
     def _leave(self, job: Job) -> None:
@@ -385,7 +398,9 @@ class Engine:
         if job.open:
             for sequence in job.sequences:
                 self._deliver(self.core.cancel(sequence))
-            self._lockstep.note_cancel(job.request_id)
+            now = self._clock()
+            for journal in self._journals:
+                journal.note_cancel(job.request_id, now)
 
     # Steps.
 
@@ -404,13 +419,16 @@ class Engine:
             self._warm_up()
         now = self._clock()
         with self._failing(), self._lockstep.limit("a step"):
-            self._lockstep.send_step(now, self._seconds)
-            self._seconds = None
-            step = run_step(self.core, self._queue, now, self._lockstep)
+            for journal in self._journals:
+                journal.note_step(now)
+            step = run_step(self.core, self._queue, now, self._journals)
+            events: list[Event] = []
             if step is not None:
                 self._monitor.note(step)
-                self._seconds = step.seconds
-                self._deliver(self.core.end(step.batch, step.results, step.finished, step.seconds))
+                events = self.core.end(step.batch, step.results, step.finished, step.seconds)
+                self._deliver(events)
+            for journal in self._journals:
+                journal.note_end(step, events)
 
     def _drain(self, message: str) -> None:
         """Run steps until none is in flight; RuntimeError with the number of requests, if there are some."""
@@ -467,7 +485,8 @@ class Engine:
                     for index in sorted(job.open):
                         self._deliver([self.core.abort(job.sequences[index], f"a step failed: {cause}")])
             finally:
-                self._lockstep.group.fail(cause)
+                for journal in self._journals:
+                    journal.note_failure(cause)
             raise
 
     def _check_alive(self) -> None:

@@ -1,14 +1,13 @@
 """The engine of a process that follows another: it decides the same, on the same news, at the same time."""
 
-from collections import deque
-
-from longctx.serving.distributed.lockstep import Arrival, Lockstep, RequestUpdate, StepOrder
+from longctx.serving.distributed.lockstep import Lockstep
+from longctx.serving.distributed.orders import Arrival, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
-from longctx.serving.engine.jobs import Job
-from longctx.serving.engine.run_step import run_step
+from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.scheduler.sequence import Sequence
 
 
 class Follower:
@@ -25,10 +24,10 @@ class Follower:
         input_processor: InputProcessor,
         sequence_maker: SequenceMaker,
     ) -> None:
-        self._core, self._executor, self._lockstep = core, executor, lockstep
+        self._executor, self._lockstep = executor, lockstep
         self._input_processor, self._sequence_maker = input_processor, sequence_maker
-        self._queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
-        self._jobs: dict[str, Job] = {}
+        queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
+        self._core = OrderedCore(core, queue, self._make, [lockstep])
 
     def run(self) -> None:
         """Until the first process ends."""
@@ -38,28 +37,14 @@ class Follower:
                 self._lockstep.warm_up(self._executor)
                 continue
             if ended is not None:
-                self._end(ended, order.now, order.seconds)
+                self._core.end(ended, order.now, order.seconds)
             for news in order.updates:
-                self._hear(news)
+                self._core.hear(news)
             with self._lockstep.limit("a step"):
-                ended = run_step(self._core, self._queue, order.now, self._lockstep)
+                ended = self._core.step(order.now)
         if ended is not None:
-            self._end(ended, self._lockstep.now, None)
+            self._core.end(ended, self._lockstep.now, None)
 
-    def _end(self, step: EndedStep, now: float, seconds: float | None) -> None:
-        for event in self._core.end(step.batch, step.results, now, seconds):
-            job = self._jobs[event.request_id]
-            job.deliver(event)
-            if not job.open:
-                del self._jobs[event.request_id]
-
-    def _hear(self, news: RequestUpdate) -> None:
-        if isinstance(news, Arrival):
-            prepared = self._input_processor.prepare(news.request)
-            sequences = self._sequence_maker.make(prepared, news.request_id, news.now)
-            # Nobody reads its events.
-            self._jobs[news.request_id] = Job(news.request_id, prepared, news.now, deque(maxlen=0), sequences)
-            self._core.add(sequences)
-        else:
-            for sequence in self._jobs.pop(news.request_id).sequences:
-                self._core.cancel(sequence)
+    def _make(self, arrival: Arrival) -> list[Sequence]:
+        prepared = self._input_processor.prepare(arrival.request)
+        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now)

@@ -1,5 +1,6 @@
 """The step that every driver of a core runs."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -9,21 +10,21 @@ from longctx.serving.scheduler.batch import Batch
 
 
 class DecisionLog(Protocol):
-    """What hears of decisions as they are made; `Lockstep` compares them between processes."""
+    """What hears of decisions as they are made; every `Journal` is one."""
 
     def note_plan(self, batch: Batch) -> None: ...
 
     def note_draw(self, batch: Batch, tokens: List[int]) -> None: ...
 
 
-def run_step(core: Core, queue: SubmitQueue, now: float, log: DecisionLog | None = None) -> EndedStep | None:
+def run_step(core: Core, queue: SubmitQueue, now: float, logs: Iterable[DecisionLog] = ()) -> EndedStep | None:
     """Begin what can be and wait for the oldest in-flight batch; None if there is none. `Core.end` takes its results.
 
     Raises:
       RuntimeError: sequences wait that nothing will ever admit.
     """
     while (batch := core.begin(now)) is not None:
-        if log is not None:
+        for log in logs:
             log.note_plan(batch)
         queue.submit(batch)
     if not queue:
@@ -31,6 +32,6 @@ def run_step(core: Core, queue: SubmitQueue, now: float, log: DecisionLog | None
             raise RuntimeError("requests are waiting that are never admitted: this is a bug in the scheduler")
         return None
     step = queue.wait()
-    if log is not None:
+    for log in logs:
         log.note_draw(step.batch, step.results.tokens)
     return step

@@ -63,6 +63,21 @@ class Admission:
         self._blocked: _Blocked | None = None
         self._load: list[float] | None = None  # seconds of prompts on each rank, while sequences are admitted
 
+    @property
+    def blocked(self) -> Sequence | None:
+        """The most urgent sequence, if it had no room when it was looked at last."""
+        return None if self._blocked is None else self._blocked.sequence
+
+    def waits_for(self, sequence: Sequence) -> Sequence | None:
+        """Who computes the pages of a prefix that a sequence waits for."""
+        return self._waits.leader_of(sequence)
+
+    def total_pages(self, sequence: Sequence) -> int:
+        """Pages that must be there for a sequence to be admitted: all that it may ever need, or its prompt's."""
+        # All that it may ever compute, or only what it has to before it can sample.
+        reach = sequence.prompt_length + sequence.max_tokens - 1
+        return self._running.pages_of(min(sequence.length, reach) if self._optimistic else reach)
+
     def check(self, prompt_length: int, max_tokens: int) -> None:
         """Check that a request could be admitted by an empty engine.
 
@@ -130,9 +145,7 @@ class Admission:
         return True
 
     def _try_to_admit(self, batch: Batch, sequence: Sequence, shared: list[int]) -> bool:
-        # All that it may ever compute, or only what it has to before it can sample.
-        reach = sequence.prompt_length + sequence.max_tokens - 1
-        total = self._running.pages_of(min(sequence.length, reach) if self._optimistic else reach)
+        total = self.total_pages(sequence)
         if total - len(shared) - 1 > self._pool.num_available:
             return False
         partial = self._find_partial_page(sequence, len(shared))

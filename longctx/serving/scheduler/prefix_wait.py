@@ -99,6 +99,12 @@ class PrefixWaits:
         waits = set().union(*(leader.waiting for leader in self._leaders.values()))
         return [sequence for sequence in waiting if sequence not in waits]
 
+    def leader_of(self, sequence: Sequence) -> Sequence | None:
+        """Whom a sequence waits for now."""
+        leader = self._leader_of.get(sequence)
+        waits = leader is not None and leader in self._leaders and sequence in self._leaders[leader].waiting
+        return leader if waits else None
+
     def forget(self, sequence: Sequence) -> None:
         """It has been admitted, or has ended, or its pages are there."""
         leader = self._leader_of.pop(sequence, None)

@@ -1,0 +1,53 @@
+"""`Journal`: what hears of all that an engine's decisions follow from, and of the decisions."""
+
+from collections.abc import Sequence as List
+from typing import Protocol
+
+import numpy as np
+
+from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.request.output import Event
+from longctx.serving.request.request import Request
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.sequence import Sequence
+
+
+class Journal(Protocol):
+    """An engine calls it in the order in which things happen, under its lock: from one thread at a time.
+
+    `Lockstep` sends what it hears to other processes, `Recorder` writes it to a file.
+    """
+
+    def note_arrival(
+        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: list[Sequence]
+    ) -> None:
+        """A request has entered, as sequences that are about to be added to the core; its prompt is `tokens` `[T]`."""
+        ...
+
+    def note_cancel(self, request_id: str, now: float) -> None:
+        """A request has been cancelled."""
+        ...
+
+    def note_step(self, now: float) -> None:
+        """A step is about to be planned."""
+        ...
+
+    def note_plan(self, batch: Batch) -> None:
+        """A batch has been planned; there may be none or several in a step."""
+        ...
+
+    def note_draw(self, batch: Batch, tokens: List[int]) -> None:
+        """The tokens sampled from a batch have come."""
+        ...
+
+    def note_end(self, step: EndedStep | None, events: list[Event]) -> None:
+        """The core has taken the results of the step's oldest batch, and made these events; None: none had begun."""
+        ...
+
+    def note_clear(self) -> None:
+        """The cache has forgotten what it held."""
+        ...
+
+    def note_failure(self, cause: str) -> None:
+        """The engine has failed; nothing comes after it."""
+        ...

@@ -1,0 +1,68 @@
+"""Reads logs: which runs a directory has, and the records of one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from longctx.serving.recording.frames import read_frames
+from longctx.serving.recording.header import NAME, Header
+from longctx.serving.recording.records import Record, decode
+
+
+def segment_name(number: int) -> str:
+    """The name of a file of records."""
+    return f"{number:06}.log"
+
+
+class RecordedLog:
+    """A run that was recorded.
+
+    Args:
+      directory: of the run, or of several, the last of which is read.
+
+    Attributes:
+      header: see `Header`.
+      torn_bytes: of an unfinished record at the end, which is cut; known when all records have been read.
+
+    Raises:
+      FileNotFoundError: there is no log.
+      ValueError: it is damaged, or of another version.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = find_run(directory)
+        self.header = Header.read(self.directory)
+        self.torn_bytes = 0
+        self._paths = sorted(self.directory.glob("[0-9]*.log"))
+        if not self._paths:
+            raise FileNotFoundError(f"{self.directory} has no {segment_name(0)}: nothing was recorded")
+
+    def records(self) -> Iterator[Record]:
+        """All records, in order.
+
+        Raises:
+          ValueError: the log is damaged.
+        """
+        for path in self._paths:
+            torn: list[int] = []
+            for number, payload in enumerate(read_frames(path, torn)):
+                try:
+                    yield decode(payload)
+                except ValueError as error:
+                    raise ValueError(f"{path}, record {number}: {error}") from None
+            self.torn_bytes = sum(torn)
+
+
+def find_run(directory: Path) -> Path:
+    """The directory of a run: this one, or the last one in it.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no such directory: {directory}")
+    if (directory / NAME).exists():
+        return directory
+    runs = sorted(path.parent for path in directory.glob(f"*/{NAME}"))
+    if not runs:
+        raise FileNotFoundError(f"{directory} is no log of an engine: neither it nor a directory in it has a {NAME}")
+    return runs[-1]

@@ -1,0 +1,254 @@
+"""`Recorder`: writes a log of an engine, so that what happened can be replayed."""
+
+import datetime
+import os
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from longctx.serving.distributed.digest import DecisionDigest, pack
+from longctx.serving.distributed.orders import request_to_fields
+from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.prefix import PageHash
+from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.recording.header import Header
+from longctx.serving.recording.reader import segment_name
+from longctx.serving.recording.records import (
+    NOT_FINITE,
+    STOP,
+    Arrived,
+    Cancelled,
+    Cleared,
+    Closed,
+    Content,
+    Ended,
+    Failed,
+    Record,
+    Step,
+    encode,
+)
+from longctx.serving.recording.writer import LogWriter
+from longctx.serving.request.output import Event
+from longctx.serving.request.request import Request
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.serving.validation import check_integer
+
+if TYPE_CHECKING:
+    from longctx.serving.engine.core import Core
+
+_LEAST_BYTES = 2**16
+
+
+class Recorder:
+    """Writes all that an engine's decisions follow from, as a `Journal` of the engine that it is given to.
+
+    Args:
+      directory: of this run, see `open_recorder`.
+      is_private: leave out prompts, tokens and sampling parameters.
+      max_bytes: of the run's files.
+      model_name, weights: which model it is: the latter as from `checkpoint_fingerprint`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        is_private: bool = False,
+        max_bytes: int = 2**30,
+        model_name: str = "",
+        weights: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory, self.is_private = directory, is_private
+        self.max_bytes = check_integer("max_bytes", max_bytes, _LEAST_BYTES)
+        self.model_name, self.weights = model_name, weights
+        self._writer: LogWriter | None = None
+        self._decisions = DecisionDigest()
+        self._now: float | None = None  # when the step was planned that runs
+        self._keys: list[bytes] = []  # of pages that generated tokens have filled since they were written last
+        self._left: list[PartialPage | None] = []  # last pages of sessions' turns, likewise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def size(self) -> int:
+        """Bytes of records so far."""
+        return 0 if self._writer is None else self._writer.size
+
+    def begin(self, header: Header, core: "Core") -> None:
+        """Begin to record an engine's core; the engine does that.
+
+        Raises:
+          ValueError: it records another engine already.
+          OSError: the directory can't be written to.
+        """
+        if self._writer is not None:
+            raise ValueError("recorder records another engine already: each needs one of its own")
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        header.write(self.directory)
+        if core.page_hash is not None:
+            core.page_hash = _NotedHash(core.page_hash, self._keys)
+        if core.sessions is not None:
+            core.sessions = _NotedSessions(core.sessions, self._left)
+        self._writer = LogWriter(self.directory / segment_name(0))
+
+    def close(self) -> None:
+        """Write what there is to the end. The engine may go on, unrecorded."""
+        if self._writer is not None:
+            self._end(Closed("in order"), None)
+            self._writer.close()
+
+    def _write(self, record: Record) -> None:
+        writer = self._writer
+        if writer is not None and writer.is_open:
+            payload = encode(record)
+            if writer.size + len(payload) > self.max_bytes:
+                cause = f"{self.max_bytes:,} bytes are written, which is the limit"
+                self._end(Closed(cause), cause)
+            else:
+                writer.append(payload)
+
+    def _end(self, record: Record, cause: str | None) -> None:
+        """Write the last record; a cause is worth a warning."""
+        writer = self._writer
+        if writer is not None and writer.is_open:
+            writer.append(encode(record))
+            writer.stop(cause)
+
+    # As a journal.
+
+    def note_arrival(
+        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[Sequence]
+    ) -> None:
+        first = sequences[0]
+        content = None
+        if not self.is_private:
+            content = Content(
+                tokens.astype("<i4", copy=False).tobytes(), request_to_fields(request), completion_of(first).seed
+            )
+        arrived = Arrived(
+            request_id=request_id,
+            now=now,
+            num_prompt=len(tokens),
+            max_tokens=first.max_tokens,
+            num_completions=len(sequences),
+            priority=request.priority,
+            tenant=request.tenant,
+            ttft_deadline=request.ttft_deadline,
+            tpot_target=request.tpot_target,
+            may_share=first.may_share,
+            has_session=request.session_id is not None,
+            keys=b"".join(first.keys),
+            partial_page=first.partial_page,
+            content=content,
+        )
+        self._write(arrived)
+
+    def note_cancel(self, request_id: str, now: float) -> None:
+        self._write(Cancelled(request_id, now, self._take_left()))
+
+    def note_step(self, now: float) -> None:
+        self._now = now
+
+    def note_plan(self, batch: Batch) -> None:
+        self._decisions.add_plan(batch)
+
+    def note_draw(self, batch: Batch, tokens: List[int]) -> None:
+        pass
+
+    def note_end(self, step: EndedStep | None, events: List[Event]) -> None:
+        now, self._now = self._now, None
+        assert now is not None
+        ended = None
+        if step is not None:
+            tokens = step.results.tokens
+            keys, left = b"".join(self._keys), self._take_left()
+            self._keys.clear()
+            ended = Ended(
+                finished=step.finished,
+                duration=step.duration,
+                is_exact=step.is_exact,
+                num_sampled=len(tokens),
+                ends=_ends(step.batch, events),
+                keys=keys,
+                left=left,
+                tokens=None if self.is_private else pack("i", tokens),
+            )
+        self._write(Step(now, self._decisions.raw, ended))
+
+    def note_clear(self) -> None:
+        self._write(Cleared())
+
+    def note_failure(self, cause: str) -> None:
+        self._end(Failed(cause, self._now), None)
+
+    def _take_left(self) -> tuple[PartialPage | None, ...]:
+        left = tuple(self._left)
+        self._left.clear()
+        return left
+
+
+def open_recorder(
+    directory: str | os.PathLike[str],
+    private: bool = False,
+    max_bytes: int = 2**30,
+    model_name: str = "",
+    weights: Mapping[str, str] | None = None,
+) -> Recorder:
+    """A recorder of a new run, for `Engine(..., recorder=...)`, in a folder of its own in `directory`.
+
+    Args:
+      private: leave out prompts, tokens and sampling parameters; then decisions alone can be replayed.
+      max_bytes: of the run's records.
+      model_name, weights: which model it is, for whoever replays: the latter as from `checkpoint_fingerprint`.
+
+    Raises:
+      OSError: the directory can't be made.
+      ValueError: max_bytes is too small.
+    """
+    name = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}"
+    return Recorder(Path(directory) / name, private, max_bytes, model_name, weights)
+
+
+def _ends(batch: Batch, events: List[Event]) -> tuple[tuple[int, int], ...]:
+    """Which samples of a batch ended their completions, other than by length: their numbers, and why."""
+    outputs = [event.output for event in events if event.output is not None]
+    if not outputs:
+        return ()
+    ended = {
+        f"{output.request_id}/{output.index}": STOP if output.finish_reason == "stop" else NOT_FINITE
+        for output in outputs
+        if output.finish_reason in ("stop", "error")
+    }
+    return tuple((i, ended[sequence.name]) for i, sequence in enumerate(batch.sampled) if sequence.name in ended)
+
+
+class _NotedHash(PageHash):
+    """A page hash that keeps the keys of pages that generated tokens fill."""
+
+    def __init__(self, page_hash: PageHash, found: list[bytes]) -> None:
+        vars(self).update(vars(page_hash))
+        self._found = found
+
+    def extend(self, keys: list[bytes], tokens: np.ndarray, root: bytes) -> None:
+        count = len(keys)
+        super().extend(keys, tokens, root)
+        self._found += keys[count:]
+
+
+class _NotedSessions(Sessions):
+    """Sessions that keep the pages that turns leave."""
+
+    def __init__(self, sessions: Sessions, left: list[PartialPage | None]) -> None:
+        vars(self).update(vars(sessions))
+        self._left = left
+
+    def note(self, root: bytes, session_id: str, keys: list[bytes], tokens: np.ndarray) -> PartialPage | None:
+        self._left.append(super().note(root, session_id, keys, tokens))
+        return self._left[-1]

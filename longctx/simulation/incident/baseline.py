@@ -1,0 +1,112 @@
+"""What happened: a log replayed once, with all that a replay under other settings goes by."""
+
+from typing import NamedTuple
+
+from longctx.serving.predictor.correction import weighted_median
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.recording.records import NOT_FINITE, STOP
+from longctx.serving.request.output import Event, Output
+from longctx.serving.scheduler.batch import Batch
+from longctx.simulation.incident.executor import Outcome
+from longctx.simulation.incident.replayer import Replayer
+
+
+class Decision(NamedTuple):
+    """What a batch decides, apart from where in memory it is: rows by sequence, and who was admitted."""
+
+    chunks: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    admitted: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "Decision":
+        return cls(
+            tuple((chunk.sequence.order, chunk.start, chunk.num_tokens, chunk.ranks) for chunk in batch.chunks),
+            tuple(sequence.order for sequence in batch.admitted),
+        )
+
+
+class StepTimes:
+    """How long a device takes for steps, as measured over all of a log: a predictor times a factor for each kind.
+
+    The factors are those of `Corrected`, of all steps instead of the last ones: a decision may differ long before a
+    scheduler has measured anything.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._measured: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        self._factors: dict[bool, float] = {}
+
+    def note(self, work: Work, seconds: float) -> None:
+        """Add a measured step."""
+        predicted = self._predictor.seconds(work)
+        if predicted > 0 and seconds > 0:
+            self._measured[bool(work.chunks)].append((seconds / predicted, predicted))
+
+    def fit(self) -> None:
+        """Find the factors, when all steps have been added."""
+        both = [*self._measured[False], *self._measured[True]]
+        for kind, measured in self._measured.items():
+            self._factors[kind] = weighted_median(measured or both) if both else 1.0
+
+    def seconds(self, work: Work) -> float:
+        return self._factors[bool(work.chunks)] * self._predictor.seconds(work)
+
+    @property
+    def error(self) -> float | None:
+        """By how much predictions of the measured steps are off, as a share of all their time; None: of no step."""
+        rows = [(ratio, weight, self._factors[kind]) for kind, all in self._measured.items() for ratio, weight in all]
+        total = sum(ratio * weight for ratio, weight, _ in rows)
+        return sum(abs(ratio - factor) * weight for ratio, weight, factor in rows) / total if rows else None
+
+
+class Baseline:
+    """A replay of a log as it was.
+
+    Attributes:
+      decisions: a hash of each, in order. `decisions_until`: how many there are up to and with each step.
+      durations: seconds of steps, by the number of the batch that they ended.
+      outputs: of completions that have ended, by the numbers of their sequences.
+      outcomes: see `ReplayExecutor`.
+      times: see `StepTimes`.
+      start: when the first step was planned.
+    """
+
+    def __init__(self, replayer: Replayer) -> None:
+        self.replayer = replayer
+        self.decisions: list[int] = []
+        self.decisions_until: list[int] = []
+        self.durations: dict[int, float] = {}
+        self.outputs: dict[int, Output] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.times = StepTimes(replayer.engine.predictor)
+        self.start = 0.0
+
+    def run(self) -> None:
+        """Replay all of it; errors as of `Replayer.run`."""
+        for moment in self.replayer.run():
+            if moment.number is not None:
+                self.decisions += [hash(Decision.of(batch)) for batch in moment.plans]
+                if not self.decisions_until:
+                    self.start = moment.now
+                self.decisions_until.append(len(self.decisions))
+            if moment.ended is not None:
+                self.durations[moment.ended.batch.index] = moment.ended.duration
+                if moment.ended.is_exact:
+                    self.times.note(moment.work, moment.ended.duration)
+            for event in moment.events:
+                self._note(event)
+        self.times.fit()
+
+    def _note(self, event: Event) -> None:
+        output = event.output
+        if output is None:
+            return
+        order = self.replayer.engine.orders[event.request_id, event.index]
+        self.outputs[order] = output
+        count = len(output.token_ids)
+        if output.finish_reason == "stop":
+            self.outcomes[order] = Outcome(STOP, count - 1)
+        elif output.finish_reason == "error":
+            self.outcomes[order] = Outcome(NOT_FINITE, count)

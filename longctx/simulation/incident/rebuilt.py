@@ -1,0 +1,165 @@
+"""An engine rebuilt from the header of its log, without a device."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from longctx.serving.config import EngineConfig
+from longctx.serving.distributed.orders import Arrival, Cancel
+from longctx.serving.engine.build import build_core
+from longctx.serving.engine.input_processor import SequenceMaker
+from longctx.serving.engine.ordered_core import OrderedCore
+from longctx.serving.engine.run_step import DecisionLog
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.recording.header import Header
+from longctx.serving.recording.records import Arrived, Cancelled, split_keys
+from longctx.serving.request.output import Event
+from longctx.serving.request.request import PreparedRequest, Request
+from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.policy import Policy
+from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.simulation.incident.contents import Contents, RecordedHash, RecordedSessions
+from longctx.simulation.incident.executor import STOPS, Outcome, ReplayExecutor
+
+
+class Rebuilt:
+    """The core of a recorded engine, which hears of requests by their records.
+
+    Args:
+      config, num_pages: other ones than the header's.
+      predictor, policy: must be given if the engine had custom ones, which a log does not hold.
+      contents: of its requests, if they are known already.
+      outcomes, seconds: see `ReplayExecutor`.
+      logs: hear of the decisions.
+
+    Attributes:
+      predictor: before correction.
+      orders: the number of the last sequence of each request's id and completion.
+
+    Raises:
+      ValueError: a predictor or policy is missing, or the configuration contradicts the plan or the predictor.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        config: EngineConfig | None = None,
+        num_pages: int | None = None,
+        predictor: Predictor | None = None,
+        policy: Policy | None = None,
+        contents: Contents | None = None,
+        outcomes: Mapping[int, Outcome] | None = None,
+        seconds: Callable[[Batch], float] | None = None,
+        logs: Iterable[DecisionLog] = (),
+    ) -> None:
+        predictor = predictor or header.predictor
+        if predictor is None:
+            raise ValueError("predictor must be given: the recorded engine had a custom one, which a log does not hold")
+        if config is None:
+            config = header.config
+            if header.custom_policy is not None:
+                if policy is None:
+                    raise ValueError(
+                        f"policy must be given: the recorded engine had a custom one, {header.custom_policy}, which a "
+                        "log does not hold"
+                    )
+                config = dataclasses.replace(config, policy=policy)
+        self.predictor = predictor
+        self.policy_name = config.policy if isinstance(config.policy, str) else type(config.policy).__qualname__
+        check_predictor(predictor, config.token_budget)
+        plan, size = header.plan, config.page_size
+        self.num_pages = num_pages or header.num_pages
+        self.core, *_ = build_core(header.model, config, plan, predictor, self.num_pages, header.max_length)
+        self.contents = contents or Contents()
+        page_hash, sessions = RecordedHash(self.contents, size), RecordedSessions(self.contents, size)
+        self.core.sessions = sessions
+        self.core.page_hash = page_hash if config.prefix_cache else None
+        self._maker = SequenceMaker(header.model, config, None, page_hash, sessions)
+        self._max_length = header.max_length
+        self._config, self._num_sequences = config, 0
+        self.executor = ReplayExecutor(plan.stage, outcomes or {}, seconds)
+        queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
+        self._ordered = OrderedCore(self.core, queue, self._make, logs)
+        self.orders: dict[tuple[str, int], int] = {}
+        self._arrived: Arrived | None = None
+
+    @property
+    def open(self) -> dict[str, list[Sequence]]:
+        """The sequences of requests that have not ended, by their ids."""
+        return self._ordered.open
+
+    def arrive(self, arrived: Arrived) -> None:
+        """Let a request enter.
+
+        Raises:
+          ValueError: it has not room in this engine.
+        """
+        if arrived.num_completions > self._config.max_running:
+            raise ValueError(
+                f"max_running must be at least {arrived.num_completions} for request {arrived.request_id!r}, "
+                f"got {self._config.max_running}"
+            )
+        if arrived.num_prompt + arrived.max_tokens > self._max_length:
+            raise ValueError(f"request {arrived.request_id!r} is longer than the longest sequence, which is damage")
+        try:
+            self.core.scheduler.check(arrived.num_prompt, arrived.max_tokens)
+        except ValueError as error:
+            raise ValueError(f"num_pages is too small for request {arrived.request_id!r}: {error}") from None
+        self._arrived = arrived
+        sampling = SamplingParams(
+            max_tokens=arrived.max_tokens,
+            temperature=1.0,
+            n=arrived.num_completions,
+            seed=0,
+            stop_token_ids=(STOPS,),
+            ignore_eos=True,
+            prompt_logprobs=None if arrived.may_share else 0,
+        )
+        request = Request(
+            (),
+            sampling,
+            arrived.request_id,
+            session_id="recorded" if arrived.has_session else None,
+            tenant=arrived.tenant,
+            ttft_deadline=arrived.ttft_deadline,
+            tpot_target=arrived.tpot_target,
+            priority=arrived.priority,
+        )
+        self._ordered.hear(Arrival(request, arrived.request_id, arrived.now))
+
+    def cancel(self, cancelled: Cancelled) -> list[Event]:
+        """End a request, if it has not ended."""
+        if cancelled.request_id not in self.open:
+            return []
+        return self._ordered.hear(Cancel(cancelled.request_id))
+
+    def step(self, now: float) -> EndedStep | None:
+        """See `run_step`."""
+        return self._ordered.step(now)
+
+    def end(self, step: EndedStep) -> list[Event]:
+        """See `Core.end`."""
+        return self._ordered.end(step, step.finished, step.seconds)
+
+    def _make(self, arrival: Arrival) -> list[Sequence]:
+        arrived, contents, first = self._arrived, self.contents, self._num_sequences
+        assert arrived is not None
+        keys = split_keys(arrived.keys)
+        page = arrived.partial_page
+        contents.found[first] = None if page is None else PartialPage(*page)
+        for order in range(first, first + arrived.num_completions):
+            contents.keys.setdefault(order, list(keys))
+        tokens = np.zeros(arrived.num_prompt, np.int32)
+        tokens[0] = first
+        prepared = PreparedRequest(arrival.request, tokens, keys, b"")
+        sequences = self._maker.make(prepared, arrival.request_id, arrival.now)
+        for index, sequence in enumerate(sequences):
+            self.orders[arrival.request_id, index] = sequence.order
+            assert sequence.order == self._num_sequences
+            completion_of(sequence).known[0] = sequence.order
+            self._num_sequences += 1
+        return sequences
