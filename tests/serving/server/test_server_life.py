@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -167,12 +167,14 @@ def crowded() -> Iterator[Served]:
 def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) -> None:
     crowded.executor.pause = 0.01
     with ThreadPoolExecutor(3) as pool, crowded.http_client() as client:
-        posts = [
-            pool.submit(
-                lambda: httpx.post(f"{crowded.url}/v1/completions", json=ENDLESS | {"max_tokens": 60}, timeout=20)
-            )
-            for _ in range(3)
-        ]
+        body = ENDLESS | {"max_tokens": 60}
+
+        def post() -> Future[httpx.Response]:
+            return pool.submit(lambda: httpx.post(f"{crowded.url}/v1/completions", json=body, timeout=20))
+
+        posts = [post()]
+        crowded.wait_until("one runs", lambda: crowded.server.engine.stats().running == 1)
+        posts += [post(), post()]
         crowded.wait_until("the queue is full", lambda: crowded.server.engine.stats().waiting == 2)
         refused = client.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
