@@ -1,8 +1,10 @@
 """`longctx serve`: serve a model over HTTP."""
 
 import argparse
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -43,7 +45,7 @@ _FOLLOWING = 10.0  # seconds for which a follower waits for the first process lo
 
 def run(options: argparse.Namespace) -> int:
     try:
-        import longctx.serving.server.http_server  # noqa: F401
+        from longctx.serving.server.http_server import bind
     except ModuleNotFoundError as error:
         raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
     settings, limits = _settings(options), _limits(options)
@@ -51,8 +53,11 @@ def run(options: argparse.Namespace) -> int:
     template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
     if options.profile is not None:
         check_input("--profile", options.profile)
-    with initialize_processes(options) as group:
-        return _serve(options, config, settings, limits, template, group)
+    with initialize_processes(options) as group, contextlib.ExitStack() as stack:
+        listener = None
+        if group.is_first:  # before anything that takes long
+            listener = stack.enter_context(bind(options.host, options.port))
+        return _serve(options, config, settings, limits, template, group, listener)
 
 
 def _serve(
@@ -62,12 +67,12 @@ def _serve(
     limits: AdmissionLimits,
     template: str | None,
     group: ProcessGroup,
+    listener: socket.socket | None,
 ) -> int:
-    from longctx.serving.server.http_server import HttpServer, bind
+    from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
 
     observers, console = _observers(options), Console(options.quiet or not group.is_first)
-    listener = bind(options.host, options.port) if group.is_first else None  # before anything that takes long
     names = tuple(options.served_model_name) or (_model_name(options.model),)
     options.model = resolve_model(options.model, options.quiet)
     tokenizer = load_tokenizer(options.model)

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -165,15 +165,16 @@ def crowded() -> Iterator[Served]:
 
 
 def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) -> None:
-    crowded.executor.pause = 0.05
+    crowded.executor.pause = 0.01
     with ThreadPoolExecutor(3) as pool, crowded.http_client() as client:
+        body = ENDLESS | {"max_tokens": 60}
 
-        def post() -> httpx.Response:
-            return httpx.post(f"{crowded.url}/v1/completions", json=ENDLESS | {"max_tokens": 60}, timeout=20)
+        def post() -> Future[httpx.Response]:
+            return pool.submit(lambda: httpx.post(f"{crowded.url}/v1/completions", json=body, timeout=20))
 
-        posts = [pool.submit(post)]
+        posts = [post()]
         crowded.wait_until("one runs", lambda: crowded.server.engine.stats().running == 1)
-        posts += [pool.submit(post) for _ in range(2)]
+        posts += [post(), post()]
         crowded.wait_until("the queue is full", lambda: crowded.server.engine.stats().waiting == 2)
         refused = client.post("/v1/completions", json=BODY)
         assert refused.status_code == 429
@@ -187,7 +188,6 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) ->
         # Of several prompts none is begun if one is refused.
         assert client.post("/v1/completions", json=BODY | {"prompt": ["1", "2"]}).status_code == 429
         assert crowded.server.thread.control.num_waiting == 2
-        crowded.executor.pause = 0
         assert [post.result().status_code for post in posts] == [200] * 3
     crowded.wait_idle()
 

@@ -1,0 +1,255 @@
+"""`longctx serve`: its flags, its file of flags, and the process."""
+
+import argparse
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from longctx.cli import main
+from longctx.cli.arguments import serve as flags
+from longctx.cli.config_file import config_arguments
+from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.server.settings import ServerSettings
+
+PROGRAM = "from longctx.cli import program; program()"
+# The built-in model with few programs to compile.
+SMALL = ["--max-length", "4096", "--num-pages", "128", "--max-running", "8", "--token-budget", "32", "--buckets", "32"]
+BODY = {"prompt": "ABCD", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("-q", "--quiet", action="store_true")
+    flags.add_arguments(made)
+    return made
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    options = parser().parse_args([])
+    for settings, names in ((ServerSettings(), flags.SETTINGS), (AdmissionLimits(), flags.LIMITS)):
+        assert all(getattr(options, name) == getattr(settings, name) for name, *_ in names)
+    others = {"api_keys", "admin_keys", "allow_origins", "profile_dir"}
+    assert {field.name for field in dataclasses.fields(ServerSettings)} == others | {
+        name for name, *_ in flags.SETTINGS
+    }
+    assert (options.host, options.port) == ("127.0.0.1", 8000)
+
+
+def parse(tmp_path: Path, text: str, *arguments: str) -> argparse.Namespace:
+    file = tmp_path / "serve.toml"
+    file.write_text(text, encoding="utf-8")
+    return parser().parse_args([*config_arguments(parser(), file, arguments), *arguments])
+
+
+def test_every_flag_may_stand_in_the_file(tmp_path: Path) -> None:
+    """By its name, with dashes or underscores, with a value of its type."""
+    made = parser()
+    lines, expected = [], {}
+    for number, action in enumerate(made._actions):
+        name = action.option_strings[-1].removeprefix("--")
+        if name in ("help", "config"):  # alone
+            continue
+        value: object = number + 1
+        if action.nargs == 0:
+            value = True
+        elif action.choices:
+            value = list(action.choices)[-1]
+        elif action.type in (None, str, Path):
+            value = f"text-{number}"
+        elif action.type is float:
+            value = number + 0.5
+        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        lines.append(f"{name if number % 2 else name.replace('-', '_')} = {shown}")
+        value = Path(str(value)) if action.type is Path else value
+        expected[action.dest] = [value] if isinstance(action.default, list) else value
+    assert len(expected) > 60
+    options = vars(parse(tmp_path, "\n".join(lines)))
+    assert {name: options[name] for name in expected} == expected
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    text = 'port = 9000\nhost = "0.0.0.0"\napi_key = ["a-key-of-the-file"]\nno-prefix-cache = true\nmax_running = 3\n'
+    options = parse(tmp_path, text, "--port", "8000", "--api-key", "a-key-of-the-line", "--max-running=64")
+    assert (options.port, options.host, options.max_running) == (8000, "0.0.0.0", 64)
+    assert options.api_key == ["a-key-of-the-line"]
+    assert options.no_prefix_cache
+
+
+def test_lists_repeat_a_flag(tmp_path: Path) -> None:
+    assert parse(tmp_path, 'api-key = ["one-one-1", "bob two-two-2"]').api_key == ["one-one-1", "bob two-two-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hosts = 1", "unknown key 'hosts': did you mean 'host'"),
+        ("xyzzy = 1", "unknown key 'xyzzy'$"),
+        ('config = "x"', "unknown key 'config'"),
+        ("help = true", "unknown key 'help'"),
+        ("[server]\nport = 1", "unknown key 'server'"),
+        ("port = [1, 2]", "port must be"),
+        ("port = true", "port must be"),
+        ("port = 1979-05-27", "port must be"),
+        ("no-prefix-cache = 1", "no-prefix-cache must be true or false"),
+        ("port = ", "is no TOML"),
+        ("port = 1\nport = 2", "is no TOML"),
+        ("\x00", "is no TOML"),
+    ],
+)
+def test_what_is_no_flag_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can't be read"):
+        config_arguments(parser(), tmp_path / "none.toml", [])
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is no TOML"):
+        config_arguments(parser(), tmp_path / "bytes.toml", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--min-tpot", "0"], "--min-tpot must be"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout must be"),
+        (["--max-waiting", "0"], "--max-waiting must be"),
+        (["--api-key", "short"], "--api-key: the key of api-1 must be 8 to 512"),
+        (["--api-key", "a-long-key", "--admin-key", "a-long-key"], "different keys"),
+        (["--api-key-file", "no-such-file"], "--api-key-file: no such file"),
+        (["--chat-template", "no-such-file"], "--chat-template: no such file"),
+        (["--profile-dir", "no-such-folder"], "--profile-dir"),
+        (["--metrics-prefix", "a b"], "--metrics-prefix must be"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid can't be resolved"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--token-budget", "4"], "--token-budget"),
+    ],
+)
+def test_wrong_flags_are_told_by_name(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("longctx: ")
+    assert re.search(message, printed), printed
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "--port", str(taken.getsockname()[1]), "--model", "no/such-model"]) == 2
+    assert "can't be listened at" in capsys.readouterr().err
+
+
+class Process:
+    """The command in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self.url = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if line.startswith("ready "):
+                self.url = line.split()[-1]
+                break
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    def post(self, **fields: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=BODY | fields, timeout=60)
+
+
+@pytest.fixture
+def command() -> Iterator[Process]:
+    made = Process(*SMALL)
+    try:
+        assert made.url, made.lines
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+        if made.process.stderr is not None:
+            made.process.stderr.close()
+
+
+@pytest.mark.slow
+def test_sigterm_lets_requests_finish_and_exits_with_0(command: Process) -> None:
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(command.post(max_tokens=600)))
+    asking.start()
+    while not httpx.get(f"{command.url}/load").json()["num_running_reqs"]:
+        time.sleep(0.01)
+    command.process.send_signal(signal.SIGTERM)
+    while httpx.get(f"{command.url}/ready").status_code == 200:
+        time.sleep(0.01)
+    assert command.post().status_code == 503
+    assert httpx.get(f"{command.url}/health").status_code == 200
+    asking.join(60)
+    assert answers[0].json()["usage"]["completion_tokens"] == 600
+    assert command.process.wait(20) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(command: Process, number: signal.Signals) -> None:
+    errors: list[httpx.TransportError] = []
+
+    def ask() -> None:
+        try:
+            command.post(max_tokens=4000)
+        except httpx.TransportError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not httpx.get(f"{command.url}/load").json()["num_running_reqs"]:
+        time.sleep(0.01)
+    children = _children(command.process.pid)
+    command.process.send_signal(number)
+    time.sleep(0.7)  # the same signal within half a second counts as one
+    assert command.process.poll() is None
+    start = time.monotonic()
+    command.process.send_signal(number)
+    assert command.process.wait(5) == 128 + number
+    assert time.monotonic() - start < 2
+    asking.join(10)
+    assert len(errors) == 1
+    # The processes that tokenise end with it.
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def _children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+@pytest.mark.slow
+def test_sigterm_while_it_compiles_exits_with_0() -> None:
+    command = [sys.executable, "-c", PROGRAM, "serve", "--port", "0", "--no-compile-cache", "--max-length", "4096"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"JAX_ENABLE_X64": "0"}
+    ) as process:
+        assert process.stderr is not None
+        assert "memory" in process.stderr.readline()
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
