@@ -26,11 +26,13 @@ from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
+from longctx.models.fingerprint import checkpoint_fingerprint
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.admission_control import AdmissionLimits
 from longctx.serving.engine.memory import kv_width
+from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.server.keys import ApiKey, read_keys
 from longctx.serving.server.settings import ServerSettings
 
@@ -49,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
     settings, limits = _settings(options), _limits(options)
-    config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+    config = _engine_config(options)
     template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
     if options.profile is not None:
         check_input("--profile", options.profile)
@@ -80,9 +82,12 @@ def _serve(
     plan = parallel_plan(options)
     mesh = make_parameter_mesh(options, plan, group, console)
     options.num_pages = _num_pages(options, console, model, config, mesh, dtype)
-    config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+    config = _engine_config(options)
     model, params = load_checkpoint(options.model, mesh, dtype)
-    engine = make_engine(options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group)
+    recorder = None if listener is None else _recorder(options, names[0])
+    engine = make_engine(
+        options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group, recorder=recorder
+    )
     if listener is None:
         return _follow(engine, settings.shutdown_timeout)
 
@@ -95,11 +100,39 @@ def _serve(
         server = Server(engine, names, settings, limits, chat_template, warm_up, observers)
     http = HttpServer(server)
     interrupts.leave_to_python()
-    http.run([listener])
+    with recorder or contextlib.nullcontext():
+        http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()
         os._exit(0)
     return FAILED if server.has_failed else 0
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    return engine_config(
+        options,
+        max_length=options.max_length,
+        max_logprobs=options.max_logprobs,
+        tenant_weights=dict(map(_read_weight, options.tenant_weight)),
+    )
+
+
+def _read_weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise ValueError(f"--tenant-weight must be NAME=X, got {text!r}") from None
+
+
+def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
+    if options.record is None:
+        if options.record_private:
+            raise ValueError("--record-private needs --record")
+        return None
+    with naming_flags({"max_bytes": "--record-bytes"}):
+        weights = checkpoint_fingerprint(options.model)
+        return open_recorder(options.record, options.record_private, options.record_bytes, model_name, weights)
 
 
 def _follow(engine: Engine, shutdown_timeout: float) -> int:
@@ -133,7 +166,7 @@ def _num_pages(
         most = max(longest, _CPU_CACHE // page)
         fit = check_memory(Console(True), model, config, plan, mesh, dtype)
         options.num_pages = min(fit, most)
-        config = engine_config(options, max_length=options.max_length, max_logprobs=options.max_logprobs)
+        config = _engine_config(options)
     return check_memory(console, model, config, plan, mesh, dtype)
 
 

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_arguments(parser)
     _add_server_arguments(parser)
     _add_access_arguments(parser)
+    _add_record_arguments(parser)
     add_observer_arguments(parser)
     add_engine_arguments(parser)
     add_plan_arguments(parser)
@@ -82,5 +83,21 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
         )
         access.add_argument(f"--{who}-key-file", type=Path, metavar="FILE", help="the same, a key in each line")
     access.add_argument(
+        "--tenant-weight",
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="what a key's requests get while others wait too, relative to 1; may be repeated",
+    )
+    access.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL", help="of web pages that may use the server"
+    )
+
+
+def _add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    record = parser.add_argument_group("recording, for `longctx replay`")
+    record.add_argument("--record", type=Path, metavar="DIR", help="write all that decisions follow from, prompts too")
+    record.add_argument("--record-private", action="store_true", help="leave prompts and answers out")
+    record.add_argument(
+        "--record-bytes", type=int, default=2**30, metavar="N", help="after which recording ends; default: 2^30"
     )
