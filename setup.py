@@ -83,6 +83,7 @@ setup(
             "sentencepiece>=0.2",
             "mypy>=1.18",
             "pre-commit>=4",
+            "promql-parser>=0.5",  # reads the queries of the dashboard
             "torch==2.13.0",
             "transformers>=5.0",
         ],

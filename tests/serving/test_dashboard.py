@@ -1,0 +1,121 @@
+"""The Grafana dashboard: every query is PromQL, of metrics and labels that a server exports."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+from fake_device import make_engine
+from prometheus_client.parser import text_string_to_metric_families
+
+from longctx.parallel.cost import Hardware
+from longctx.serving import Request, SamplingParams
+from longctx.serving.engine.thread import EngineThread
+from longctx.serving.server import own_metrics
+from longctx.serving.server.prometheus import ServerMetrics
+from longctx.serving.server.utilisation import Peak
+
+DASHBOARD = json.loads((Path(__file__).parents[2] / "examples/grafana/longctx.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [target["expr"].replace("$__rate_interval", "1m") for panel in PANELS for target in panel["targets"]]
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """The labels of every series that a server on known devices exports."""
+    sheet = Hardware(1e12, 1e9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_metrics.Peak, "of", lambda engine: Peak(sheet.peak_flops, sheet.bandwidth))
+        thread = EngineThread(make_engine())
+        metrics = ServerMetrics("longctx", thread, "m")
+    thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
+    metrics._rendered = -1.0
+    series = defaultdict[str, set[str]](set)
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            series[sample.name] |= set(sample.labels)
+    return series
+
+
+def selectors(expression: Any) -> Iterator[Any]:
+    """The vector selectors of an expression."""
+    match expression:
+        case promql.VectorSelector():
+            yield expression
+        case promql.MatrixSelector():
+            yield expression.vector_selector
+        case promql.NumberLiteral():
+            pass
+        case promql.Call():
+            for argument in expression.args:
+                yield from selectors(argument)
+        case promql.BinaryExpr():
+            yield from selectors(expression.lhs)
+            yield from selectors(expression.rhs)
+        case promql.AggregateExpr() | promql.ParenExpr():
+            yield from selectors(expression.expr)
+        case _:
+            raise AssertionError(f"no rule for {type(expression)}")
+
+
+def groupings(expression: Any) -> Iterator[tuple[set[str], Any]]:
+    """The labels that each aggregation keeps, and what it aggregates."""
+    if isinstance(expression, promql.AggregateExpr):
+        yield set(expression.modifier.labels if expression.modifier else ()), expression.expr
+    for part in ("args", "lhs", "rhs", "expr"):
+        found = getattr(expression, part, [])
+        for each in found if isinstance(found, list) else [found]:
+            yield from groupings(each)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_query_names_series_and_labels_that_exist(query: str, exported: dict[str, set[str]]) -> None:
+    expression = promql.parse(query)
+    found = list(selectors(expression))
+    assert found
+    for selector in found:
+        assert selector.name in exported
+        assert {matcher.name for matcher in selector.matchers.matchers} <= exported[selector.name]
+    for labels, inner in groupings(expression):
+        for selector in selectors(inner):
+            assert labels - {"instance"} <= exported[selector.name]  # Prometheus adds that one
+
+
+def test_a_query_of_something_else_would_be_noticed(exported: dict[str, set[str]]) -> None:
+    for query in ("sum(rate(longctx:none_total[1m]))", 'up{model_name="m"}', "a + longctx:pages_free"):
+        assert {selector.name for selector in selectors(promql.parse(query))} - set(exported)
+    (labels, _), *_ = groupings(promql.parse("sum by (colour) (longctx:pages_free)"))
+    assert labels == {"colour"} - exported["longctx:pages_free"]
+
+
+def test_panels_do_not_overlap_and_show_what_the_server_exports(exported: dict[str, set[str]]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    shown = {selector.name for query in QUERIES for selector in selectors(promql.parse(query))}
+    own = {"chunk_rows", "admission_slack_ratio", "step_seconds_over_predicted", "rank_idle_seconds", "pages_held"}
+    for name in (*own, "mfu_ratio", "mbu_ratio", "time_to_first_token_seconds", "inter_token_latency_seconds"):
+        assert any(series.startswith(f"longctx:{name}") for series in shown)
+    assert {
+        legend for panel in PANELS for target in panel["targets"] if not (legend := target["legendFormat"])
+    } == set()
+
+
+def test_the_page_on_metrics_has_all_of_them(exported: dict[str, set[str]]) -> None:
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if re.search(r"\| (gauge|counter|histogram) \|", line)]
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    names = {series.removeprefix("longctx:") for series in exported if series.startswith("longctx:")}
+    histograms = {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
+    plain = {name for name in names if not re.fullmatch(r"(.*)_(bucket|sum|count)", name)}
+    assert len(told) == len(set(told))
+    assert set(told) == plain | histograms
