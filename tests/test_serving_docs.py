@@ -1,0 +1,55 @@
+"""docs/serving.md names every endpoint of the server and every field of its requests, and no others."""
+
+import re
+from pathlib import Path
+
+from longctx.cli.arguments.serve import LIMITS, SETTINGS
+from longctx.serving.server.gate import ADMIN_PATHS, OPEN_PATHS
+from longctx.serving.server.schemas.chat import ChatBody
+from longctx.serving.server.schemas.completions import CompletionBody
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+ROUTE = re.compile(r'@router\.(?:get|post|api_route)\(\s*"([^"]+)"')
+
+
+def section(title: str) -> str:
+    return re.split(r"^## ", PAGE.split(f"\n## {title}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def test_every_endpoint_is_in_the_table_with_the_key_that_it_needs() -> None:
+    sources = (ROOT / "longctx" / "serving" / "server" / "routes").glob("*.py")
+    served = {path.replace(":path}", "}") for source in sources for path in ROUTE.findall(source.read_text("utf-8"))}
+    described = {name: key for paths, _, key in rows("Endpoints") for name in names(paths)}
+    assert set(described) == served
+    assert {name for name, key in described.items() if key == "an administrator's"} == ADMIN_PATHS
+    assert {name for name, key in described.items() if key == "none"} == OPEN_PATHS | {"/page/static/{name}"}
+
+
+def test_every_field_is_in_the_table_or_among_those_that_are_refused() -> None:
+    described = {name for cells in rows("Options of a request") for name in names(cells[0])}
+    refused = names(section("Options of a request").split("Refused by name:")[1].split("\n\n")[0])
+    assert described | refused == {*CompletionBody.model_fields, *ChatBody.model_fields}
+    assert not described & refused
+
+
+def test_flags_of_the_server_exist() -> None:
+    known = {f"--{name.replace('_', '-')}" for name, *_ in (*SETTINGS, *LIMITS)}
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "longctx" / "cli" / "arguments").glob("*.py"))
+    named = set(re.findall(r"`(--[a-z-]+)", PAGE))
+    assert {flag for flag in named - known if f'"{flag}"' not in source and flag not in ENGINE} == set()
+
+
+# Flags that are made from names of tables.
+ENGINE = {"--tpot", "--ttft-factor", "--ttft-least", "--stage", "--context", "--tensor", "--admin-key"}
+ENGINE |= {"--api-key", "--api-key-file"}
