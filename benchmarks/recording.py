@@ -3,8 +3,8 @@
 An engine in virtual time, whose device takes no time: core, locks and journals are the ones that serve. 128 requests
 decode in every step, or 127 and a chunk of 385 tokens of another's prompt (`mixed`). Engines without a recorder, with
 one, and with one of private logs take turns, a round of steps each. Times are of the thread's own, in microseconds a
-step, medians and p10 (the least disturbed): of the whole step, and of the recorder's part of it; `writer`: of the thread that writes, in the mean.
-Bytes are of a step's record, in the mean.
+step, medians and p10 (the least disturbed): of the whole step, and of the recorder's part of it; `writer`: of the
+thread that writes, in the mean. Bytes are of a step's record, in the mean.
 
 The second table has what a request costs when it comes, by the length of its prompt.
 """
@@ -92,7 +92,8 @@ def measure(mixed: bool, rounds: int) -> None:
         idle = writing["none"]  # what all three writers' waking up costs
         for kind, parts in times.items():
             (step, notes), (p10, notes_p10) = np.median(parts, 0), np.percentile(parts, 10, 0)
-            row = f"{step:,.0f} | {p10:,.0f} | {notes:,.0f} | {notes_p10:,.0f} | {1e6 * (writing[kind] - idle) / len(parts):,.1f}"
+            writer = 1e6 * (writing[kind] - idle) / len(parts)
+            row = f"{step:,.0f} | {p10:,.0f} | {notes:,.0f} | {notes_p10:,.0f} | {writer:,.1f}"
             print(
                 f"| {'mixed' if mixed else 'decode'} | {kind} | {row} | {sizes[kind] / len(parts):,.0f} |", flush=True
             )
@@ -137,9 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="of 50 steps, of each case")
     options = parser.parse_args()
-    print(
-        "| step | log | step, median | p10 | recorder, median | p10 | writer | bytes |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| step | log | step, median | p10 | recorder, median | p10 | writer | bytes |")
+    print("|---|---|---|---|---|---|---|---|")
     for mixed in (False, True):
         measure(mixed, options.rounds)
     measure_arrivals(min(5, options.rounds))

@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
-from longctx.cli import prompt_progress
+from longctx.cli import compile_cache, prompt_progress
 from longctx.cli.arguments.engine import flag
 from longctx.cli.engine_flags import naming_flags, plan_mesh
 from longctx.cli.terminal import FAILED, Console, report_error
@@ -22,6 +23,7 @@ TIE = 1e-4
 def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Console) -> int:
     """Compute the tokens again: as recorded, step by step, or on another plan; the exit status."""
     header = log.header
+    compile_cache.enable(not options.compiles_anew)
     if header.is_private:
         raise ValueError(f"--model: {log.directory} is private: it has no tokens, and only decisions can be replayed")
     path = resolve_model(options.model, options.quiet)
@@ -34,7 +36,7 @@ def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Cons
         raise ValueError(f"--model: {path} is of another shape than the recorded model, {header.model_name}")
     if header.weights is not None and checkpoint_fingerprint(path) != header.weights:
         console.note(f"weights  of {path} are not those of the recorded model, {header.model_name}")
-    tokenizer = load_tokenizer(path)
+    tokenizer = _load_tokenizer(path)
     if plan == header.plan:
         replay = ModelReplay(log, model, params, mesh, tokenizer)
         prompt_progress.show_compiling(replay.compile, console)
@@ -58,6 +60,14 @@ def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Cons
     return 0
 
 
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    """None where there is none: then no request had stop strings, or that is an error."""
+    try:
+        return load_tokenizer(path)
+    except FileNotFoundError:
+        return None
+
+
 def _report(mismatch: Mismatch, gap: float | None) -> int:
     text = f"{mismatch}{'' if gap is None else f'; their logits are {gap:.2g} apart'}"
     if gap is not None and gap < TIE:
@@ -67,7 +77,7 @@ def _report(mismatch: Mismatch, gap: float | None) -> int:
 
 
 def _gap(
-    mismatch: Mismatch, model: Llama, params: Params, header: Header, plan: ParallelPlan, tokenizer: Tokenizer
+    mismatch: Mismatch, model: Llama, params: Params, header: Header, plan: ParallelPlan, tokenizer: Tokenizer | None
 ) -> float | None:
     """How far apart the two best logits are, in whose place tokens differ; None where more than they decide."""
     if mismatch.sampling.temperature > 0 or mismatch.sampling.has_penalties:

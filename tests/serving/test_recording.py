@@ -1,9 +1,11 @@
 """Logs of engines: a replay in virtual time decides as the engine did, whatever was asked of it."""
 
+import os
 import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from longctx.simulation.incident.replayer import Differs, Replayer
 PLANS = [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exchange="kvp", rank_tokens=12)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     plan=st.sampled_from(PLANS),
@@ -233,3 +235,34 @@ assert sum(moment.number is not None for moment in Replayer(RecordedLog(Path({st
 sys.exit("jax" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+ENDLESS = """
+import sys
+from recorded import drive, recorded_engine
+from longctx.serving.recording.recorder import open_recorder
+
+with open_recorder(sys.argv[1]) as recorder:
+    engine = recorded_engine(recorder)
+    print("begun", flush=True)
+    drive(engine, 1, 10**9)
+"""
+
+
+def test_the_log_of_a_process_that_is_killed_replays(tmp_path: Path) -> None:
+    """By SIGKILL, in the midst of everything."""
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}:{here.parent.parent}", "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(tmp_path)], env=environment, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        deadline = time.monotonic() + 30
+        while sum(path.stat().st_size for path in tmp_path.glob("*/*.log")) < 30_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    baseline = replay(tmp_path)
+    assert baseline.replayer.end == "ends in the midst of things, as where a process is killed"
+    assert len(baseline.outputs) > 20

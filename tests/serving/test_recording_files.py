@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import drive, recorded_engine, replay
+from recorded import drive, recorded_engine, replay, summary
 
+from longctx.serving import Engine, Output, ParallelPlan
 from longctx.serving.recording import writer
 from longctx.serving.recording.frames import HEADER_BYTES, frame, read_frames
 from longctx.serving.recording.reader import RecordedLog, find_run
 from longctx.serving.recording.recorder import Recorder, open_recorder
+from longctx.serving.recording.records import Snapshot
+from longctx.simulation.incident.alternative import Alternative
+from longctx.simulation.incident.baseline import Baseline
+from longctx.simulation.incident.replayer import Replayer
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +175,68 @@ def test_the_last_run_is_found(tmp_path: Path) -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
         Recorder(Path("nowhere"), max_bytes=10)
+
+
+def drive_with_rests(engine: Engine, count: int) -> list[Output]:
+    """Random requests, with times in which there are none."""
+    outputs = []
+    for seed in range(count):
+        outputs += drive(engine, seed, 30)
+    return outputs
+
+
+@pytest.mark.parametrize("plan", [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(1, 2, rank_tokens=60)])
+@pytest.mark.parametrize("private", [False, True])
+def test_the_newest_files_are_kept_and_replay(tmp_path: Path, plan: ParallelPlan, private: bool) -> None:
+    """Each begins with what the engine knew: cached pages, batches in flight, what was measured, what tenants got."""
+    with open_recorder(tmp_path, private, max_bytes=2**16) as recorder:
+        engine = recorded_engine(recorder, plan, 40, chunking="adaptive")
+        outputs = drive_with_rests(engine, 30)
+    files = sorted(path.name for path in recorder.directory.glob("*.log"))
+    assert 3 <= len(files) <= 8
+    assert files[0] > "000003.log"
+    assert sum(path.stat().st_size for path in recorder.directory.glob("*.log")) <= 2**16 + 100
+    records = list(RecordedLog(tmp_path).records())
+    snapshots = [record for record in records if isinstance(record, Snapshot)]
+    assert isinstance(records[0], Snapshot)
+    assert len(snapshots) == len(files)
+    assert any(snapshot.in_flight for snapshot in snapshots)
+    assert any(page for snapshot in snapshots for pages in snapshot.idle for page in pages)
+    baseline = replay(tmp_path)
+    found = list(baseline.outputs.values())
+    assert 20 < len(found) < len(outputs)
+    assert summary(found) == summary(outputs[-len(found) :])
+    other = Alternative(RecordedLog(tmp_path), baseline, engine.config, engine.num_pages + 10)
+    other.run()
+    assert other.outputs.keys() >= {i for i, x in baseline.outputs.items() if x.finish_reason in ("stop", "length")}
+    same = Alternative(RecordedLog(tmp_path), baseline, engine.config, engine.num_pages)
+    same.run()
+    assert same.difference is None
+    assert same.outputs == baseline.outputs
+
+
+def test_an_engine_that_is_never_idle_is_recorded_as_far_as_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), open_recorder(tmp_path, max_bytes=2**16) as recorder:
+        engine = recorded_engine(recorder)
+        first = drive(engine, 1, 1500)
+        assert caplog.text.count("recording goes on when it is idle") == 1
+        log = RecordedLog(tmp_path)
+        baseline = Baseline(Replayer(log))
+        time.sleep(5 * writer.FLUSH_SECONDS)
+        baseline.run()
+        assert "65,536 bytes are the limit" in baseline.replayer.end
+        assert summary(list(baseline.outputs.values())) == summary(first[: len(baseline.outputs)])
+        second = drive(engine, 2, 50)
+    assert [path.name for path in recorder.directory.glob("*.log")] == ["000001.log"]
+    assert summary(list(replay(tmp_path).outputs.values())) == summary(second)
+
+
+def test_a_file_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    with open_recorder(tmp_path, max_bytes=2**16) as recorder:
+        drive_with_rests(recorded_engine(recorder, num_pages=40), 30)
+    files = sorted(recorder.directory.glob("*.log"))
+    files[1].unlink()
+    with pytest.raises(ValueError, match=f"lacks {files[1].name}, and has {files[2].name}"):
+        RecordedLog(tmp_path)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longctx.cli.arguments.engine import MODEL, add_compile_arguments
+from longctx.cli.arguments.engine import MODEL
 
 SUMMARY = "Replay what an engine recorded: as it was, under other settings, or on the model."
 
@@ -37,4 +37,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the recorded engine's")
     for axis in ("stage", "context", "tensor"):
         model.add_argument(f"--{axis}", type=int, metavar="N", help="another plan, which gives the same tokens")
-    add_compile_arguments(parser)
+    # By another name than other commands have it, as most replays load no JAX.
+    model.add_argument("--no-compile-cache", dest="compiles_anew", action="store_true", help="as of `longctx bench`")

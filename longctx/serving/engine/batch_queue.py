@@ -1,6 +1,7 @@
 """In-flight batches and how far ahead they run."""
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from longctx.serving.scheduler.batch import Batch
@@ -30,6 +31,9 @@ class BatchQueue:
 
     def __bool__(self) -> bool:
         return bool(self._queue)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._queue)
 
     @property
     def has_room(self) -> bool:

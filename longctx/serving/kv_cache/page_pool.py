@@ -165,6 +165,28 @@ class PagePool:
         if self.listener is not None:
             self.listener.removed(key)
 
+    def state(self) -> tuple[list[list[int]], list[list[tuple[int, Key]]]]:
+        """What a pool knows when nobody holds pages: free pages, and idle ones with their keys, of each rank."""
+        idle = [[(page, key) for page in pages if (key := self._key_of[page]) is not None] for pages in self._idle]
+        return [free.copy() for free in self._free], idle
+
+    def restore(self, free: Sequence[list[int]], idle: Sequence[Sequence[tuple[int, Key]]]) -> None:
+        """Take over the `state` of a pool of the same size; of one of another size the idle pages that fit."""
+        sizes = {len(pages) + len(others) for pages, others in zip(free, idle, strict=True)}
+        if len(free) != self.num_ranks:
+            raise ValueError(f"pages must be of {self.num_ranks} ranks, got {len(free)}")
+        if sizes == {self.per_rank}:
+            self._free = [pages.copy() for pages in free]
+            for rank, others in enumerate(idle):
+                for page, key in others:
+                    self._page_of[key], self._key_of[page], self._idle[rank][page] = page, key, None
+            return
+        for rank, others in enumerate(idle):
+            for _, key in others[-self.per_rank :]:
+                page = self.allocate(rank, reserved=False)
+                self.register(page, key)
+                self.release([page])
+
     def clear(self) -> int:
         """Free all idle pages; returns how many there were."""
         count = 0

@@ -39,8 +39,22 @@ class Corrected:
         if predicted > 0 and 0 < seconds < math.inf:
             for window in (self._all, self._prompts if work.chunks else self._decodes):
                 window.add(seconds / predicted, predicted)
-            of_all = self._all.median(1.0)
-            self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
+            self._correct()
+
+    def _correct(self) -> None:
+        of_all = self._all.median(1.0)
+        self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
+
+    def state(self) -> list[list[tuple[float, float]]]:
+        """What it remembers of measured batches."""
+        return [window.state() for window in (self._decodes, self._prompts, self._all)]
+
+    def restore(self, windows: Iterable[Iterable[tuple[float, float]]]) -> None:
+        """Take over a `state`."""
+        for window, seen in zip((self._decodes, self._prompts, self._all), windows, strict=True):
+            for ratio, weight in seen:
+                window.add(ratio, weight)
+        self._correct()
 
 
 class _Window:
@@ -51,6 +65,9 @@ class _Window:
 
     def add(self, ratio: float, weight: float) -> None:
         self._seen.append((ratio, weight))
+
+    def state(self) -> list[tuple[float, float]]:
+        return list(self._seen)
 
     def median(self, default: float) -> float:
         """The weighted median; `default` while there are too few batches."""

@@ -21,7 +21,7 @@ class RecordedLog:
 
     Attributes:
       header: see `Header`.
-      torn_bytes: of an unfinished record at the end, which is cut; known when all records have been read.
+      torn_bytes: of unfinished records at the ends of files, which are cut; known when all have been read.
 
     Raises:
       FileNotFoundError: there is no log.
@@ -35,13 +35,18 @@ class RecordedLog:
         self._paths = sorted(self.directory.glob("[0-9]*.log"))
         if not self._paths:
             raise FileNotFoundError(f"{self.directory} has no {segment_name(0)}: nothing was recorded")
+        first = int(self._paths[0].stem)
+        for number, path in enumerate(self._paths, first):
+            if path.name != segment_name(number):
+                raise ValueError(f"{self.directory} lacks {segment_name(number)}, and has {path.name}")
 
     def records(self) -> Iterator[Record]:
-        """All records, in order.
+        """All records, in order. A file that is not the first begins with a `Snapshot`.
 
         Raises:
           ValueError: the log is damaged.
         """
+        self.torn_bytes = 0
         for path in self._paths:
             torn: list[int] = []
             for number, payload in enumerate(read_frames(path, torn)):
@@ -49,7 +54,7 @@ class RecordedLog:
                     yield decode(payload)
                 except ValueError as error:
                     raise ValueError(f"{path}, record {number}: {error}") from None
-            self.torn_bytes = sum(torn)
+            self.torn_bytes += sum(torn)
 
 
 def find_run(directory: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -30,6 +31,7 @@ from longctx.serving.recording.records import (
     Step,
     encode,
 )
+from longctx.serving.recording.snapshot import is_idle, take_snapshot
 from longctx.serving.recording.writer import LogWriter
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import Request
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from longctx.serving.engine.core import Core
 
 _LEAST_BYTES = 2**16
+_FILES = 8  # that the limit is divided among
 
 
 class Recorder:
@@ -49,7 +52,9 @@ class Recorder:
     Args:
       directory: of this run, see `open_recorder`.
       is_private: leave out prompts, tokens and sampling parameters.
-      max_bytes: of the run's files.
+      max_bytes: of the run's files. It is divided among eight, each of which begins where the engine has no request;
+        the oldest ones are removed. An engine that is never idle is recorded until there are so many bytes, and again
+        from when it is idle.
       model_name, weights: which model it is: the latter as from `checkpoint_fingerprint`.
     """
 
@@ -64,7 +69,11 @@ class Recorder:
         self.directory, self.is_private = directory, is_private
         self.max_bytes = check_integer("max_bytes", max_bytes, _LEAST_BYTES)
         self.model_name, self.weights = model_name, weights
+        self._core: Core | None = None
         self._writer: LogWriter | None = None
+        self._number = 0  # of the file that is written
+        self._ended: deque[LogWriter] = deque()  # files before it
+        self._is_full = self._is_over = False
         self._decisions = DecisionDigest()
         self._now: float | None = None  # when the step was planned that runs
         self._keys: list[bytes] = []  # of pages that generated tokens have filled since they were written last
@@ -78,8 +87,8 @@ class Recorder:
 
     @property
     def size(self) -> int:
-        """Bytes of records so far."""
-        return 0 if self._writer is None else self._writer.size
+        """Bytes of the records that there are."""
+        return 0 if self._writer is None else self._writer.size + sum(writer.size for writer in self._ended)
 
     def begin(self, header: Header, core: "Core") -> None:
         """Begin to record an engine's core; the engine does that.
@@ -96,10 +105,11 @@ class Recorder:
             core.page_hash = _NotedHash(core.page_hash, self._keys)
         if core.sessions is not None:
             core.sessions = _NotedSessions(core.sessions, self._left)
-        self._writer = LogWriter(self.directory / segment_name(0))
+        self._core, self._writer = core, LogWriter(self.directory / segment_name(0))
 
     def close(self) -> None:
         """Write what there is to the end. The engine may go on, unrecorded."""
+        self._is_over = True
         if self._writer is not None:
             self._end(Closed("in order"), None)
             self._writer.close()
@@ -108,11 +118,24 @@ class Recorder:
         writer = self._writer
         if writer is not None and writer.is_open:
             payload = encode(record)
-            if writer.size + len(payload) > self.max_bytes:
-                cause = f"{self.max_bytes:,} bytes are written, which is the limit"
-                self._end(Closed(cause), cause)
+            while self._ended and self.size + len(payload) > self.max_bytes:
+                self._ended.popleft().remove()
+            if self.size + len(payload) > self.max_bytes:
+                cause = f"{self.max_bytes:,} bytes are the limit, and since the engine was idle there were as many"
+                self._is_full = True
+                self._end(Closed(cause), f"{cause}; recording goes on when it is idle")
             else:
                 writer.append(payload)
+
+    def _begin_file(self, core: "Core", writer: LogWriter, now: float) -> None:
+        """Go on in another file, with what is known of an engine without requests."""
+        writer.finish()
+        self._ended.append(writer)
+        self._is_full = False
+        self._number += 1
+        self._writer = LogWriter(self.directory / segment_name(self._number))
+        self._decisions = DecisionDigest()
+        self._write(take_snapshot(core, now))
 
     def _end(self, record: Record, cause: str | None) -> None:
         """Write the last record; a cause is worth a warning."""
@@ -126,6 +149,11 @@ class Recorder:
     def note_arrival(
         self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[Sequence]
     ) -> None:
+        core, writer = self._core, self._writer
+        if core is not None and writer is not None and not self._is_over:
+            is_due = self._is_full or (writer.is_open and writer.size > self.max_bytes // _FILES)
+            if is_due and is_idle(core):
+                self._begin_file(core, writer, now)
         first = sequences[0]
         content = None
         if not self.is_private:
@@ -186,6 +214,7 @@ class Recorder:
         self._write(Cleared())
 
     def note_failure(self, cause: str) -> None:
+        self._is_over = True
         self._end(Failed(cause, self._now), None)
 
     def _take_left(self) -> tuple[PartialPage | None, ...]:

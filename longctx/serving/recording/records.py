@@ -101,7 +101,40 @@ class Closed(msgspec.Struct, array_like=True, frozen=True, tag=6):
     reason: str
 
 
-Record = Arrived | Cancelled | Step | Cleared | Failed | Closed
+LeftChunk = tuple[int, int, int, bool, bool, tuple[int, ...], bool]
+
+
+class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
+    """A batch in flight whose sequences have all ended: its chunks are (slot, start, tokens, samples, decodes, ranks,
+    sharded), its work as in `Work`."""
+
+    index: int
+    predicted: float
+    work: tuple[int, int, int, tuple[tuple[int, int], ...], int, int]
+    chunks: tuple[LeftChunk, ...]
+
+
+class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
+    """What an engine without requests knows, where a file of a log begins; decisions are hashed anew from there on.
+
+    `slots`: free ones, and resting ones with the steps from which they are free. `free`, `idle`: pages of each rank,
+    the latter with their keys. `factor`, `windows`, `chunker`: what was measured and planned before. `tenants`: what
+    they were served.
+    """
+
+    now: float
+    steps: int
+    slots: tuple[list[int], list[tuple[int, int]]]
+    free: list[list[int]]
+    idle: list[list[tuple[int, bytes]]]
+    factor: float
+    windows: list[list[tuple[float, float]]]
+    chunker: tuple[list[int], int]
+    tenants: tuple[dict[str, float], float]
+    in_flight: list[LeftBatch]
+
+
+Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

@@ -46,9 +46,18 @@ class LogWriter:
             if self.size - self._written > _MAX_UNWRITTEN:
                 self.stop(f"the disk does not keep up: {_MAX_UNWRITTEN >> 20} MiB wait to be written")
 
-    def close(self) -> None:
-        """Write what there is, and close the file."""
+    def finish(self) -> None:
+        """Let what there is be written, and the file be closed, without waiting for it."""
+        self.is_open = False
         self._is_closing.set()
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """`finish`, and wait for it."""
+        self.finish()
         self._thread.join()
 
     def _run(self) -> None:

@@ -123,6 +123,15 @@ class Chunker:
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
 
+    def state(self) -> tuple[list[int], int]:
+        """What it remembers of batches that have been planned."""
+        return list(self._recent), self._grown
+
+    def restore(self, recent: List[int], grown: int) -> None:
+        """Take over a `state`."""
+        self._recent.extend(recent)
+        self._grown = grown
+
     def _step(self, decodes: List[Chunk]) -> StepBudget:
         return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes)
 

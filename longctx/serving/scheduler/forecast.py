@@ -23,6 +23,15 @@ class Forecast:
         self._predictor, self._plan, self._rows, self._slo = predictor, plan, rows, slo
         self._factor = predictor.prompt_factor
 
+    @property
+    def factor(self) -> float:
+        """The correction that prompts were predicted with last."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        self._factor = factor
+
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
         decodes = sequence.state is State.DECODING

@@ -1,13 +1,14 @@
 """A replay of the same arrivals under other settings: what would have happened, by prediction."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.serving.config import EngineConfig
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Record, Step
+from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Closed, Record, Snapshot, Step
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.baseline import Baseline, Decision
@@ -99,7 +100,8 @@ class Alternative:
     def _go_on(self, records: Iterator[Record]) -> None:
         """Go on in virtual time."""
         engine, executor = self.engine, self.engine.executor
-        news = (record for record in records if isinstance(record, Arrived | Cancelled | Cleared))
+        known = itertools.takewhile(lambda record: not isinstance(record, Closed), records)  # until a gap, or the end
+        news = (record for record in known if isinstance(record, Arrived | Cancelled | Cleared))
         record = next(news, None)
         while self._wanted:
             while record is not None and (isinstance(record, Cleared) or record.now <= executor.now):
@@ -121,6 +123,8 @@ class Alternative:
                 self._note(self.engine.cancel(record))
             case Cleared():
                 self.engine.core.pool.clear()
+            case Snapshot():
+                self.engine.restore(record)
 
     def _note(self, events: list[Event]) -> None:
         for event in events:

@@ -1,6 +1,7 @@
 """An engine rebuilt from the header of its log, without a device."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -15,7 +16,8 @@ from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.sessions import PartialPage
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.recording.header import Header
-from longctx.serving.recording.records import Arrived, Cancelled, split_keys
+from longctx.serving.recording.records import Arrived, Cancelled, Snapshot, split_keys
+from longctx.serving.recording.snapshot import restore_snapshot
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.request.sampling_params import SamplingParams
@@ -73,19 +75,38 @@ class Rebuilt:
         check_predictor(predictor, config.token_budget)
         plan, size = header.plan, config.page_size
         self.num_pages = num_pages or header.num_pages
-        self.core, *_ = build_core(header.model, config, plan, predictor, self.num_pages, header.max_length)
         self.contents = contents or Contents()
-        page_hash, sessions = RecordedHash(self.contents, size), RecordedSessions(self.contents, size)
-        self.core.sessions = sessions
-        self.core.page_hash = page_hash if config.prefix_cache else None
-        self._maker = SequenceMaker(header.model, config, None, page_hash, sessions)
+        self._page_hash, self._sessions = RecordedHash(self.contents, size), RecordedSessions(self.contents, size)
+        self._maker = SequenceMaker(header.model, config, None, self._page_hash, self._sessions)
         self._max_length = header.max_length
         self._config, self._num_sequences = config, 0
-        self.executor = ReplayExecutor(plan.stage, outcomes or {}, seconds)
-        queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
-        self._ordered = OrderedCore(self.core, queue, self._make, logs)
+        self._header, self._logs = header, tuple(logs)
+        self._make_executor = functools.partial(ReplayExecutor, plan.stage, outcomes or {}, seconds)
+        self._build()
         self.orders: dict[tuple[str, int], int] = {}
+        self._names: dict[str, str] = {}  # of the last request of each recorded id
         self._arrived: Arrived | None = None
+
+    def _build(self) -> None:
+        """A core that knows nothing."""
+        header, plan = self._header, self._header.plan
+        self.core, *_ = build_core(header.model, self._config, plan, self.predictor, self.num_pages, header.max_length)
+        self.core.sessions = self._sessions
+        self.core.page_hash = self._page_hash if self._config.prefix_cache else None
+        self.executor = self._make_executor()
+        queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
+        self._ordered = OrderedCore(self.core, queue, self._make, self._logs)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Begin anew, with what an engine knew.
+
+        Raises:
+          ValueError: the snapshot is of another engine.
+        """
+        self._build()
+        self.executor.now = snapshot.now
+        for batch in restore_snapshot(self.core, snapshot):
+            self._ordered.queue.submit(batch)
 
     @property
     def open(self) -> dict[str, list[Sequence]]:
@@ -110,6 +131,11 @@ class Rebuilt:
         except ValueError as error:
             raise ValueError(f"num_pages is too small for request {arrived.request_id!r}: {error}") from None
         self._arrived = arrived
+        # Under other settings the last request of this id may not have ended.
+        name = arrived.request_id
+        if name in self.open:
+            name = f"{name} (sequence {self._num_sequences})"
+        self._names[arrived.request_id] = name
         sampling = SamplingParams(
             max_tokens=arrived.max_tokens,
             temperature=1.0,
@@ -122,20 +148,19 @@ class Rebuilt:
         request = Request(
             (),
             sampling,
-            arrived.request_id,
+            name,
             session_id="recorded" if arrived.has_session else None,
             tenant=arrived.tenant,
             ttft_deadline=arrived.ttft_deadline,
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
         )
-        self._ordered.hear(Arrival(request, arrived.request_id, arrived.now))
+        self._ordered.hear(Arrival(request, name, arrived.now))
 
     def cancel(self, cancelled: Cancelled) -> list[Event]:
         """End a request, if it has not ended."""
-        if cancelled.request_id not in self.open:
-            return []
-        return self._ordered.hear(Cancel(cancelled.request_id))
+        name = self._names.get(cancelled.request_id, "")
+        return self._ordered.hear(Cancel(name)) if name in self.open else []
 
     def step(self, now: float) -> EndedStep | None:
         """See `run_step`."""

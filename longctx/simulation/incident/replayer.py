@@ -15,6 +15,7 @@ from longctx.serving.recording.records import (
     Cleared,
     Closed,
     Failed,
+    Snapshot,
     Step,
     split_keys,
 )
@@ -94,6 +95,9 @@ class Replayer:
                 case Step():
                     yield self._step(number, record)
                     number += 1
+                case Snapshot():
+                    self.engine.restore(record)
+                    self._decisions = DecisionDigest()
                 case Cleared():
                     self.engine.core.pool.clear()
                 case Failed():
