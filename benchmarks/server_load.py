@@ -17,6 +17,7 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,22 +26,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.server_process import ServerProcess, serve
+from benchmarks.server_process import COMMAND, ServerProcess, serve
 from longctx.models import passkey
 
 CLIENTS, PAUSE, LONG_TOKENS = 64, 4.0, 30_000  # PAUSE: seconds between a client's requests, in the mean
-MODEL = [
-    "--max-running",
-    "32",
-    "--token-budget",
-    "256",
-    "--num-pages",
-    "1400",
-    "--max-length",
-    "32768",
-    "--tpot",
-    "0.1",
-]
+ENGINE = ["--max-running", "32", "--token-budget", "256", "--num-pages", "1400", "--max-length", "32768"]
+SLO = ["--tpot", "0.1"]
 POLICIES = {
     "ilrs": ["--policy", "ilrs", "--chunking", "adaptive"],
     "fcfs": ["--policy", "fcfs", "--chunking", "static"],
@@ -224,7 +215,7 @@ class Load:
 
 
 def run(arguments: list[str], seconds: float, with_long: bool, seed: int = 0) -> Figures:
-    with serve(*MODEL, *arguments) as server:
+    with serve(*ENGINE, *SLO, *arguments) as server:
         figures = asyncio.run(Load(server, seed).run(seconds, with_long))
     early = figures.memory[min(60, len(figures.memory) // 5)]
     if figures.memory[-1] > 1.05 * early:
@@ -236,6 +227,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="of each load")
     parser.add_argument("--loads", nargs="+", default=["ilrs", "fcfs"], choices=POLICIES)
+    parser.add_argument(
+        "--profile", help="profile of this engine, from `longctx profile FILE` with the flags of ENGINE"
+    )
+    parser.add_argument("--record", help="folder in which the last load is recorded, and then replayed")
     parser.add_argument("--factor", type=float, help="fail if long prompts slow short ones down by more")
     options = parser.parse_args()
     wrong: list[str] = []
@@ -243,7 +238,10 @@ def main() -> int:
     for policy in options.loads:
         p99s = []
         for with_long in (False, True):
-            figures = run(POLICIES[policy], 60 * options.minutes, with_long)
+            more = [] if options.profile is None else ["--profile", options.profile]
+            if options.record is not None and policy == options.loads[-1] and with_long:
+                more += ["--record", options.record]
+            figures = run([*POLICIES[policy], *more], 60 * options.minutes, with_long)
             p99s.append(figures.percentile(0.99))
             long = f"{statistics.median(figures.long_ttfts):.1f} s" if figures.long_ttfts else "-"
             name = f"{policy}, {'with' if with_long else 'no'} long"
@@ -253,6 +251,8 @@ def main() -> int:
         print(f"{policy}: long prompts make the 99th percentile {p99s[1] / p99s[0]:.2f} times as long")
         if options.factor is not None and policy == "ilrs" and p99s[1] > options.factor * p99s[0]:
             wrong.append(f"short requests wait {p99s[1] / p99s[0]:.2f} times as long beside long ones")
+    if options.record is not None and subprocess.run([*COMMAND, "replay", options.record]).returncode:
+        wrong.append("the recorded load does not replay")
     for sentence in wrong[:20]:
         print("WRONG:", sentence)
     return 1 if wrong else 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
-PROGRAM = "from longctx.cli import program; program()"
+COMMAND = [sys.executable, "-c", "from longctx.cli import program; program()"]
 
 
 class ServerProcess(NamedTuple):
@@ -53,7 +53,7 @@ def serve(*arguments: str, ready_within: float = 300, log: Path | None = None) -
       RuntimeError: it has ended, or is not ready in time; or it did not exit with 0.
     """
     port = free_port()
-    command = [sys.executable, "-c", PROGRAM, "serve", "--port", str(port), "--quiet", *arguments]
+    command = [*COMMAND, "serve", "--port", str(port), "--quiet", *arguments]
     errors = subprocess.DEVNULL if log is None else log.open("w")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True) as process:
         try:
