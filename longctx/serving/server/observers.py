@@ -62,6 +62,7 @@ class Observers:
 
     Attributes:
       metrics: of the server.
+      tracing: where spans are made, if they are.
 
     Raises:
       ValueError: a setting is out of range, or needs what is not installed.
@@ -71,6 +72,7 @@ class Observers:
         self, thread: EngineThread, model_name: str, settings: ObserverSettings, stream: TextIO | None = None
     ) -> None:
         self.metrics = ServerMetrics(settings.metrics_prefix, thread, model_name)
+        self.tracing: tracing.Tracing | None = None
         self._closings: list[Callable[[], object]] = []
         self._worker = ThreadPoolExecutor(1, "longctx-observers")
         self._closings.append(self._worker.shutdown)
@@ -78,9 +80,10 @@ class Observers:
             if settings.kv_events is not None:
                 self._publish_kv_events(thread, settings, settings.kv_events)
             if settings.otlp is not None:
-                traces = tracing.Tracing(tracing.otlp_exporter(settings.otlp), model_name, thread.engine.now)
-                self._closings.append(traces.close)
-                self._hand_on(thread, traces.note)
+                exporter = tracing.otlp_exporter(settings.otlp)
+                self.tracing = tracing.Tracing(exporter, model_name, thread.engine.now)
+                self._closings.append(self.tracing.close)
+                self._hand_on(thread, self.tracing.note)
             if settings.log_format is not None:
                 handler = logs.install(settings.log_format, stream or sys.stderr)
                 self._closings.append(lambda: logs.uninstall(handler))

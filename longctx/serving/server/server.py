@@ -86,9 +86,19 @@ class Server:
             message = "the server compiles its programs, and is not ready yet: see /ready"
             raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
 
-    def begin(self, call_id: str, shown_id: str, call: Call, arrival: float) -> ActiveCall:
-        """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't."""
+    def begin(
+        self, call_id: str, shown_id: str, call: Call, arrival: float, traceparent: str | None = None
+    ) -> ActiveCall:
+        """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't.
+
+        Args:
+          arrival: by the engine's clock.
+          traceparent: W3C's header: the trace that the call is part of.
+        """
         assert self._deliveries is not None, "the server has not been started"
+        if self.observers.tracing is not None and traceparent is not None:
+            for prepared in call.requests:
+                self.observers.tracing.link(str(prepared.request.request_id), traceparent)
         try:
             active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
         except ApiError as error:

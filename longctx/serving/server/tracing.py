@@ -5,6 +5,7 @@ when a completion has ended, of the times that the engine noted.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from longctx.serving.request.output import Metrics, Output
 from longctx.serving.request.request import Request
 
 _INSTALL = "otlp needs opentelemetry: pip install 'longctx-jax[otlp]'"
+_PARENTS = 10_000  # traces of requests that are remembered: more than there ever are at a time
 _PHASES = (
     ("queue", "arrival", "admitted"),
     ("prefill", "admitted", "first_token"),
@@ -38,14 +40,23 @@ class Tracing:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as error:
             raise ValueError(_INSTALL) from error
         self._trace, self._model_name = trace, model_name
+        self._extract = TraceContextTextMapPropagator().extract
         resource = Resource.create({"service.name": "longctx", "service.version": __version__})
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("longctx", __version__)
         self._offset = time.time() - clock()
+        self._parents: OrderedDict[str, Any] = OrderedDict()
+
+    def link(self, request_id: str, traceparent: str) -> None:
+        """Let the spans of a request that is about to begin be part of a trace, by W3C's header `traceparent`."""
+        self._parents[request_id] = self._extract({"traceparent": traceparent})
+        if len(self._parents) > _PARENTS:
+            self._parents.popitem(last=False)
 
     def note(self, output: Output, request: Request) -> None:
         """A completion has ended."""
@@ -53,7 +64,7 @@ class Tracing:
         end = metrics.arrival if metrics.finished is None else metrics.finished
         root = self._tracer.start_span(
             "llm_request",
-            context=self._trace.set_span_in_context(self._trace.INVALID_SPAN),
+            context=self._parents.get(output.request_id) or self._trace.set_span_in_context(self._trace.INVALID_SPAN),
             kind=self._trace.SpanKind.SERVER,
             start_time=self._nanoseconds(metrics.arrival),
             attributes=self._attributes(output, request),

@@ -51,7 +51,7 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     call_id = visitor.request_id
     body = await read_body(request, server.settings)
     call: Call = await server.preparer.read(kind, body, origin_of(request))
-    active = server.begin(call_id, visitor.shown_id, call, arrival)
+    active = server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"))
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return _EventStream(server, call_id, _chunks(active, answers))
