@@ -1,13 +1,11 @@
 """`ActiveCall`: a call in the engine, from the first of its requests that is submitted to its client's end."""
 
-from collections.abc import AsyncIterator
-
 from longctx.serving.engine.admission_control import Refused
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Event, Output
 from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.read_call import Call
-from longctx.serving.server.streams import Deliveries, Stream
+from longctx.serving.server.streams import Deliveries, Delivery, Stream
 
 
 class ActiveCall:
@@ -51,25 +49,29 @@ class ActiveCall:
     def request_ids(self) -> list[str]:
         return [request_id for request_id, _ in self._open.values()]
 
-    async def events(self) -> AsyncIterator[list[tuple[int, list[Event]]]]:
-        """What comes, with the number of each request, until all have ended.
+    @property
+    def is_open(self) -> bool:
+        """Whether some event has not been read."""
+        return bool(self._open)
+
+    async def take(self) -> list[Delivery]:
+        """Wait for events, and take all that are there, with the number of each request; none: the stream was nudged.
 
         Raises:
-          ApiError: a request has failed, or the client reads too slowly; the others are cancelled.
+          ApiError: a request has failed, or the client reads too slowly.
         """
-        while self._open:
-            taken = await self.stream.take()
-            if not taken:
-                raise ApiError(408, "the client reads too slowly: its request was cancelled", code="slow_reader")
-            for number, events in taken:
-                self._note_ends(number, events)
-            yield taken
+        taken = await self.stream.take()
+        if self.stream.has_ended:
+            raise ApiError(408, "the client reads too slowly: its request was cancelled", code="slow_reader")
+        for number, events in taken:
+            self._note_ends(number, events)
+        return taken
 
     async def outputs(self) -> dict[tuple[int, int], Output]:
-        """All outputs, by the number of the request and their index, when all are there; ApiError as from `events`."""
+        """All outputs, by the number of the request and their index, when all are there; ApiError as from `take`."""
         outputs: dict[tuple[int, int], Output] = {}
-        async for taken in self.events():
-            for number, events in taken:
+        while self._open:
+            for number, events in await self.take():
                 outputs |= {(number, event.index): event.output for event in events if event.output is not None}
         return outputs
 

@@ -162,6 +162,8 @@ class Server:
         loop = asyncio.get_running_loop()
         self._deliveries = Deliveries(loop)
         self.preparer.start()
+        if self.settings.ping_interval:
+            loop.call_later(self.settings.ping_interval, self._nudge)
         # A compilation can't be interrupted, and nothing is to wait for it at the end.
         threading.Thread(target=self._start_engine, name="longctx-warm-up", daemon=True).start()
 
@@ -176,6 +178,13 @@ class Server:
         self.preparer.close()
         self.thread.close()
         self.observers.close()
+
+    def _nudge(self) -> None:
+        """Let streams to which nothing has come for a while tell their clients that they live: one timer for all."""
+        for call in self.calls.values():
+            if call.call.body.stream:
+                call.stream.nudge()
+        asyncio.get_running_loop().call_later(self.settings.ping_interval, self._nudge)
 
     def _start_engine(self) -> None:
         try:

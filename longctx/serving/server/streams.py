@@ -17,45 +17,56 @@ class Stream:
     Args:
       limit: deliveries that may wait for the reader; more of them make it overflow.
       overflow: is called then, once; the stream takes nothing any more, and ends for its reader.
+
+    Attributes:
+      has_ended: the stream has overflowed, or nobody reads any more.
     """
 
-    __slots__ = ("_limit", "_overflow", "_waiter", "_waiting", "has_overflowed")
+    __slots__ = ("_is_nudged", "_is_silent", "_limit", "_overflow", "_waiter", "_waiting", "has_ended")
 
     def __init__(self, limit: int, overflow: Callable[[], object]) -> None:
         self._limit, self._overflow = limit, overflow
         self._waiting: list[Delivery] = []
         self._waiter: asyncio.Future[None] | None = None
-        self.has_overflowed = False
+        self._is_silent = self._is_nudged = self.has_ended = False
+
+    def add(self, delivery: Delivery) -> None:
+        """Hand over what has come."""
+        if self.has_ended:
+            return
+        self._is_silent = False
+        self._waiting.append(delivery)
+        if len(self._waiting) > self._limit:
+            self.has_ended = True
+            self._waiting.clear()
+            self._overflow()
+        self._wake()
+
+    def nudge(self) -> None:
+        """Let the reader take nothing, if nothing has come since the last call: it may want to say that it lives."""
+        if self._is_silent:
+            self._is_nudged = True
+            self._wake()
+        self._is_silent = True
 
     def close(self) -> None:
         """Nobody reads any more."""
         self._waiting.clear()
-        self._overflow = _nothing
-        self.has_overflowed = True
-
-    def add(self, delivery: Delivery) -> None:
-        if self.has_overflowed:
-            return
-        self._waiting.append(delivery)
-        if len(self._waiting) > self._limit:
-            self.has_overflowed = True
-            self._waiting.clear()
-            self._overflow()
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.has_ended = True
 
     async def take(self) -> list[Delivery]:
-        """Wait for events, and take all that are there; none of them: the stream has overflowed."""
-        while not self._waiting and not self.has_overflowed:
+        """Wait for events, and take all that are there: none if the stream was nudged, or has ended."""
+        while not (self._waiting or self._is_nudged or self.has_ended):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        self._is_nudged = False
         taken, self._waiting = self._waiting, []
         return taken
 
-
-def _nothing() -> None:
-    pass
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class Deliveries:

@@ -107,9 +107,24 @@ def test_a_stream_that_overflows_says_so_once_and_ends() -> None:
             stream.add((0, [event(step)]))
         assert await stream.take() == []
         assert await stream.take() == []
+        assert stream.has_ended
 
     asyncio.run(run())
     assert calls == [1]
+
+
+def test_a_silent_stream_is_nudged_and_no_other() -> None:
+    async def run() -> None:
+        stream = Stream(2, lambda: None)
+        stream.nudge()
+        stream.add((0, [event(0)]))
+        stream.nudge()  # something has come since the last time
+        assert len(await stream.take()) == 1
+        stream.nudge()
+        assert await asyncio.wait_for(stream.take(), 1) == []
+        assert not stream.has_ended
+
+    asyncio.run(run())
 
 
 def test_a_closed_loop_is_no_failure_of_the_engine() -> None:

@@ -5,8 +5,7 @@ import math
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
-from fastapi.sse import format_sse_event
-from sse_starlette.sse import EventSourceResponse
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from longctx.serving.request.output import Output
@@ -106,10 +105,11 @@ async def _chunks(active: ActiveCall, answers: Answers) -> AsyncIterator[bytes]:
     try:
         if first := b"".join(_event(encode(chunk)) for chunk in answers.begin()):
             yield first
-        async for taken in active.events():
-            pieces = (piece for number, events in taken for piece in answers.pieces(number, events))
-            if some := b"".join(_event(encode(piece)) for piece in pieces):
-                yield some
+        while active.is_open:
+            taken = await active.take()
+            pieces = [_event(encode(piece)) for number, events in taken for piece in answers.pieces(number, events)]
+            if pieces or not taken:
+                yield b"".join(pieces) if taken else KEEPALIVE_COMMENT
         last = [encode(chunk) for chunk in answers.end()]
     except ApiError as error:
         yield _event(encode(error.body))
@@ -122,10 +122,10 @@ def _event(data: bytes) -> bytes:
 
 
 class _EventStream(EventSourceResponse):
-    """A stream whose call ends with it, however it ends."""
+    """A stream of server-sent events whose call ends with it, however it ends."""
 
     def __init__(self, server: Server, call_id: str, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(chunks, ping=server.settings.ping_interval, sep="\n")
+        super().__init__(chunks, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         self._server, self._call_id = server, call_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
