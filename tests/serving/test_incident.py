@@ -193,7 +193,7 @@ def test_waiting_for_a_prefix_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("more", "rule"),
-    [({}, "1 is more urgent by fcfs: 0 before 0.0001"), ({"priority": 2}, "1 has priority 2 over 0")],
+    [({}, "1 is more urgent by fcfs: its urgency is 0.0001 lower"), ({"priority": 2}, "1 has priority 2 over 0")],
 )
 def test_being_passed_over_is_explained(tmp_path: Path, more: dict[str, Any], rule: str) -> None:
     requests = [ask(1, 600, **more), ask(2, 100, at=1e-4)]

@@ -156,7 +156,7 @@ class Explainer:
             return f"is of tenant {other.tenant!r}, which has been served less than {sequence.tenant!r}"
         if before.urgency != own.urgency:
             policy = self.replayer.engine.policy_name
-            return f"is more urgent by {policy}: {before.urgency:.4g} before {own.urgency:.4g}"
+            return f"is more urgent by {policy}: its urgency is {own.urgency - before.urgency:.4g} lower"
         return "came first"
 
 

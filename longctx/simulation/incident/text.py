@@ -67,7 +67,7 @@ def _describe(sequence: Sequence, urgency: float, now: float) -> str:
     parts = [f"{name_of(sequence)}: {sequence.state.value}, {done}"]
     if sequence.state is not State.DECODING and sequence.length == sequence.prompt_length:
         parts.append(f"first token due in {sequence.deadline - now:.3f} s")
-        parts.append(f"urgency {urgency:.4g}")
+        parts.append(f"urgency {urgency:.4f}")
     if sequence.priority:
         parts.append(f"priority {sequence.priority}")
     if sequence.tenant:
