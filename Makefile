@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo chat test test-all check bench clean
+.PHONY: demo chat serve test test-all check bench clean
 
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
@@ -43,11 +43,18 @@ ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 	  .venv/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
 	touch $@
 
+.venv/installed-serve: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[serve]'
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/longctx demo
 
 chat: .venv/installed-chat .venv/installed-model
 	$(BIN)/longctx chat --model $(MODEL)
+
+serve: .venv/installed-serve
+	$(BIN)/longctx serve
 
 test: .venv/installed-aot
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
