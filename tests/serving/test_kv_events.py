@@ -246,7 +246,7 @@ def test_the_last_ten_thousand_messages_are_kept(publisher: KvPublisher, client:
 
 
 def test_slow_readers_of_a_replay_neither_block_nor_miss_anything(publisher: KvPublisher, client: Client) -> None:
-    for number in range(10_000):
+    for number in range(9_000):  # none of which is pushed out by those that come later
         publisher.publish(lambda number=number: b"%d" % number * 1000)
     wait_for(lambda: publisher._queue.empty())
     slow = []
@@ -261,8 +261,8 @@ def test_slow_readers_of_a_replay_neither_block_nor_miss_anything(publisher: KvP
     assert time.monotonic() - begun < 5
     for _ in range(4):  # some go away in the midst of it
         slow.pop(0).close(linger=0)
-    assert [number for number, _ in replayed(slow[-1])][:10_000] == list(range(10_000))
-    assert [number for number, _ in replayed(slow[0])][:10_000] == list(range(10_000))
+    assert [number for number, _ in replayed(slow[-1])][:9_000] == list(range(9_000))
+    assert [number for number, _ in replayed(slow[0])][:9_000] == list(range(9_000))
 
 
 def test_too_many_readers_push_out_those_that_take_nothing(
