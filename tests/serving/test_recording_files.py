@@ -200,8 +200,9 @@ def test_the_newest_files_are_kept_and_replay(tmp_path: Path, plan: ParallelPlan
     snapshots = [record for record in records if isinstance(record, Snapshot)]
     assert isinstance(records[0], Snapshot)
     assert len(snapshots) == len(files)
-    assert any(snapshot.in_flight for snapshot in snapshots)
-    assert any(page for snapshot in snapshots for pages in snapshot.idle for page in pages)
+    if plan.context == 1:  # there, some requests end while their next step is in flight
+        assert any(snapshot.in_flight for snapshot in snapshots)
+    assert any(idle for snapshot in snapshots for _, idle, _ in snapshot.pages)
     baseline = replay(tmp_path)
     found = list(baseline.outputs.values())
     assert 20 < len(found) < len(outputs)
