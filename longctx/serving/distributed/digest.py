@@ -53,7 +53,7 @@ class DecisionDigest:
 
     def __str__(self) -> str:
         return "\n".join(
-            describe(decision) if is_plan else f"  step {index} sampled {list(_unpack(decision)[2:])}"
+            describe(decision) if is_plan else f"  step {index} sampled {list(unpack('q', decision)[2:])}"
             for index, decision, is_plan in tuple(self._last)
         )
 
@@ -61,7 +61,7 @@ class DecisionDigest:
 def describe(plan: bytes) -> str:
     """A plan, as from `plan_bytes`, as a line of text."""
     index, count = struct.unpack_from("<2q", plan)
-    numbers = iter(_unpack(plan[: len(plan) - 2 * count])[2:])
+    numbers = iter(unpack("q", plan[: len(plan) - 2 * count])[2:])
     take = lambda size: list(islice(numbers, size))  # noqa: E731
     ranks: list[list[int]] = []
     if count:
@@ -79,10 +79,6 @@ def describe(plan: bytes) -> str:
         first, size = take(2)
         tables.append((slot, first, *take(size)))
     return f"  step {index} computes {rows or 'nothing'}; tables {tables}"
-
-
-def _unpack(numbers: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(numbers) // 8}q", numbers)
 
 
 def plan_bytes(batch: Batch) -> bytes:
@@ -110,3 +106,8 @@ def plan_bytes(batch: Batch) -> bytes:
 def pack(kind: Literal["i", "q"], numbers: List[int]) -> bytes:
     """Integers as bytes, little-endian: of 32 bits each ("i"), or 64 ("q")."""
     return struct.pack(f"<{len(numbers)}{kind}", *numbers)
+
+
+def unpack(kind: Literal["i", "q"], packed: bytes) -> tuple[int, ...]:
+    """The integers that were packed."""
+    return struct.unpack(f"<{len(packed) // (4 if kind == 'i' else 8)}{kind}", packed)

@@ -10,7 +10,7 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class PageListener(Protocol):
     def cleared(self) -> None:
         """No page that nobody holds can be found any more; each was told of as removed."""
         ...
+
+
+class RankState(NamedTuple):
+    """A rank's free pages, and its idle pages with their keys, the least recently used first."""
+
+    free: Sequence[int]
+    idle: Sequence[int]
+    keys: Sequence[Key]
 
 
 class PagePool:
@@ -165,24 +173,28 @@ class PagePool:
         if self.listener is not None:
             self.listener.removed(key)
 
-    def state(self) -> tuple[list[list[int]], list[list[tuple[int, Key]]]]:
-        """What a pool knows when nobody holds pages: free pages, and idle ones with their keys, of each rank."""
-        idle = [[(page, key) for page in pages if (key := self._key_of[page]) is not None] for pages in self._idle]
-        return [free.copy() for free in self._free], idle
+    def state(self) -> list[RankState]:
+        """What a pool knows of each rank when nobody holds pages."""
+        return [
+            RankState(free.copy(), [*idle], [self._key_of[page] or b"" for page in idle])
+            for free, idle in zip(self._free, self._idle, strict=True)
+        ]
 
-    def restore(self, free: Sequence[list[int]], idle: Sequence[Sequence[tuple[int, Key]]]) -> None:
-        """Take over the `state` of a pool of the same size; of one of another size the idle pages that fit."""
-        sizes = {len(pages) + len(others) for pages, others in zip(free, idle, strict=True)}
-        if len(free) != self.num_ranks:
-            raise ValueError(f"pages must be of {self.num_ranks} ranks, got {len(free)}")
-        if sizes == {self.per_rank}:
-            self._free = [pages.copy() for pages in free]
-            for rank, others in enumerate(idle):
-                for page, key in others:
+    def restore(self, ranks: Sequence[RankState]) -> None:
+        """Take over the `state` of a pool of the same size; of one of another size the idle pages that fit.
+
+        Raises:
+          ValueError: it is of another number of ranks.
+        """
+        if len(ranks) != self.num_ranks:
+            raise ValueError(f"pages must be of {self.num_ranks} ranks, got {len(ranks)}")
+        for rank, (free, idle, keys) in enumerate(ranks):
+            if len(free) + len(idle) == self.per_rank:
+                self._free[rank] = [*free]
+                for page, key in zip(idle, keys, strict=True):
                     self._page_of[key], self._key_of[page], self._idle[rank][page] = page, key, None
-            return
-        for rank, others in enumerate(idle):
-            for _, key in others[-self.per_rank :]:
+                continue
+            for key in keys[-self.per_rank :]:
                 page = self.allocate(rank, reserved=False)
                 self.register(page, key)
                 self.release([page])

@@ -117,16 +117,15 @@ class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
     """What an engine without requests knows, where a file of a log begins; decisions are hashed anew from there on.
 
-    `slots`: free ones, and resting ones with the steps from which they are free. `free`, `idle`: pages of each rank,
-    the latter with their keys. `factor`, `windows`, `chunker`: what was measured and planned before. `tenants`: what
-    they were served.
+    `slots`: free ones, and resting ones with the steps from which they are free. `pages`: of each rank, as in
+    `RankState`, int32 little-endian and keys joined. `factor`, `windows`, `chunker`: what was measured and planned
+    before. `tenants`: what they were served.
     """
 
     now: float
     steps: int
     slots: tuple[list[int], list[tuple[int, int]]]
-    free: list[list[int]]
-    idle: list[list[tuple[int, bytes]]]
+    pages: list[tuple[bytes, bytes, bytes]]
     factor: float
     windows: list[list[tuple[float, float]]]
     chunker: tuple[list[int], int]

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from longctx.serving.distributed.digest import pack, unpack
+from longctx.serving.kv_cache.page_pool import RankState
 from longctx.serving.predictor.work import Work
-from longctx.serving.recording.records import LeftBatch, LeftChunk, Snapshot
+from longctx.serving.recording.records import LeftBatch, LeftChunk, Snapshot, split_keys
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence, State
 
@@ -20,13 +22,11 @@ def take_snapshot(core: "Core", now: float) -> Snapshot:
     """All that the decisions of a core without requests will follow from."""
     scheduler = core.scheduler
     slots, chunker = scheduler.running.slots, scheduler.chunker
-    free, idle = core.pool.state()
     return Snapshot(
         now=now,
         steps=scheduler.num_steps,
         slots=(slots.free.copy(), list(slots.resting)),
-        free=free,
-        idle=idle,
+        pages=[(pack("i", free), pack("i", idle), b"".join(keys)) for free, idle, keys in core.pool.state()],
         factor=scheduler.forecast.factor,
         windows=chunker.predictor.state(),
         chunker=chunker.state(),
@@ -58,7 +58,8 @@ def restore_snapshot(core: "Core", snapshot: Snapshot) -> list[Batch]:
     if len(free) + len(resting) == scheduler.running.max_running:
         slots.free = free.copy()
         slots.resting.extend(resting)
-    core.pool.restore(snapshot.free, snapshot.idle)
+    pages = [RankState(unpack("i", free), unpack("i", idle), split_keys(keys)) for free, idle, keys in snapshot.pages]
+    core.pool.restore(pages)
     scheduler.forecast.factor = snapshot.factor
     chunker.predictor.restore(snapshot.windows)
     chunker.restore(*snapshot.chunker)
