@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Event, ParallelPlan, Request, SamplingParams
-from longctx.serving.predictor import CurvePredictor
+from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.look_ahead import copy_scheduler, look_ahead
 from longctx.serving.scheduler.policy import POLICIES
 from longctx.serving.scheduler.sequence import Sequence
@@ -93,6 +93,32 @@ def run(engine: Engine) -> list[Event]:
     while engine.has_work:
         events += engine.step()
     return events
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    stage=st.sampled_from([1, 2, 3]),
+    run_ahead=st.integers(1, 4),
+    before=st.integers(0, 12),
+    steps=st.integers(0, 30),
+)
+def test_steps_in_flight_make_little_difference(seed: int, stage: int, run_ahead: int, before: int, steps: int) -> None:
+    engine, rng = make_engine(stage, run_ahead=run_ahead), np.random.default_rng(seed)
+    for _ in range(before):
+        submit(engine, rng)
+    for _ in range(steps):
+        engine.step()
+    twin, now = copy_scheduler(engine.scheduler), engine.now()
+    request = submit(engine, rng, "new")
+    outlook = look_ahead(twin, as_sequence(engine, request), now, 1e9, to_its_end)
+    (output,) = [event.output for event in run(engine) if event.request_id == "new" and event.output]
+    longest = DEVICE.seconds(Work().with_chunk(400, 64, True))
+    in_flight = (run_ahead + 2 * stage) * longest
+    if outlook.first_token is None:
+        assert output.metrics.ttft > outlook.looked - in_flight
+    else:
+        assert output.metrics.ttft == pytest.approx(outlook.first_token, abs=in_flight, rel=0.1)
 
 
 @settings(max_examples=20, deadline=None)

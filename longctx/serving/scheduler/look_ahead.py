@@ -1,13 +1,13 @@
 """When a request that came now would get its first token, and what it would wait for: the scheduler run ahead."""
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.sequence import Sequence, State
 
 # Steps that are run ahead at most. A step takes some 0.1 ms to plan.
 MAX_STEPS = 400
@@ -65,9 +65,13 @@ def look_ahead(
       length_at_end: tokens that a sequence will have when it ends, at most prompt and max_tokens.
     """
     start, waited = now, defaultdict[Bound, float](float)
-    for other in scheduler.running:
-        other.in_flight = 0  # steps in flight end at once
+    for other in tuple(scheduler.running):  # steps in flight end at once
+        other.in_flight = 0
+        if other.is_drained:
+            scheduler.finish(other)
     scheduler.add(sequence)
+    stages = scheduler.plan.stage
+    in_stages: deque[Batch] = deque(maxlen=stages)  # a tick takes as long as the slowest of them
     first: float | None = None
     for _ in range(MAX_STEPS):
         if first is not None or now - start > horizon:
@@ -75,16 +79,16 @@ def look_ahead(
         batch = scheduler.schedule(now)
         if batch is None:
             batch = scheduler.idle()  # while tokens are in later stages
-        now += batch.predicted
-        waited[_bound(scheduler, sequence, batch)] += batch.predicted
-        for chunk in batch.chunks:
-            other = chunk.sequence
-            if chunk.samples and other is sequence:
-                now += (scheduler.plan.stage - 1) * batch.predicted  # until it is in the last stage
+        in_stages.append(batch)
+        seconds = max(each.predicted for each in in_stages)
+        now += seconds
+        waited[_bound(scheduler, sequence, batch)] += seconds
+        for other in in_stages[0].sampled if len(in_stages) == stages else ():
+            if other is sequence:
                 first = now - start
-            elif chunk.samples and other.is_running:
+            elif other.state is not State.FINISHED:
                 scheduler.receive(other)
-                if other.length >= length_at_end(other):
+                if other.is_running and other.length - other.in_flight >= length_at_end(other):
                     scheduler.finish(other)
     return Outlook(first, now - start, max(waited, key=lambda bound: waited[bound]))
 
