@@ -192,6 +192,14 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) ->
     crowded.wait_idle()
 
 
+def test_more_completions_than_may_wait_are_no_overload(crowded: Served) -> None:
+    with crowded.http_client() as client:
+        answer = client.post("/v1/completions", json=BODY | {"prompt": ["1", "2", "3"]})
+        assert answer.status_code == 400
+        assert "ask for 3 completions, and 2 may wait" in answer.json()["error"]["message"]
+        assert crowded.server.engine.stats().prompt_tokens == 0
+
+
 def test_slos_and_priorities_reach_the_engine_within_their_limits() -> None:
     settings = ServerSettings(prepare_processes=0, max_priority=3, min_tpot=0.05)
     with served(fake_engine(), settings) as running, running.http_client() as client:
