@@ -86,7 +86,7 @@ def test_other_settings_are_compared(log: Path, tmp_path: Path, capsys: pytest.C
     assert "TTFT p99" in printed
     found = json.loads(path.read_text())
     assert found["comparison"]["completions"] == 24
-    assert found["comparison"]["before"] != found["comparison"]["after"]
+    assert found["comparison"]["recorded"] != found["comparison"]["otherwise"]
     assert main(["replay", str(log), "--policy", "ilrs"]) == 0  # the recorded one
     assert "differs" not in capsys.readouterr().out
     assert main(["replay", str(log), "--num-pages", "80"]) == 0

@@ -77,6 +77,9 @@ PURE = [
     "longctx.simulation.event_loop",
     "longctx.simulation.replay",
     "longctx.simulation.report",
+    "longctx.serving.recording.recorder",
+    "longctx.simulation.incident.compare",
+    "longctx.simulation.incident.explain",
 ]
 
 

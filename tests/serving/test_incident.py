@@ -63,8 +63,8 @@ def test_the_same_settings_change_nothing(
     baseline, same = alternative(directory)
     assert same.difference is None
     assert same.outputs == baseline.outputs
-    comparison = compare(baseline, same)
-    assert comparison["before"] == comparison["after"]
+    comparison = compare(baseline, same, same)
+    assert comparison["recorded"] == comparison["predicted"] == comparison["otherwise"]
     assert describe_difference(baseline, same, lambda **hooks: Replayer(RecordedLog(directory), **hooks)) == (
         "no decision differs"
     )
@@ -141,7 +141,14 @@ def test_a_counterfactual_is_what_the_other_engine_does(tmp_path: Path, seed: in
     assert "is predicted, not measured" in text
     recorded, otherwise = text.splitlines()[1:3]
     assert recorded.split(maxsplit=1)[1] != otherwise.split(maxsplit=1)[1]
-    table = comparison_table(compare(baseline, other))
+    log = RecordedLog(tmp_path)
+    control = Alternative(log, baseline, log.header.config, log.header.num_pages, predicts_from=other.difference.number)
+    control.run()
+    assert control.difference is not None
+    assert control.difference.number == other.difference.number
+    for i, output in enumerate(before):  # what is predicted of the recorded settings is what they did
+        assert control.outputs[i].metrics.finished == pytest.approx(output.metrics.finished, abs=1e-9)
+    table = comparison_table(compare(baseline, control, other))
     assert table.startswith("40 completions that ended by themselves")
     assert {line.split("  ")[0] for line in table.splitlines()} >= {"TTFT p50", "TTFT p99", "TPOT p50", "in time"}
 

@@ -79,7 +79,7 @@ def test_followers_get_requests_whole() -> None:
         lockstep = Lockstep(group)
         if group.is_first:
             lockstep.note_arrival(request, np.array([1, 2, 3]), "mine", 0.5)
-            lockstep.send_step(1.0, None)
+            lockstep.note_step(1.0)
             return None
         ((arrival,),) = (order.updates for order in lockstep.orders())
         return arrival

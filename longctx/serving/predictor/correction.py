@@ -71,10 +71,10 @@ class _Window:
 
     def median(self, default: float) -> float:
         """The weighted median; `default` while there are too few batches."""
-        return weighted_median(self._seen) if len(self._seen) >= _LEAST else default
+        return _weighted_median(self._seen) if len(self._seen) >= _LEAST else default
 
 
-def weighted_median(values: Iterable[tuple[float, float]]) -> float:
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
     """The smallest value such that it and those below it have half of the weight; values are (value, weight)."""
     ascending = sorted(values)
     half, below = sum(weight for _, weight in ascending) / 2, 0.0

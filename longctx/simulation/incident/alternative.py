@@ -34,6 +34,10 @@ class Alternative:
     `StepTimes`, and completions end where they did; the scheduler's own predictor goes on from what it had measured.
     What was cancelled before it ended goes on to its max_tokens unless it is cancelled again, at the same time.
 
+    Args:
+      predicts_from: the number of a decision that counts as different though it is not: with the recorded settings,
+        what is predicted of them.
+
     Attributes:
       difference: see there; None: there is none.
       outputs: of completions that have ended, by the numbers of their sequences.
@@ -46,8 +50,9 @@ class Alternative:
         config: EngineConfig,
         num_pages: int,
         predictor: Predictor | None = None,
+        predicts_from: int | None = None,
     ) -> None:
-        self._log, self._baseline = log, baseline
+        self._log, self._baseline, self._predicts_from = log, baseline, predicts_from
         self.engine = Rebuilt(
             log.header,
             config,
@@ -147,7 +152,8 @@ class Alternative:
     def note_plan(self, batch: Batch) -> None:
         if self.difference is None:
             decisions, until = self._baseline.decisions, self._baseline.decisions_until[self._step_number]
-            if self._count >= until or decisions[self._count] != hash(Decision.of(batch)):
+            is_asked = self._count == self._predicts_from
+            if is_asked or self._count >= until or decisions[self._count] != hash(Decision.of(batch)):
                 self._differ(dataclasses.replace(batch, chunks=list(batch.chunks)))
             else:
                 self._count += 1

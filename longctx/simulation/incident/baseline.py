@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from longctx.serving.predictor.correction import weighted_median
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.records import NOT_FINITE, STOP
@@ -29,8 +28,8 @@ class Decision(NamedTuple):
 class StepTimes:
     """How long a device takes for steps, as measured over all of a log: a predictor times a factor for each kind.
 
-    The factors are those of `Corrected`, of all steps instead of the last ones: a decision may differ long before a
-    scheduler has measured anything.
+    The factors are measured over predicted seconds of all steps, as a decision may differ long before a scheduler has
+    measured anything, and in the mean, so that all steps together take what they took.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -48,7 +47,9 @@ class StepTimes:
         """Find the factors, when all steps have been added."""
         both = [*self._measured[False], *self._measured[True]]
         for kind, measured in self._measured.items():
-            self._factors[kind] = weighted_median(measured or both) if both else 1.0
+            rows = measured or both
+            total = sum(weight for _, weight in rows)
+            self._factors[kind] = sum(ratio * weight for ratio, weight in rows) / total if rows else 1.0
 
     def seconds(self, work: Work) -> float:
         return self._factors[bool(work.chunks)] * self._predictor.seconds(work)

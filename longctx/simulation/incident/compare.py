@@ -42,16 +42,23 @@ def recorded_batch(make_replayer: Callable[..., Replayer], number: int, step: in
     return planned[number] if number < len(planned) else None
 
 
-def compare(baseline: Baseline, alternative: Alternative) -> dict[str, Any]:
-    """How the requests fared that had ended by themselves, before and otherwise, as plain data."""
+def compare(baseline: Baseline, control: Alternative, alternative: Alternative) -> dict[str, Any]:
+    """How the requests fared that had ended by themselves, as plain data.
+
+    Args:
+      control: the recorded settings, predicted from the decision on from which the alternative is.
+    """
     ended = [order for order, output in baseline.outputs.items() if output.finish_reason in ("stop", "length")]
     both = [order for order in ended if order in alternative.outputs]
-    both = [order for order in both if alternative.outputs[order].finish_reason in ("stop", "length")]
+    for side in (control, alternative):
+        both = [x for x in both if x in side.outputs and side.outputs[x].finish_reason in ("stop", "length")]
     return {
         "completions": len(both),
         "left_out": len(ended) - len(both),  # otherwise they were cancelled, or came to no end
-        "before": _summarize([baseline.outputs[order].metrics for order in both]),
-        "after": _summarize([alternative.outputs[order].metrics for order in both]),
+        **{
+            name: _summarize([side.outputs[order].metrics for order in both])
+            for name, side in (("recorded", baseline), ("predicted", control), ("otherwise", alternative))
+        },
     }
 
 
@@ -69,23 +76,24 @@ def _summarize(metrics: list[Metrics]) -> dict[str, Any]:
 
 
 def comparison_table(comparison: dict[str, Any]) -> str:
-    """A comparison as a table."""
-    before, after = comparison["before"], comparison["after"]
-    rows: list[tuple[str, ...]] = [("", "recorded", "otherwise", "change")]
+    """A comparison as a table. The change is between two predictions, so that their common error is not in it."""
+    sides = [comparison[name] for name in ("recorded", "predicted", "otherwise")]
+    rows: list[tuple[str, ...]] = [("", "recorded", "as predicted", "otherwise", "change")]
     for name in ("ttft", "tpot"):
         for percentile in ("p50", "p99"):
-            pair = [side[name] and side[name][percentile] for side in (before, after)]
-            rows.append((f"{name.upper()} {percentile}", *_cells(pair, 1e3, " ms")))
+            values = [side[name] and side[name][percentile] for side in sides]
+            rows.append((f"{name.upper()} {percentile}", *_cells(values, 1e3, " ms")))
     for name, title in (("kept_ttft", "in time"), ("kept_tpot", "within their TPOT")):
-        rows.append((title, *_cells([before[name], after[name]], 100, " %")))
+        rows.append((title, *_cells([side[name] for side in sides], 100, " %")))
     for name in ("preemptions", "cached_tokens"):
-        change = f"{after[name] - before[name]:+,}"
-        rows.append((name.replace("_", " "), f"{before[name]:,}", f"{after[name]:,}", change))
-    rows.append(("until the last end", *_cells([before["seconds"], after["seconds"]], 1, " s")))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        rows.append((name.replace("_", " "), *_cells([side[name] for side in sides], 1, "", 0)))
+    rows.append(("until the last end", *_cells([side["seconds"] for side in sides], 1, " s")))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
-        f"{row[0]:<{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        "  ".join(
+            f"{cell:>{width}}" if i else f"{cell:<{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     left_out = comparison["left_out"]
@@ -95,8 +103,9 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     return "\n".join([title, *lines])
 
 
-def _cells(pair: list[float | None], scale: float, unit: str) -> tuple[str, str, str]:
-    shown = tuple("-" if x is None else f"{scale * x:,.2f}{unit}" for x in pair)
-    before, after = pair
-    change = "-" if before is None or after is None else f"{scale * (after - before):+,.2f}{unit}"
-    return shown[0], shown[1], change
+def _cells(values: list[float | None], scale: float, unit: str, digits: int = 2) -> list[str]:
+    """The values, and the change from the second to the third."""
+    _, before, after = values
+    shown = ["-" if x is None else f"{scale * x:,.{digits}f}{unit}" for x in values]
+    change = "-" if before is None or after is None else f"{scale * (after - before):+,.{digits}f}{unit}"
+    return [*shown, change]
