@@ -99,5 +99,9 @@ def _add_record_arguments(parser: argparse.ArgumentParser) -> None:
     record.add_argument("--record", type=Path, metavar="DIR", help="write all that decisions follow from, prompts too")
     record.add_argument("--record-private", action="store_true", help="leave prompts and answers out")
     record.add_argument(
-        "--record-bytes", type=int, default=2**30, metavar="N", help="after which recording ends; default: 2^30"
+        "--record-bytes",
+        type=int,
+        default=2**30,
+        metavar="N",
+        help="of a run, whose oldest files go then; default: 2^30",
     )
