@@ -39,7 +39,7 @@ def test_defaults_are_those_of_the_settings() -> None:
     options = parser().parse_args([])
     for settings, names in ((ServerSettings(), flags.SETTINGS), (AdmissionLimits(), flags.LIMITS)):
         assert all(getattr(options, name) == getattr(settings, name) for name, *_ in names)
-    others = {"api_keys", "admin_keys", "allow_origins", "profile_dir"}
+    others = {"api_keys", "admin_keys", "allow_hosts", "allow_origins", "profile_dir"}
     assert {field.name for field in dataclasses.fields(ServerSettings)} == others | {
         name for name, *_ in flags.SETTINGS
     }

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _OBSERVER_NAMES = [*(name for name, *_ in OBSERVERS), "log_format", "log_prompts"]
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
 _BUILTIN_NAME = "longctx-tiny"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
 
 
@@ -182,10 +183,14 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
     names = [name for name, *_ in SETTINGS]
     if options.profile_dir is not None and not options.profile_dir.is_dir():
         raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
+    keys, hosts = _keys(options, "api"), options.allow_host
+    if not (keys or hosts) and options.host in _LOOPBACK:
+        hosts = _LOOPBACK
     with naming_flags(names):
         return ServerSettings(
-            api_keys=_keys(options, "api"),
+            api_keys=keys,
             admin_keys=_keys(options, "admin"),
+            allow_hosts=tuple(name.lower() for name in hosts),
             **{name: getattr(options, name) for name in names},
             allow_origins=tuple(options.allow_origin),
             profile_dir=options.profile_dir,

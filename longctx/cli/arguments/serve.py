@@ -90,6 +90,13 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a key's requests get while others wait too, relative to 1; may be repeated",
     )
     access.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="by which clients reach the server; default: this host's alone, if it listens there and needs no key",
+    )
+    access.add_argument(
         "--allow-origin", action="append", default=[], metavar="URL", help="of web pages that may use the server"
     )
 

@@ -81,6 +81,9 @@ class Gate:
 
     def _admit(self, scope: Scope, headers: Headers) -> tuple[str, bool]:
         """The tenant, and whether they are an administrator; ApiError if they may not come in."""
+        if self._settings.allow_hosts and _host(headers) not in self._settings.allow_hosts:
+            message = "the server is not known by this name: see its flag --allow-host"
+            raise ApiError(421, message, code="unknown_host", headers={"connection": "close"})
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
@@ -101,6 +104,14 @@ class Gate:
         if needs_admin:
             raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
         return user or "", not (self._users or self._admins)
+
+
+def _host(headers: Headers) -> str:
+    """The name in the header Host, without a port; of an IPv6 address without its brackets."""
+    name, _, port = headers.get("host", "").rpartition(":")
+    if not port.isdecimal():
+        name = headers.get("host", "")
+    return name.strip("[]").lower()
 
 
 def too_large(most: int) -> ApiError:

@@ -14,6 +14,7 @@ from longctx.serving.engine.admission_control import AdmissionControl, Admission
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.server.active_call import ActiveCall
+from longctx.serving.server.bodies import Bodies
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.observers import Observers, ObserverSettings
@@ -64,6 +65,7 @@ class Server:
         self.preparer = Preparer(self._make_reader(), self.settings.prepare_processes)
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics = self.observers.metrics
+        self.bodies = Bodies(self.settings)
         self.calls: dict[str, ActiveCall] = {}
         self.is_draining = False
         self.version = __version__

@@ -32,6 +32,8 @@ class ServerSettings:
     Attributes:
       api_keys: whoever has one may use the server; their names are the tenants. None: everybody may, as tenant "".
       admin_keys: needed for loads, profiles and aborts, where there are some.
+      allow_hosts: names by which clients may reach the server (the header Host, without its port), so that a page of
+        another site, whose name is made to point here, finds nothing. Empty: any.
       allow_origins: web pages from other hosts that may use the server from a browser (CORS).
       max_body_bytes, max_header_bytes: of a request, at most.
       header_timeout, body_timeout: until a request's headers, and its body, must be there.
@@ -54,6 +56,7 @@ class ServerSettings:
 
     api_keys: tuple[ApiKey, ...] = ()
     admin_keys: tuple[ApiKey, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
     max_header_bytes: int = 32 * 2**10

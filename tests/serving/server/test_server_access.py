@@ -130,6 +130,39 @@ def test_bodies_have_a_limit(client: httpx.Client, is_chunked: bool) -> None:
     assert "2000 bytes" in answer.json()["error"]["message"]
 
 
+def test_bodies_have_a_limit_together() -> None:
+    """Bodies that are sent slowly hold memory: others are told to come again, and no byte is counted for ever."""
+    settings = ServerSettings(prepare_processes=0, max_body_bytes=1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    with served(fake_engine(), settings) as running, running.http_client() as client:
+        held = [socket.create_connection(("127.0.0.1", running.port), 10) for _ in range(4)]
+        for connection in held:
+            connection.sendall(head + b" " * 890)
+        body = BODY | {"user": "x" * 600}
+        running.wait_until("there is no room", lambda: client.post("/v1/completions", json=body).status_code == 429)
+        refused = client.post("/v1/completions", json=body)
+        assert (refused.json()["error"]["code"], refused.headers["x-llm-d-request-dropped-reason"]) == (
+            "slow_down",
+            "queue",
+        )
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+        for connection in held:
+            connection.close()
+        running.wait_until("there is room", lambda: client.post("/v1/completions", json=body).status_code == 200)
+
+
+def test_other_names_of_the_host_are_refused() -> None:
+    """So a page of another site can't ask, whose name is made to point to this host."""
+    settings = ServerSettings(prepare_processes=0, allow_hosts=("localhost", "127.0.0.1", "::1"))
+    with served(fake_engine(), settings) as running, running.http_client() as client:
+        for host in ("localhost", "localhost:8000", "LOCALHOST", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+            assert client.get("/health", headers={"host": host}).status_code == 200, host
+        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "", "x:localhost", "127.0.0.11"):
+            answer = client.get("/v1/models", headers={"host": host})
+            assert answer.status_code == 421, host
+            assert answer.json()["error"]["code"] == "unknown_host"
+
+
 def test_a_length_that_is_no_number_is_a_bad_request(guarded: Served) -> None:
     assert b" 400 " in exchange(guarded, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n")
 

@@ -8,7 +8,6 @@ import jax
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from longctx.serving.server.bodies import read_fields
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import visitor_of
 from longctx.serving.server.schemas.base import body_of
@@ -25,7 +24,7 @@ def administration_router(server: Server) -> APIRouter:
     @router.post("/abort_request", openapi_extra=body_of(AbortBody))
     async def abort_requests(request: Request) -> JSONResponse:
         """End requests: their clients get what there is, with `finish_reason` abort. Nobody ends another tenant's."""
-        body, visitor = await read_fields(request, AbortBody, server.settings), visitor_of(request)
+        body, visitor = await server.bodies.fields(request, AbortBody), visitor_of(request)
         tenant = None if visitor.is_admin else visitor.tenant
         return JSONResponse({"aborted": [name for name in body.request_ids if server.abort(name, tenant)]})
 

@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 from longctx.serving.request.output import Output
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.answers import Answers, make_answers
-from longctx.serving.server.bodies import read_body
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import visitor_of
 from longctx.serving.server.read_call import Call, Kind, Origin
@@ -48,8 +47,8 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     arrival = server.engine.now()
     visitor = visitor_of(request)
     call_id = visitor.request_id
-    body = await read_body(request, server.settings)
-    call: Call = await server.preparer.read(kind, body, origin_of(request))
+    async with server.bodies.read(request) as body:
+        call: Call = await server.preparer.read(kind, body, origin_of(request))
     active = server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"))
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:

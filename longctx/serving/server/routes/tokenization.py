@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from longctx.serving.server.bodies import read_body
 from longctx.serving.server.read_call import Call, Kind
 from longctx.serving.server.routes.generation import origin_of
 from longctx.serving.server.schemas.base import body_of
@@ -21,8 +20,8 @@ def tokenization_router(server: Server) -> APIRouter:
     router = APIRouter(tags=["tokenization"])
 
     async def read(request: Request, kind: Kind) -> Any:
-        body = await read_body(request, server.settings)
-        return await server.preparer.read(kind, body, origin_of(request))
+        async with server.bodies.read(request) as body:
+            return await server.preparer.read(kind, body, origin_of(request))
 
     @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
