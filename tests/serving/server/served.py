@@ -44,7 +44,7 @@ class HeldExecutor(FakeExecutor):
         return super().submit(batch)
 
     def wait(self, pending: Pending) -> Results:
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         time.sleep(self.pause)
         return super().wait(pending)
 
