@@ -182,6 +182,11 @@ def test_headers_have_a_limit(guarded: Served, head: bytes) -> None:
     assert answer.endswith(b"The headers are too large.")
 
 
+def test_another_protocol_s_beginning_is_a_bad_request(guarded: Served) -> None:
+    """Routers probe for HTTP/2, and go on with HTTP/1.1."""
+    assert exchange(guarded, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+
+
 def test_headers_must_come_in_time(guarded: Served) -> None:
     start = time.monotonic()
     assert exchange(guarded, b"GET /health HTTP/1.1\r\nHost: x\r\n") == b""
