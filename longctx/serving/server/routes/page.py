@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from longctx.models import passkey
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
-from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed
+from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed, TooManyViewers
 from longctx.serving.server.server import Server
 
 DIRECTORY = Path(__file__).parent.with_name("page")
@@ -140,9 +140,11 @@ def page_routes(model: PageModel, feed: PageFeed) -> APIRouter:
             raise HTTPException(503, f"{MAX_VIEWERS} pages watch this server already", {"retry-after": "10"})
 
         async def sent() -> AsyncIterator[dict[str, str]]:
-            async with aclosing(feed.messages()) as messages:
-                async for message in messages:
-                    yield {"data": message}
+            # Of several that come at once, the last may find no place any more: its stream ends, and it tries again.
+            with suppress(TooManyViewers):
+                async with aclosing(feed.messages()) as messages:
+                    async for message in messages:
+                        yield {"data": message}
 
         return _Events(sent(), send_timeout=SEND_TIMEOUT, headers={"cache-control": "no-store"})
 
