@@ -173,7 +173,7 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) ->
             return pool.submit(lambda: httpx.post(f"{crowded.url}/v1/completions", json=body, timeout=20))
 
         posts = [post()]
-        crowded.wait_until("one runs", lambda: crowded.server.engine.stats().running == 1)
+        crowded.wait_until("one runs", lambda: crowded.pages_held() and not crowded.server.thread.control.num_waiting)
         posts += [post(), post()]
         crowded.wait_until("the queue is full", lambda: crowded.server.engine.stats().waiting == 2)
         refused = client.post("/v1/completions", json=BODY)

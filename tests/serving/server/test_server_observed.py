@@ -27,12 +27,16 @@ def refusals(running: Served) -> dict[str, float]:
 def test_refusals_are_counted_by_their_reason() -> None:
     limits = AdmissionLimits(max_waiting=1)
     with served(fake_engine(max_running=1), limits=limits) as running, running.http_client() as client:
-        running.executor.go.clear()
-        with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 50, "stream": True}) as stream:
-            # One of three has room to wait at most, whether the first is in the step that is held or waits for it.
-            assert client.post("/v1/completions", json=BODY | {"prompt": ["a", "b", "c"]}).status_code == 429
-            assert refusals(running)["queue"] == 1
-            running.executor.go.set()
+        running.executor.pause = 0.02
+        slow = BODY | {"max_tokens": 50, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/completions", json=slow) as stream:
+            running.wait_until(
+                "one runs", lambda: running.pages_held() and not running.server.thread.control.num_waiting
+            )
+            with client.stream("POST", "/v1/completions", json=slow):
+                assert client.post("/v1/completions", json=BODY).status_code == 429
+                assert refusals(running)["queue"] == 1
+            running.executor.pause = 0.0
             assert "data: [DONE]" in list(stream.iter_lines())
         running.server.drain()
         assert client.post("/v1/completions", json=BODY).status_code == 503
