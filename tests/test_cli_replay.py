@@ -130,7 +130,7 @@ def test_a_wait_is_explained(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--until", "-1"], "--until must be at least 0"),
         (["--until", "100000"], "--until must be below"),
         (["--until", "3", "--policy", "fcfs"], "--until and --policy can't be given together"),
-        (["--explain", "nobody"], "the log has no completion 0 of a request 'nobody'"),
+        (["--explain", "nobody"], "the log has no step since completion 0 of a request 'nobody'"),
         (["--stage", "2"], "--stage needs --model"),
     ],
 )

@@ -30,7 +30,7 @@ def config_arguments(parser: argparse.ArgumentParser, file: Path, arguments: Seq
         name = key.replace("_", "-")
         action = actions.get(name)
         if action is None or name in _NOT_IN_FILES:
-            near = difflib.get_close_matches(name, actions, 1)
+            near = difflib.get_close_matches(name, actions.keys() - _NOT_IN_FILES, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"--config {file}: unknown key {key!r}{hint}")
         if action.dest not in given:

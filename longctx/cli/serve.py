@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,7 @@ from longctx.serving.engine.memory import kv_width
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.server.keys import ApiKey, read_keys
 from longctx.serving.server.settings import ServerSettings
+from longctx.serving.validation import check_real
 
 if TYPE_CHECKING:
     from longctx.serving.server.observers import ObserverSettings
@@ -52,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
     settings, limits = _settings(options), _limits(options)
+    _check_weights(options, settings)
+    _check_record(options)
     config = _engine_config(options)
     template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
     if options.profile is not None:
@@ -126,10 +130,29 @@ def _read_weight(text: str) -> tuple[str, float]:
         raise ValueError(f"--tenant-weight must be NAME=X, got {text!r}") from None
 
 
-def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
+def _check_weights(options: argparse.Namespace, settings: ServerSettings) -> None:
+    names = {key.name for key in settings.api_keys}
+    for name, weight in map(_read_weight, options.tenant_weight):
+        if name not in names:
+            raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
+        check_real(f"--tenant-weight {name}", weight, 1e-3, 1e3)
+
+
+def _check_record(options: argparse.Namespace) -> None:
+    """Check beforehand that something can be recorded."""
     if options.record is None:
         if options.record_private:
             raise ValueError("--record-private needs --record")
+        return
+    try:
+        options.record.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.record).close()
+    except OSError as error:
+        raise ValueError(f"--record {options.record} can't be written to: {error.strerror}") from None
+
+
+def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
+    if options.record is None:
         return None
     with naming_flags({"max_bytes": "--record-bytes"}):
         weights = checkpoint_fingerprint(options.model)

@@ -289,6 +289,43 @@ def test_deadlines_that_cannot_be_kept_are_refused() -> None:
     thread.close()
 
 
+def test_a_burst_of_deadlines_is_not_let_in_against_one_outlook() -> None:
+    """Those that came before count, though no step has seen them."""
+    engine = make_engine(policy="fcfs", prefix_cache=False)
+    thread = controlled()(engine)
+    prompts = [[i + 1] * 80 for i in range(16)]
+    alone = thread.control.foresight._seconds_alone(engine.prepare(Request(prompts[0])))
+    refusals = []
+    for prompt in prompts:
+        prepared = engine.prepare(Request(prompt, SamplingParams(max_tokens=1), ttft_deadline=4 * alone))
+        try:
+            thread.submit(prepared, Sink())
+        except Refused as refused:
+            refusals.append(refused.reason)
+    assert 12 <= len(refusals) <= 15
+    assert set(refusals) == {"deadline"}
+    thread.start()
+    thread.close()
+
+
+def test_an_outlook_is_not_of_hours_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_running=1)
+    thread = controlled()(engine)
+    prepared = engine.prepare(Request([1, 2], ENDLESS, ttft_deadline=1e4))
+    assert thread.control.foresight.of(prepared, {}, 1e4) is not None
+    engine.submit(prepared)
+    go = hold(engine)
+    stepping = threading.Thread(target=engine.step)
+    stepping.start()
+    while not engine.stats().running:
+        time.sleep(0.01)
+    later = time.monotonic() + 3600
+    monkeypatch.setattr("longctx.serving.engine.outlook.time.monotonic", lambda: later)
+    assert thread.control.foresight.of(prepared, {}, 1e4) is None
+    go.set()
+    stepping.join()
+
+
 def test_what_can_never_fit_is_no_refusal() -> None:
     engine = make_engine(num_pages=8)
     thread = controlled(max_waiting=1)(engine)

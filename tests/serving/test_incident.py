@@ -227,7 +227,7 @@ def test_preemption_is_explained(tmp_path: Path) -> None:
 def test_who_is_not_there_is_not_explained(tmp_path: Path) -> None:
     with open_recorder(tmp_path) as recorder:
         serve(make_requests(0)[:2], recorder)
-    with pytest.raises(ValueError, match="no completion 0 of a request 'nobody'"):
+    with pytest.raises(ValueError, match="no step since completion 0 of a request 'nobody'"):
         Explainer(RecordedLog(tmp_path), "nobody").run()
-    with pytest.raises(ValueError, match="no completion 3 of a request '1'"):
+    with pytest.raises(ValueError, match="no step since completion 3 of a request '1'"):
         Explainer(RecordedLog(tmp_path), "1", 3).run()

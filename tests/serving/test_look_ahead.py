@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, Event, ParallelPlan, Request, SamplingParams
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.serving.scheduler.look_ahead import copy_scheduler, look_ahead
+from longctx.serving.scheduler.look_ahead import Outlook, copy_scheduler, look_ahead
 from longctx.serving.scheduler.policy import POLICIES
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation import VirtualExecutor
@@ -54,6 +54,11 @@ def as_sequence(engine: Engine, request: Request) -> Sequence:
     )
 
 
+def outlook_of(engine: Engine, request: Request, horizon: float) -> Outlook:
+    now, twin = engine.now(), copy_scheduler(engine.scheduler)
+    return look_ahead(twin, [as_sequence(engine, request)], now, now, horizon, to_its_end)
+
+
 def to_its_end(sequence: Sequence) -> int:
     return sequence.prompt_length + sequence.max_tokens
 
@@ -80,7 +85,7 @@ def test_the_first_token_comes_when_predicted(
         engine.step()
     twin, now = copy_scheduler(engine.scheduler), engine.now()
     request = submit(engine, rng, "new")
-    outlook = look_ahead(twin, as_sequence(engine, request), now, 1e9, to_its_end)
+    outlook = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
     (output,) = [event.output for event in run(engine) if event.request_id == "new" and event.output]
     if outlook.first_token is None:  # further away than it looks
         assert output.metrics.ttft > outlook.looked - 1e-9
@@ -111,7 +116,7 @@ def test_steps_in_flight_make_little_difference(seed: int, stage: int, run_ahead
         engine.step()
     twin, now = copy_scheduler(engine.scheduler), engine.now()
     request = submit(engine, rng, "new")
-    outlook = look_ahead(twin, as_sequence(engine, request), now, 1e9, to_its_end)
+    outlook = look_ahead(twin, [as_sequence(engine, request)], now, now, 1e9, to_its_end)
     (output,) = [event.output for event in run(engine) if event.request_id == "new" and event.output]
     longest = DEVICE.seconds(Work().with_chunk(400, 64, True))
     in_flight = (run_ahead + 2 * stage) * longest
@@ -136,7 +141,10 @@ def test_looking_ahead_changes_nothing(seed: int, stage: int, admission: str, po
             request = submit(engine, rng)
             if looks:
                 twin = copy_scheduler(engine.scheduler)
-                assert look_ahead(twin, as_sequence(engine, request), engine.now(), 1e9, to_its_end).looked > 0
+                assert (
+                    look_ahead(twin, [as_sequence(engine, request)], engine.now(), engine.now(), 1e9, to_its_end).looked
+                    > 0
+                )
             for _ in range(3):
                 events += engine.step()
         return events + run(engine)
@@ -161,7 +169,7 @@ def test_what_a_request_waits_for(options: dict[str, object], bound: str) -> Non
         engine.submit(Request(prompt, SamplingParams(max_tokens=38, ignore_eos=True)))
         engine.step()
     request = Request([1] * 50, SamplingParams(max_tokens=8))
-    outlook = look_ahead(copy_scheduler(engine.scheduler), as_sequence(engine, request), engine.now(), 1e9, to_its_end)
+    outlook = outlook_of(engine, request, 1e9)
     assert outlook.bound == bound
     assert "by prediction" in str(outlook)
 
@@ -171,7 +179,7 @@ def test_the_horizon_ends_the_look() -> None:
     engine.submit(Request([1] * 50, SamplingParams(max_tokens=200, ignore_eos=True)))
     engine.step()
     request = Request([1] * 50, SamplingParams(max_tokens=8))
-    outlook = look_ahead(copy_scheduler(engine.scheduler), as_sequence(engine, request), engine.now(), 0.5, to_its_end)
+    outlook = outlook_of(engine, request, 0.5)
     assert outlook.first_token is None
     assert 0.5 < outlook.looked < 0.6
     assert outlook.is_after(0.5)

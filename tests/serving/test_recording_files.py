@@ -155,6 +155,15 @@ def test_a_disk_that_fails_does_not_fail_the_engine(
     assert caplog.text.count("is recorded no further: No space left on device") == 1
 
 
+def test_a_folder_that_is_gone_does_not_fail_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), open_recorder(tmp_path, max_bytes=2**16) as recorder:
+        engine = recorded_engine(recorder)
+        drive_with_rests(engine, 2)
+        shutil.rmtree(recorder.directory)
+        drive_with_rests(engine, 24)  # more than a file has room for
+    assert caplog.text.count("is recorded no further: no further file can be made") == 1
+
+
 def test_a_disk_that_does_not_keep_up_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ and a storm of retries of what was refused changes nothing.
 """
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from longctx.serving.validation import check_bool, check_integer
 
 Reason = Literal["queue", "tokens", "deadline", "draining"]
 
+_COUNT_AGAIN = 0.01  # seconds
 _RETRY = 0.5, 120.0  # seconds after which a client may come again: at least, at most
 
 
@@ -63,8 +65,12 @@ class AdmissionLimits:
 
 @dataclass
 class _Waiting:
+    prepared: PreparedRequest
     sequences: int
-    tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prepared.tokens)
 
 
 class AdmissionControl:
@@ -73,6 +79,7 @@ class AdmissionControl:
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
         self.foresight = Foresight(engine)
+        self._engine, self._counted_again = engine, 0.0
         self._waiting: dict[str, _Waiting] = {}
         self._lock = threading.Lock()
 
@@ -90,30 +97,57 @@ class AdmissionControl:
         """
         deadline = prepared.request.ttft_deadline
         if deadline is not None and self.limits.heeds_deadlines:
-            outlook = self.foresight.of(prepared, deadline)
+            outlook = self.foresight.of(prepared, self._requests(), deadline)
             if outlook is not None and outlook.is_after(deadline):
                 message = f"the first token is due in {deadline:g} s, and would come {outlook}"
                 raise Refused(message, "deadline", outlook.looked - deadline, outlook)
         reason, limit = self._try_to_enter(request_id, prepared)
         if reason is not None:
             unit = "requests" if reason == "queue" else "tokens of prompts"
-            outlook = self.foresight.of(prepared)
+            outlook = self.foresight.of(prepared, self._requests())
             when = "" if outlook is None else f": the first token would come {outlook}"
             message = f"the queue is full, which has room for {limit} {unit}{when}"
             raise Refused(message, reason, 1.0 if outlook is None else outlook.looked / 2, outlook)
 
     def _try_to_enter(self, request_id: str, prepared: PreparedRequest) -> tuple[Reason | None, int]:
         """Count a request; or the limit that it would exceed."""
-        count, tokens, limits = prepared.request.sampling.n, len(prepared.tokens), self.limits
         with self._lock:
-            if self._waiting:
-                if sum(waiting.sequences for waiting in self._waiting.values()) + count > limits.max_waiting:
-                    return "queue", limits.max_waiting
-                most = limits.max_waiting_tokens
-                if most is not None and sum(x.tokens for x in self._waiting.values()) + tokens > most:
-                    return "tokens", most
-            self._waiting[request_id] = _Waiting(count, tokens)
+            exceeded = self._exceeded(prepared)
+            if exceeded is not None and self._count_again():
+                exceeded = self._exceeded(prepared)
+            if exceeded is not None:
+                return exceeded
+            self._waiting[request_id] = _Waiting(prepared, prepared.request.sampling.n)
+        self.foresight.note_entered(prepared)
         return None, 0
+
+    def _exceeded(self, prepared: PreparedRequest) -> tuple[Reason, int] | None:
+        limits, waiting = self.limits, self._waiting.values()
+        if not waiting:
+            return None
+        if sum(x.sequences for x in waiting) + prepared.request.sampling.n > limits.max_waiting:
+            return "queue", limits.max_waiting
+        most = limits.max_waiting_tokens
+        if most is not None and sum(x.tokens for x in waiting) + len(prepared.tokens) > most:
+            return "tokens", most
+        return None
+
+    def _count_again(self) -> bool:
+        """Leave out whom the step that runs now has admitted, which `note_step` says when it ends; now and then."""
+        now = time.monotonic()
+        if now < self._counted_again + _COUNT_AGAIN:
+            return False
+        self._counted_again = now
+        for request_id, waiting in tuple(self._waiting.items()):
+            waiting.sequences = int(min(waiting.sequences, self._engine.num_waiting(request_id)))
+            if not waiting.sequences:
+                del self._waiting[request_id]
+        return True
+
+    def _requests(self) -> dict[str, PreparedRequest]:
+        """Those that wait to be admitted to a slot."""
+        with self._lock:
+            return {request_id: waiting.prepared for request_id, waiting in self._waiting.items()}
 
     def forget(self, request_id: str) -> None:
         """A request waits no more, for whatever reason."""

@@ -221,8 +221,7 @@ class Engine:
         """Check that a request could be served by an engine that does nothing else.
 
         Raises:
-          ValueError: it was prepared for another engine, its pages are more than there are, or its targets can't be
-            met, by the engine's profile.
+          ValueError: it was prepared for another engine, or its pages or targets are more than can be had.
         """
         request, tokens, keys, prepared_for = prepared
         if prepared_for != self.input_processor.fingerprint:
@@ -231,8 +230,9 @@ class Engine:
         self.scheduler.check(len(tokens), params.max_tokens)
         if self._resolved.is_profiled:
             cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
-            rows = self.scheduler.chunker.chunking.tokens
-            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
+            check_possible(
+                request, cached, len(tokens), self.scheduler.chunker.chunking.tokens, self.predictor.predictor
+            )
 
     def submit(self, request: Request | PreparedRequest, arrival: float | None = None) -> str:
         """Begin a request; its id. `step` returns its events.
@@ -243,8 +243,7 @@ class Engine:
         Raises:
           TypeError, ValueError: it can't be served.
         """
-        now = self._clock()
-        arrival = now if arrival is None else check_real("arrival", arrival, -math.inf, now)
+        arrival = self._clock() if arrival is None else check_real("arrival", arrival, -math.inf, self._clock())
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         jobs: list[Job] = []
         self._start([prepared], arrival, self._events, jobs)
@@ -303,6 +302,11 @@ class Engine:
         """
         return self._jobs[request_id].progress
 
+    def num_waiting(self, request_id: str) -> float:
+        """How many completions of a request wait for a slot; infinite if it has not come yet."""
+        job = self._jobs.get(request_id)
+        return math.inf if job is None else job.num_waiting
+
     @property
     def has_work(self) -> bool:
         """Whether some request has not ended, or some event has not been returned by `step`.
@@ -317,8 +321,8 @@ class Engine:
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
-        with Interrupts(), self._step_lock.held_if_free() as held:
-            return copy_scheduler(self.scheduler) if held else None
+        with Interrupts(), self._step_lock.held_if_free() as is_held:
+            return copy_scheduler(self.scheduler) if is_held else None
 
     def now(self) -> float:
         """Seconds, by the engine's clock."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.sequence import Sequence, State
 
 
 @dataclass(eq=False)
@@ -32,6 +33,11 @@ class Job:
         """Tokens of the prompt that are computed, found in the cache or planned, and all of them."""
         length = len(self.prepared.tokens)
         return min(self.sequences[0].computed, length) if self.sequences else 0, length
+
+    @property
+    def num_waiting(self) -> float:
+        """How many of its sequences wait for a slot; infinite if it has not entered."""
+        return sum(sequence.state is State.WAITING for sequence in self.sequences) if self.sequences else math.inf
 
     def deliver(self, event: Event) -> None:
         self.events.append(event)

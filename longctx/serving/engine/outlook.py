@@ -3,6 +3,8 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from longctx.serving.engine.engine import Engine
 from longctx.serving.request.request import PreparedRequest
@@ -13,8 +15,18 @@ from longctx.serving.scheduler.sequence import Sequence
 _HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
 _REST = 10  # looking ahead takes at most one part in so many of the time
 _FRESH = 0.25  # seconds after which a copy of the scheduler is made anew
+_USABLE = 30.0  # seconds after which a copy is of no use, as where a step or a compilation takes long
 _WANTED = 2.0  # seconds for which copies are made after somebody wanted one
 _LENGTHS = 256  # completions by whose lengths those of others are estimated
+
+
+class _Copy(NamedTuple):
+    """A copy of the scheduler: as of when by the engine's clock, and until when it is good enough, and usable."""
+
+    scheduler: Scheduler
+    at: float
+    fresh_until: float
+    until: float
 
 
 class Foresight:
@@ -27,69 +39,81 @@ class Foresight:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._copy: tuple[Scheduler, float] | None = None  # and when it was made
-        self._wanted_until = 0.0
-        self._rests_until = 0.0
-        self._last: tuple[Outlook, float] = Outlook(0.0, 0.0, "queue"), 0.0  # and the seconds before its own prompt
+        self._copy: _Copy | None = None
+        self._wanted_until = self._rests_until = 0.0
+        # The last answer, the seconds before its own prompt, and those of the prompts of requests let in since then.
+        self._last, self._last_wait, self._since_last = Outlook(0.0, 0.0, "queue"), 0.0, 0.0
         self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
         self._lock = threading.Lock()
 
-    def of(self, prepared: PreparedRequest, deadline: float | None = None) -> Outlook | None:
-        """The outlook of a request that comes now, as far as `deadline` or a few minutes; None: nothing is known."""
+    def of(
+        self, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], deadline: float | None = None
+    ) -> Outlook | None:
+        """The outlook of a request that comes now; None: nothing is known.
+
+        Args:
+          waiting: by id, those that have been let in and not admitted to a slot; the copy may not have them yet.
+          deadline: seconds to look ahead; None: a few minutes.
+        """
         alone = self._seconds_alone(prepared)
         if deadline is not None and alone > deadline:
             return Outlook(alone, alone, "prefill")
         self._wanted_until = time.monotonic() + _WANTED
         self.refresh()
         with self._lock:
-            if self._copy is None:
-                return None
             if time.monotonic() < self._rests_until:
-                last, wait = self._last
-                looked = wait + alone
-                is_known = last.first_token is not None
-                return Outlook(looked if is_known else None, looked, "prefill" if alone > wait else last.bound)
-            begun = time.monotonic()
-            outlook = self._look(self._copy[0], prepared, _HORIZON if deadline is None else deadline)
-            self._last = outlook, max(0.0, outlook.looked - alone)
+                wait = self._last_wait + self._since_last
+                is_known = self._last.first_token is not None
+                bound = "prefill" if alone > wait else self._last.bound
+                return Outlook(wait + alone if is_known else None, wait + alone, bound)
+            begun, made = time.monotonic(), self._copy
+            if made is None or begun > made.until:
+                return None
+            outlook = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline)
+            self._last, self._last_wait, self._since_last = outlook, max(0.0, outlook.looked - alone), 0.0
             now = time.monotonic()
             self._rests_until = now + (_REST - 1) * (now - begun)
             return outlook
 
     def refresh(self) -> None:
         """Copy the scheduler if that is wanted and can be done now: if no step is running, or by who runs them."""
-        now = time.monotonic()
+        now, made = time.monotonic(), self._copy
         if now > self._wanted_until:
             self._copy = None
-        elif self._copy is None or now > self._copy[1] + _FRESH:
-            made = self._engine.copy_scheduler()
-            if made is not None:
-                self._copy = made, now
+        elif made is None or now > made.fresh_until:
+            at = self._engine.now()
+            scheduler = self._engine.copy_scheduler()
+            if scheduler is not None:
+                self._copy = _Copy(scheduler, at, now + _FRESH, now + _USABLE)
+
+    def note_entered(self, prepared: PreparedRequest) -> None:
+        """A request has been let in, and is before those that come later."""
+        with self._lock:
+            self._since_last += self._seconds_alone(prepared)
 
     def note_length(self, share: float) -> None:
         """A completion has ended that had such a share of its max_tokens."""
         self._lengths.append(share)
 
-    def _look(self, scheduler: Scheduler, prepared: PreparedRequest, horizon: float) -> Outlook:
-        request, lengths = prepared.request, tuple(self._lengths)
+    def _look(
+        self, made: _Copy, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], horizon: float
+    ) -> Outlook:
+        lengths = tuple(self._lengths)
         share = sum(lengths) / len(lengths) if lengths else 1.0
-        now = self._engine.now()
-        sequence = Sequence(
-            "the one that is asked about",
-            order=2**62,
-            prompt_length=len(prepared.tokens),
-            max_tokens=request.sampling.max_tokens,
-            arrival=now,
-            priority=request.priority,
-            tenant=request.tenant,
-            ttft_deadline=request.ttft_deadline,
-            tpot_target=request.tpot_target,
-            keys=list(prepared.keys),
-            may_share=request.sampling.prompt_logprobs is None,
-        )
+        now, scheduler = self._engine.now(), copy_scheduler(made.scheduler)
+        there = {
+            sequence.name.rpartition("/")[0] for queue in (scheduler.waiting, scheduler.running) for sequence in queue
+        }
+        others = [other for request_id, other in waiting.items() if request_id not in there]
+        newcomers = [
+            _as_sequence(other, now, 2**62 + number)
+            for number, other in enumerate([*others, prepared])
+            for _ in range(1 if other is prepared else other.request.sampling.n)
+        ]
         return look_ahead(
-            copy_scheduler(scheduler),
-            sequence,
+            scheduler,
+            newcomers,
+            made.at,
             now,
             horizon,
             lambda other: other.prompt_length + max(1, round(share * other.max_tokens)),
@@ -100,3 +124,20 @@ class Foresight:
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
         cached = scheduler.count_cached(prepared.keys) if prepared.request.sampling.prompt_logprobs is None else 0
         return scheduler.forecast.prefill_seconds(min(cached, length - 1), length)
+
+
+def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:
+    request = prepared.request
+    return Sequence(
+        request.request_id or "new",
+        order,
+        prompt_length=len(prepared.tokens),
+        max_tokens=request.sampling.max_tokens,
+        arrival=now,
+        priority=request.priority,
+        tenant=request.tenant,
+        ttft_deadline=request.ttft_deadline,
+        tpot_target=request.tpot_target,
+        keys=list(prepared.keys),
+        may_share=request.sampling.prompt_logprobs is None,
+    )

@@ -46,15 +46,18 @@ class RecordedLog:
         Raises:
           ValueError: the log is damaged.
         """
-        self.torn_bytes = 0
+        self.torn_bytes, is_empty = 0, True
         for path in self._paths:
             torn: list[int] = []
             for number, payload in enumerate(read_frames(path, torn)):
+                is_empty = False
                 try:
                     yield decode(payload)
                 except ValueError as error:
                     raise ValueError(f"{path}, record {number}: {error}") from None
             self.torn_bytes += sum(torn)
+        if is_empty:
+            raise ValueError(f"{self.directory} has no whole record: nothing was recorded")
 
 
 def find_run(directory: Path) -> Path:

@@ -129,11 +129,17 @@ class Recorder:
 
     def _begin_file(self, core: "Core", writer: LogWriter, now: float) -> None:
         """Go on in another file, with what is known of an engine without requests."""
+        try:
+            made = LogWriter(self.directory / segment_name(self._number + 1))
+        except OSError as error:  # the engine goes on, unrecorded
+            self._is_over = True
+            writer.stop(f"no further file can be made: {error}")
+            return
         writer.finish()
         self._ended.append(writer)
         self._is_full = False
         self._number += 1
-        self._writer = LogWriter(self.directory / segment_name(self._number))
+        self._writer = made
         self._decisions = DecisionDigest()
         self._write(take_snapshot(core, now))
 

@@ -1,5 +1,6 @@
 """Writes a log's records: the engine's thread only appends to a queue, and another thread writes what is there."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -52,8 +53,9 @@ class LogWriter:
         self._is_closing.set()
 
     def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
+        """Delete the file, if that can be done."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def close(self) -> None:
         """`finish`, and wait for it."""

@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
 from longctx.serving.scheduler.batch import Batch
@@ -54,43 +55,56 @@ def copy_scheduler(scheduler: Scheduler) -> Scheduler:
 
 
 def look_ahead(
-    scheduler: Scheduler, sequence: Sequence, now: float, horizon: float, length_at_end: Callable[[Sequence], int]
+    scheduler: Scheduler,
+    newcomers: List[Sequence],
+    copied: float,
+    now: float,
+    horizon: float,
+    length_at_end: Callable[[Sequence], int],
 ) -> Outlook:
-    """Run a copy of a scheduler until a new sequence would get its first token, by prediction.
+    """Run a copy of a scheduler until the last one of some new sequences would get its first token, by prediction.
 
     Args:
       scheduler: is used up.
-      sequence: has been checked (`Scheduler.check`).
-      horizon: seconds to look ahead at most.
+      newcomers: not in the copy; they have been checked (`Scheduler.check`).
+      copied, now: when the copy was made, and the newcomers come: what has been done in between is run first.
+      horizon: seconds from `now` to look ahead at most.
       length_at_end: tokens that a sequence will have when it ends, at most prompt and max_tokens.
     """
-    start, waited = now, defaultdict[Bound, float](float)
+    sequence, clock, has_entered = newcomers[-1], copied, False
     for other in tuple(scheduler.running):  # steps in flight end at once
         other.in_flight = 0
         if other.is_drained:
             scheduler.finish(other)
-    scheduler.add(sequence)
+    waited = defaultdict[Bound, float](float)
     stages = scheduler.plan.stage
     in_stages: deque[Batch] = deque(maxlen=stages)  # a tick takes as long as the slowest of them
     first: float | None = None
     for _ in range(MAX_STEPS):
-        if first is not None or now - start > horizon:
+        if clock >= now and not has_entered:
+            has_entered = True
+            for newcomer in newcomers:
+                scheduler.add(newcomer)
+        if first is not None or clock - now > horizon:
             break
-        batch = scheduler.schedule(now)
+        batch = scheduler.schedule(clock)
         if batch is None:
+            if not has_entered:
+                clock = now
+                continue
             batch = scheduler.idle()  # while tokens are in later stages
         in_stages.append(batch)
         seconds = max(each.predicted for each in in_stages)
-        now += seconds
+        clock += seconds
         waited[_bound(scheduler, sequence, batch)] += seconds
         for other in in_stages[0].sampled if len(in_stages) == stages else ():
             if other is sequence:
-                first = now - start
+                first = clock - now
             elif other.state is not State.FINISHED:
                 scheduler.receive(other)
                 if other.is_running and other.length - other.in_flight >= length_at_end(other):
                     scheduler.finish(other)
-    return Outlook(first, now - start, max(waited, key=lambda bound: waited[bound]))
+    return Outlook(first, max(0.0, clock - now), max(waited, key=lambda bound: waited[bound]) if waited else "queue")
 
 
 def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:

@@ -189,6 +189,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
       ValueError: the address can't be had.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port must be 0 to 65535, got {port}")
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, number)

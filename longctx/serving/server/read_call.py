@@ -170,7 +170,8 @@ class CallReader:
             request = self._request(fields, ids, sampling, origin, None if len(tokens) == 1 else number)
             prepared = self._input_processor.prepare(request)
             # The tokens are there once, and travel once.
-            requests.append(prepared._replace(request=dataclasses.replace(request, prompt=())))
+            prompt: Any = prepared.tokens
+            requests.append(prepared._replace(request=dataclasses.replace(request, prompt=prompt)))
         return Call(fields, requests, texts, fields.num_choices if fields.is_greedy else 1)
 
     def _request(

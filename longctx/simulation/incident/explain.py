@@ -73,7 +73,10 @@ class Explainer:
             if self.sequence is not None and self.sequence.state is State.FINISHED:
                 break
         if self.sequence is None:
-            raise ValueError(f"the log has no completion {self._completion} of a request {self.request_id!r}")
+            raise ValueError(
+                f"the log has no step since completion {self._completion} of a request {self.request_id!r} came: it is "
+                "unknown, or was cancelled before"
+            )
         return list(_spans(self._steps, end))
 
     def _prepare(self, now: float) -> None:

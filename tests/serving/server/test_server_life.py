@@ -1,6 +1,9 @@
 """A server's life: warming up, ready, failing, draining; and what it says of itself."""
 
 import asyncio
+import contextlib
+import io
+import json
 import os
 import threading
 import time
@@ -17,6 +20,7 @@ from served import NAME, Served, fake_engine, served
 
 from longctx.serving import Engine, SamplingParams
 from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.server.observers import ObserverSettings
 from longctx.serving.server.preparer import LONG_BYTES
 from longctx.serving.server.settings import ServerSettings
 
@@ -191,6 +195,20 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again(crowded: Served) ->
         crowded.executor.pause = 0
         assert [post.result().status_code for post in posts] == [200] * 3
     crowded.wait_idle()
+
+
+def test_prompts_are_in_the_log_only_if_asked_for() -> None:
+    for shows in (False, True):
+        observers, stream = ObserverSettings(log_format="json", log_prompts=shows), io.StringIO()
+        with (
+            contextlib.redirect_stderr(stream),
+            served(fake_engine(), observers=observers) as running,
+            running.http_client() as client,
+        ):
+            assert client.post("/v1/completions", json=BODY | {"prompt": [4, 5, 6]}).status_code == 200
+        (line,) = [line for line in map(json.loads, stream.getvalue().splitlines()) if line["message"] == "request"]
+        assert line.get("prompt") == ([4, 5, 6] if shows else None)
+        assert ("answers" in line) == shows
 
 
 def test_more_completions_than_may_wait_are_no_overload(crowded: Served) -> None:
