@@ -1,5 +1,6 @@
 """When a request's first token would come, and what it would wait for: the scheduler run ahead on the predictor."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -14,7 +15,9 @@ from longctx.serving.scheduler.sequence import Sequence
 
 _HORIZON = 240.0  # seconds that are looked ahead for a request without a deadline
 _REST = 10  # looking ahead takes at most one part in so many of the time
+_BRIEFLY = 0.02  # seconds of looking for a request without one, which a server's event loop may wait for
 _FRESH = 0.25  # seconds after which a copy of the scheduler is made anew
+_COPY_REST = 50  # or, where a thousand wait, as many times as long as a copy takes
 _USABLE = 30.0  # seconds after which a copy is of no use, as where a step or a compilation takes long
 _WANTED = 2.0  # seconds for which copies are made after somebody wanted one
 _LENGTHS = 256  # completions by whose lengths those of others are estimated
@@ -69,7 +72,8 @@ class Foresight:
             begun, made = time.monotonic(), self._copy
             if made is None or begun > made.until:
                 return None
-            outlook = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline)
+            stop = begun + (_BRIEFLY if deadline is None else math.inf)
+            outlook = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline, stop)
             self._last, self._last_wait, self._since_last = outlook, max(0.0, outlook.looked - alone), 0.0
             now = time.monotonic()
             self._rests_until = now + (_REST - 1) * (now - begun)
@@ -84,7 +88,8 @@ class Foresight:
             at = self._engine.now()
             scheduler = self._engine.copy_scheduler()
             if scheduler is not None:
-                self._copy = _Copy(scheduler, at, now + _FRESH, now + _USABLE)
+                fresh = max(_FRESH, _COPY_REST * (time.monotonic() - now))
+                self._copy = _Copy(scheduler, at, now + fresh, now + _USABLE)
 
     def note_entered(self, prepared: PreparedRequest) -> None:
         """A request has been let in, and is before those that come later."""
@@ -96,7 +101,12 @@ class Foresight:
         self._lengths.append(share)
 
     def _look(
-        self, made: _Copy, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], horizon: float
+        self,
+        made: _Copy,
+        prepared: PreparedRequest,
+        waiting: Mapping[str, PreparedRequest],
+        horizon: float,
+        stop: float,
     ) -> Outlook:
         lengths = tuple(self._lengths)
         share = sum(lengths) / len(lengths) if lengths else 1.0
@@ -117,6 +127,7 @@ class Foresight:
             now,
             horizon,
             lambda other: other.prompt_length + max(1, round(share * other.max_tokens)),
+            lambda: time.monotonic() > stop,
         )
 
     def _seconds_alone(self, prepared: PreparedRequest) -> float:

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator
 from types import FrameType
 
+_LOOKS = 3
+
 
 class _Visit:
     """Lives as long as the frame of a thread that is within a step."""
@@ -26,6 +28,11 @@ class StepLock:
     def _inside(self) -> set[int]:
         """The threads that are within a step."""
         return {thread for thread, visit in list(self._visits.items()) if visit() is not None}
+
+    def _is_abandoned(self, alone: set[int]) -> bool:
+        """Whether nobody but this thread is inside, and it is locked: an exception that a signal raised came before a
+        release. A lock that has just been released looks like that once, but not again and again."""
+        return all(self._inside() == alone and self._lock.locked() for _ in range(_LOOKS))
 
     @contextlib.contextmanager
     def turn(self, call: str) -> Iterator[None]:
@@ -63,7 +70,7 @@ class StepLock:
         try:
             while not (taken := self._lock.acquire(timeout=0.2)):
                 interrupts.check()
-                if self._inside() == alone:
+                if self._is_abandoned(alone):
                     raise RuntimeError("an exception that a signal handler raised has left the engine locked")
             yield
         finally:
@@ -80,8 +87,7 @@ class StepLock:
         taken, visit = False, _Visit()
         try:
             self._visits[thread] = weakref.ref(visit)
-            # Locked with nobody inside: an exception that a signal raised came before a release.
-            taken = self._lock.acquire(blocking=False) or self._inside() == {thread}
+            taken = self._lock.acquire(blocking=False) or self._is_abandoned({thread})
             yield taken
         finally:
             if taken:

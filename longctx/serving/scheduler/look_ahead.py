@@ -10,7 +10,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State
 
-# Steps that are run ahead at most. A step takes some 0.1 ms to plan.
+# Steps that are run ahead at most. A step takes some 0.1 ms to plan, more where a thousand wait.
 MAX_STEPS = 400
 
 Bound = Literal["slots", "pages", "queue", "prefill"]
@@ -61,6 +61,7 @@ def look_ahead(
     now: float,
     horizon: float,
     length_at_end: Callable[[Sequence], int],
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> Outlook:
     """Run a copy of a scheduler until the last one of some new sequences would get its first token, by prediction.
 
@@ -70,6 +71,7 @@ def look_ahead(
       copied, now: when the copy was made, and the newcomers come: what has been done in between is run first.
       horizon: seconds from `now` to look ahead at most.
       length_at_end: tokens that a sequence will have when it ends, at most prompt and max_tokens.
+      is_enough: says when to stop looking.
     """
     sequence, clock, has_entered = newcomers[-1], copied, False
     for other in tuple(scheduler.running):  # steps in flight end at once
@@ -85,7 +87,7 @@ def look_ahead(
             has_entered = True
             for newcomer in newcomers:
                 scheduler.add(newcomer)
-        if first is not None or clock - now > horizon:
+        if first is not None or clock - now > horizon or is_enough():
             break
         batch = scheduler.schedule(clock)
         if batch is None:

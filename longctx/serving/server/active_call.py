@@ -33,9 +33,14 @@ class ActiveCall:
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
-        count, most = sum(x.request.sampling.n for x in call.requests), thread.control.limits.max_waiting
-        if count > most:  # it could never be let in whole
-            raise ApiError(400, f"the prompts ask for {count:,} completions, and {most:,} may wait at a time", "n")
+        most, most_waiting = thread.engine.config.max_running, thread.control.limits.max_waiting
+        count = len(call.requests) * call.num_choices
+        if call.num_choices > most:
+            raise ApiError(400, f"n must be at most {most:,}, got {call.num_choices:,}", "n")
+        if count > most_waiting:  # it could never be let in whole
+            raise ApiError(
+                400, f"the prompts ask for {count:,} completions, and {most_waiting:,} may wait", "n"
+            )
         try:
             for number, prepared in enumerate(call.requests):
                 sink = deliveries.sink(self.stream, number, is_whole)

@@ -173,12 +173,12 @@ class HttpServer(uvicorn.Server):
         logger.info("shutting down: %d calls are still running", len(server.calls))
         server.drain()
         end = time.monotonic() + server.settings.shutdown_timeout
-        while server.calls and time.monotonic() < end:
+        while server.has_calls and time.monotonic() < end:
             await asyncio.sleep(_POLL)
         for call in list(server.calls.values()):
             call.cancel()
         end = time.monotonic() + _LAST_ANSWERS
-        while server.calls and time.monotonic() < end:
+        while server.has_calls and time.monotonic() < end:
             await asyncio.sleep(_POLL)
         self.should_exit = True
 

@@ -67,6 +67,7 @@ class Server:
         self.metrics = self.observers.metrics
         self.bodies = Bodies(self.settings)
         self.calls: dict[str, ActiveCall] = {}
+        self._num_beginning = 0
         self.is_draining = False
         self.version = __version__
         self.warmed: Future[None] = Future()
@@ -88,7 +89,7 @@ class Server:
             message = "the server compiles its programs, and is not ready yet: see /ready"
             raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
 
-    def begin(
+    async def begin(
         self, call_id: str, shown_id: str, call: Call, arrival: float, traceparent: str | None = None
     ) -> ActiveCall:
         """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't.
@@ -101,12 +102,19 @@ class Server:
         if self.observers.tracing is not None and traceparent is not None:
             for prepared in call.requests:
                 self.observers.tracing.link(str(prepared.request.request_id), traceparent)
+        arguments = self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival
+        self._num_beginning += 1
         try:
-            active = ActiveCall(self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival)
+            if any(prepared.request.ttft_deadline is not None for prepared in call.requests):
+                active = await asyncio.to_thread(ActiveCall, *arguments)  # looking ahead may take long
+            else:
+                active = ActiveCall(*arguments)
         except ApiError as error:
             if DROPPED in error.headers:
                 self.metrics.observe_refusal(error.headers[DROPPED])
             raise
+        finally:
+            self._num_beginning -= 1
         self.calls[call_id] = active
         return active
 
@@ -134,6 +142,11 @@ class Server:
         return bool(found)
 
     # How it is.
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether some client waits for an answer of the engine."""
+        return bool(self.calls or self._num_beginning)
 
     @property
     def is_warm(self) -> bool:

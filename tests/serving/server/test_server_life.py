@@ -219,6 +219,22 @@ def test_more_completions_than_may_wait_are_no_overload(crowded: Served) -> None
         assert crowded.server.engine.stats().prompt_tokens == 0
 
 
+def test_choices_are_bounded_though_copies_cost_the_engine_nothing() -> None:
+    with served(fake_engine()) as running, running.http_client() as client:
+        most = running.server.engine.config.max_running
+        answer = client.post("/v1/completions", json=BODY | {"n": most})
+        assert [choice["text"] for choice in answer.json()["choices"]] == [ANSWER] * most
+        answer = client.post("/v1/completions", json=BODY | {"n": most + 1})
+        assert answer.status_code == 400
+        assert f"n must be at most {most}, got {most + 1}" in answer.json()["error"]["message"]
+
+
+def test_large_answers_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.serving.server.routes.generation._LARGE", 1)
+    with served(fake_engine()) as running, running.http_client() as client:
+        assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == ANSWER
+
+
 def test_slos_and_priorities_reach_the_engine_within_their_limits() -> None:
     settings = ServerSettings(prepare_processes=0, max_priority=3, min_tpot=0.05)
     with served(fake_engine(), settings) as running, running.http_client() as client:

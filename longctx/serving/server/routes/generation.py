@@ -23,6 +23,7 @@ from longctx.serving.server.server import Server
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 _GONE = 499  # nobody reads this answer
+_LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
 
 
 def generation_router(server: Server) -> APIRouter:
@@ -49,7 +50,7 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     call_id = visitor.request_id
     async with server.bodies.read(request) as body:
         call: Call = await server.preparer.read(kind, body, origin_of(request))
-    active = server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"))
+    active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"))
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return _EventStream(server, call_id, _chunks(active, answers))
@@ -59,7 +60,13 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
         server.end(call_id)
     if outputs is None:
         return Response(status_code=_GONE)
-    return Response(encode(answers.whole(outputs)), media_type="application/json")
+    size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
+    size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
+    if size > _LARGE:  # other clients don't wait for it
+        data = await asyncio.to_thread(lambda: encode(answers.whole(outputs)))
+    else:
+        data = encode(answers.whole(outputs))
+    return Response(data, media_type="application/json")
 
 
 def origin_of(request: Request) -> Origin:
