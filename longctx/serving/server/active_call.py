@@ -38,9 +38,7 @@ class ActiveCall:
         if call.num_choices > most:
             raise ApiError(400, f"n must be at most {most:,}, got {call.num_choices:,}", "n")
         if count > most_waiting:  # it could never be let in whole
-            raise ApiError(
-                400, f"the prompts ask for {count:,} completions, and {most_waiting:,} may wait", "n"
-            )
+            raise ApiError(400, f"the prompts ask for {count:,} completions, and {most_waiting:,} may wait", "n")
         try:
             for number, prepared in enumerate(call.requests):
                 sink = deliveries.sink(self.stream, number, is_whole)
