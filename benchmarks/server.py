@@ -1,7 +1,7 @@
 """What HTTP costs: `python -m benchmarks.server [--model MODEL]`, the server beside the bare engine.
 
-- Tokens a second of the same 64 requests through `Engine.generate` and through HTTP, whole and streamed; each process
-  is idle while another one works.
+- Tokens a second of the same 64 requests through `Engine.generate` and through HTTP: in one call of 64 prompts, in 64
+  calls, and in 64 streams, whose client takes as much of the machine's processors as the server does.
 - Time to first token of one short prompt, of the idle engine and of the idle server.
 - The share of a core that 1,000 open streams cost in which nothing happens, as their requests wait for a held step.
 - Time in which the engine's thread hands a step's events to 128 streams.
@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 from benchmarks.server_process import cpu_seconds, free_port, serve
+from longctx.cli import compile_cache
 from longctx.models import Llama, LlamaConfig, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, Event, Request, SamplingParams
@@ -27,7 +28,7 @@ from longctx.simulation import VirtualExecutor
 
 SIZES = {"page_size": 64, "num_pages": 512, "max_running": 64, "token_budget": 256, "max_length": 512}
 FLAGS = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-REQUESTS, PROMPT, TOKENS, SHORT = 64, 64, 64, 90
+REQUESTS, PROMPT, TOKENS, SHORT = 64, 64, 192, 90
 LIMITS = httpx.Limits(max_connections=None)
 HEADERS = {"content-type": "application/json"}
 
@@ -66,6 +67,15 @@ class Client:
                 return len(prompts) * TOKENS / (time.perf_counter() - begun)
 
         return asyncio.run(run())
+
+    def tokens_per_second_of_one_call(self, prompts: list[list[int]]) -> float:
+        fields = {"prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=self.url, timeout=600) as client:
+            client.get("/health")
+            begun = time.perf_counter()
+            answer = client.post("/v1/completions", json={"model": self.model} | fields).json()
+            assert answer["usage"]["completion_tokens"] == len(prompts) * TOKENS
+            return len(prompts) * TOKENS / (time.perf_counter() - begun)
 
     def first_token(self, prompt: list[int]) -> float:
         body = self.body(prompt, 2, stream=True)
@@ -199,10 +209,13 @@ def main() -> None:
     parser.add_argument("--model", default=TINY, help="directory, .gguf file or name of the hub; default: the built-in")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=1000, help="idle ones")
+    parser.add_argument("--ttft", action="store_true", help="time to first token alone")
     options = parser.parse_args()
-    print(f"a step's delivery to 128 streams: {1e3 * delivery_seconds(128, 300):.3f} ms (aim 0.5)", flush=True)
-    share = idle_streams(options.streams, 20)
-    print(f"{options.streams:,} idle streams: {100 * share:.2f} % of a core (aim 1)", flush=True)
+    compile_cache.enable(True)
+    if not options.ttft:
+        print(f"a step's delivery to 128 streams: {1e3 * delivery_seconds(128, 300):.3f} ms (aim 0.5)", flush=True)
+        share = idle_streams(options.streams, 10)
+        print(f"{options.streams:,} idle streams: {100 * share:.2f} % of a core (aim 1)", flush=True)
 
     path = resolve_model(options.model)
     model, params = load_checkpoint(path)
@@ -211,23 +224,30 @@ def main() -> None:
     vocab = model.config.vocab_size
     is_builtin = options.model == TINY
     with serve(*FLAGS, *([] if is_builtin else ["--model", str(options.model)])) as server:
-        report(engine, Client(server.url), vocab, options.rounds)
+        client = Client(server.url)
+        if not options.ttft:
+            report_rates(engine, client, vocab, options.rounds)
+        report_first_tokens(engine, client, vocab, options.rounds)
 
 
-def report(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
+def report_rates(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
     def prompts(number: int) -> list[list[int]]:
         return make_prompts(REQUESTS, PROMPT, vocab, number)
 
     rates = take_turns(
         {
             "Engine.generate": lambda number: engine_tokens_per_second(engine, prompts(number)),
+            "HTTP, one call": lambda number: client.tokens_per_second_of_one_call(prompts(number)),
             "HTTP, whole": lambda number: client.tokens_per_second(prompts(number), stream=False),
             "HTTP, streamed": lambda number: client.tokens_per_second(prompts(number), stream=True),
         },
         rounds,
     )
     for name, rate in rates.items():
-        print(f"{name:<18}{rate:>9,.0f} tokens/s {rate / rates['Engine.generate']:>6.2f} of the engine's")
+        print(f"{name:<18}{rate:>9,.0f} tokens/s {rate / rates['Engine.generate']:>6.2f} of the engine's", flush=True)
+
+
+def report_first_tokens(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
     ttfts = take_turns(
         {
             "engine": lambda number: engine_first_token(engine, make_prompts(1, SHORT, vocab, 1000 + number)[0]),
@@ -236,7 +256,9 @@ def report(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
         4 * rounds,
     )
     for name, seconds in ttfts.items():
-        print(f"TTFT, {name:<12}{1e3 * seconds:>9.1f} ms {seconds / ttfts['engine']:>14.2f} of the engine's")
+        print(
+            f"TTFT, {name:<12}{1e3 * seconds:>9.1f} ms {seconds / ttfts['engine']:>14.2f} of the engine's", flush=True
+        )
 
 
 if __name__ == "__main__":
