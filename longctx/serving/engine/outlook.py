@@ -47,7 +47,7 @@ class Foresight:
         # The last answer, the seconds before its own prompt, and those of the prompts of requests let in since then.
         self._last, self._last_wait, self._since_last = Outlook(0.0, 0.0, "queue"), 0.0, 0.0
         self._lengths: deque[float] = deque(maxlen=_LENGTHS)  # shares of max_tokens
-        self._lock = threading.Lock()
+        self._counting, self._looking = threading.Lock(), threading.Lock()
 
     def of(
         self, prepared: PreparedRequest, waiting: Mapping[str, PreparedRequest], deadline: float | None = None
@@ -63,21 +63,29 @@ class Foresight:
             return Outlook(alone, alone, "prefill")
         self._wanted_until = time.monotonic() + _WANTED
         self.refresh()
-        with self._lock:
-            if time.monotonic() < self._rests_until:
-                wait = self._last_wait + self._since_last
-                is_known = self._last.first_token is not None
-                bound = "prefill" if alone > wait else self._last.bound
-                return Outlook(wait + alone if is_known else None, wait + alone, bound)
-            begun, made = time.monotonic(), self._copy
+        begun = time.monotonic()
+        if begun < self._rests_until or not self._looking.acquire(blocking=False):
+            return self._by_last_answer(alone)
+        try:
+            made = self._copy
             if made is None or begun > made.until:
                 return None
             stop = begun + (_BRIEFLY if deadline is None else math.inf)
             outlook = self._look(made, prepared, waiting, _HORIZON if deadline is None else deadline, stop)
-            self._last, self._last_wait, self._since_last = outlook, max(0.0, outlook.looked - alone), 0.0
+            with self._counting:
+                self._last, self._last_wait, self._since_last = outlook, max(0.0, outlook.looked - alone), 0.0
             now = time.monotonic()
             self._rests_until = now + (_REST - 1) * (now - begun)
             return outlook
+        finally:
+            self._looking.release()
+
+    def _by_last_answer(self, alone: float) -> Outlook:
+        """What the last answer says of a prompt that takes so many seconds alone."""
+        with self._counting:
+            last, wait = self._last, self._last_wait + self._since_last
+        looked = wait + alone
+        return Outlook(None if last.first_token is None else looked, looked, "prefill" if alone > wait else last.bound)
 
     def refresh(self) -> None:
         """Copy the scheduler if that is wanted and can be done now: if no step is running, or by who runs them."""
@@ -93,8 +101,9 @@ class Foresight:
 
     def note_entered(self, prepared: PreparedRequest) -> None:
         """A request has been let in, and is before those that come later."""
-        with self._lock:
-            self._since_last += self._seconds_alone(prepared)
+        alone = self._seconds_alone(prepared)
+        with self._counting:
+            self._since_last += alone
 
     def note_length(self, share: float) -> None:
         """A completion has ended that had such a share of its max_tokens."""

@@ -39,7 +39,7 @@ class EngineThread:
 
     Args:
       engine: nobody else may run its steps or submit to it from now on. In a process group it is the first process's.
-      control: refuses requests that would wait too long. None: none is refused.
+      control: refuses requests that would wait too long. None: with the default limits.
       flush: is called after the sinks of a step, and of a cancel, so that a server wakes its event loop once.
 
     Attributes:
