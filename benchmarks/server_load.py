@@ -31,7 +31,7 @@ from longctx.models import passkey
 
 CLIENTS, PAUSE, LONG_TOKENS = 64, 4.0, 30_000  # PAUSE: seconds between a client's requests, in the mean
 ENGINE = ["--max-running", "32", "--token-budget", "256", "--num-pages", "1400", "--max-length", "32768"]
-SLO = ["--tpot", "0.1"]
+SLO = ["--tpot", "0.03"]
 POLICIES = {
     "ilrs": ["--policy", "ilrs", "--chunking", "adaptive"],
     "fcfs": ["--policy", "fcfs", "--chunking", "static"],
