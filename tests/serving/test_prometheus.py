@@ -16,7 +16,6 @@ from longctx.models import Llama, LlamaConfig
 from longctx.parallel.cost import Hardware
 from longctx.serving import ParallelPlan, Request, SamplingParams
 from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
-from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Output
@@ -264,21 +263,6 @@ def test_renderings_are_kept_for_a_quarter_of_a_second() -> None:
     assert all(metrics.render() is first for _ in range(1000))
     time.sleep(0.26)
     assert metrics.render() is not first
-
-
-def test_observing_a_step_costs_microseconds() -> None:
-    """At the least of many times, as others use this machine; 256 decodes, each with a gap of its own."""
-    metrics = ServerMetrics("vllm", EngineThread(make_engine()), "m")
-    rows = tuple((f"r{i}", 1, True) for i in range(256))
-    gaps = tuple(0.01 + i * 1e-5 for i in range(256))
-    step = StepMetrics(1, 1.0, 0.02, True, 0.02, 256, ((0, 64),), rows, (), 256, 10_000, (1.0,), (0.3,), gaps)
-    report = StepReport(step, metrics._thread.load)
-    times = []
-    for _ in range(50):
-        before = time.perf_counter()
-        metrics.observe_step(report)
-        times.append(time.perf_counter() - before)
-    assert min(times) < 1e-3
 
 
 def test_nothing_is_counted_twice_by_concurrent_scrapes() -> None:

