@@ -73,6 +73,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._numbers = iter(range(10**9))
+        self._before = _count_objects()  # of other engines in this process
 
     def run(self, seconds: float, threads: int = 8) -> None:
         """Use the engine from so many threads, the first of which submits and steps."""
@@ -195,8 +196,7 @@ class Soak:
         stats = self.engine.stats()
         if (stats.running, stats.waiting, stats.pages_held) != (0, 0, 0):
             self.wrong.append(f"the idle engine holds something: {stats}")
-        gc.collect()
-        left = Counter(type(x).__name__ for x in gc.get_objects() if type(x) in (Job, Sequence))
+        left = _count_objects() - self._before
         # The last batch of each stage stays until the next one comes.
         if left["Job"] or left["Sequence"] > self.engine.plan.stage * self.engine.config.max_running:
             self.wrong.append(f"objects of requests that have ended are in memory: {dict(left)}")
@@ -226,6 +226,12 @@ class Soak:
                     self.counts["ties"] += 1
                 else:
                     self.wrong.append(f"{key} got {tokens}, and alone {right}")
+
+
+def _count_objects() -> Counter[str]:
+    """How many objects of requests are in memory."""
+    gc.collect()
+    return Counter(type(x).__name__ for x in gc.get_objects() if type(x) in (Job, Sequence))
 
 
 def peak_memory() -> float:
