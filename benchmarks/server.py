@@ -227,7 +227,7 @@ def main() -> None:
         client = Client(server.url)
         if not options.ttft:
             report_rates(engine, client, vocab, options.rounds)
-        report_first_tokens(engine, client, vocab, options.rounds)
+        report_first_tokens(engine, client, options.rounds)
 
 
 def report_rates(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
@@ -247,11 +247,18 @@ def report_rates(engine: Engine, client: Client, vocab: int, rounds: int) -> Non
         print(f"{name:<18}{rate:>9,.0f} tokens/s {rate / rates['Engine.generate']:>6.2f} of the engine's", flush=True)
 
 
-def report_first_tokens(engine: Engine, client: Client, vocab: int, rounds: int) -> None:
+def report_first_tokens(engine: Engine, client: Client, rounds: int) -> None:
+    assert engine.tokenizer is not None
+    encode = engine.tokenizer.encode
+
+    def prompt(number: int) -> list[int]:
+        """English text, whose next token is text too: half a character would be held back."""
+        return list(encode(f"Day {number}. " + "The old road crossed the field, and we walked on. " * SHORT)[:SHORT])
+
     ttfts = take_turns(
         {
-            "engine": lambda number: engine_first_token(engine, make_prompts(1, SHORT, vocab, 1000 + number)[0]),
-            "HTTP": lambda number: client.first_token(make_prompts(1, SHORT, vocab, 1000 + number)[0]),
+            "engine": lambda number: engine_first_token(engine, prompt(number)),
+            "HTTP": lambda number: client.first_token(prompt(number)),
         },
         4 * rounds,
     )
