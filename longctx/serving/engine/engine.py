@@ -223,16 +223,13 @@ class Engine:
         Raises:
           ValueError: it was prepared for another engine, or its pages or targets are more than can be had.
         """
-        request, tokens, keys, prepared_for = prepared
+        request, tokens, _, prepared_for = prepared
         if prepared_for != self.input_processor.fingerprint:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
-        params = request.sampling
-        self.scheduler.check(len(tokens), params.max_tokens)
+        self.scheduler.check(len(tokens), request.sampling.max_tokens)
         if self._resolved.is_profiled:
-            cached = self.scheduler.count_cached(keys) if params.prompt_logprobs is None else 0
-            check_possible(
-                request, cached, len(tokens), self.scheduler.chunker.chunking.tokens, self.predictor.predictor
-            )
+            cached, rows = self.scheduler.count_cached(prepared.shared_keys), self.scheduler.chunker.chunking.tokens
+            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
 
     def submit(self, request: Request | PreparedRequest, arrival: float | None = None) -> str:
         """Begin a request; its id. `step` returns its events.

@@ -142,7 +142,7 @@ class Foresight:
     def _seconds_alone(self, prepared: PreparedRequest) -> float:
         """Seconds of a prompt if nobody else were there."""
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
-        cached = scheduler.count_cached(prepared.keys) if prepared.request.sampling.prompt_logprobs is None else 0
+        cached = scheduler.count_cached(prepared.shared_keys)
         return scheduler.forecast.prefill_seconds(min(cached, length - 1), length)
 
 
@@ -159,5 +159,5 @@ def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:
         ttft_deadline=request.ttft_deadline,
         tpot_target=request.tpot_target,
         keys=list(prepared.keys),
-        may_share=request.sampling.prompt_logprobs is None,
+        may_share=prepared.may_share,
     )

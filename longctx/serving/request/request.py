@@ -65,6 +65,16 @@ class PreparedRequest(NamedTuple):
     keys: list[bytes]
     prepared_for: bytes
 
+    @property
+    def may_share(self) -> bool:
+        """Whether it may begin with pages that others have computed: log probabilities of a prompt need all of it."""
+        return self.request.sampling.prompt_logprobs is None
+
+    @property
+    def shared_keys(self) -> list[bytes]:
+        """The keys of the pages that may be found in the cache."""
+        return self.keys if self.may_share else []
+
 
 Prompt = str | Sequence[int] | Request
 
