@@ -1,7 +1,6 @@
 """`longctx serve` in two processes: the first one serves, the other follows it, to the end."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from serve_process import free_port
 
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
@@ -17,11 +17,6 @@ from longctx.serving import Engine, EngineConfig, SamplingParams
 PROGRAM = "from longctx.cli import program; program()"
 SIZES = ["--max-length", "1024", "--num-pages", "64", "--max-running", "4", "--token-budget", "32", "--buckets", "32"]
 PROMPT = list(range(10, 90))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from fake_device import VOCAB, expected_tokens, make_engine
 
 from longctx.serving import Engine, Event, Output, Request, SamplingParams, StepMetrics
+from longctx.serving.engine.step_lock import Interrupts, StepLock
 
 RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(0, VOCAB, length).tolist() for length in (3, 30, 11)]
@@ -396,3 +397,30 @@ def test_nothing_runs_in_an_engine_that_has_failed() -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_held) == (0, 0, 0)
     assert stats.prompt_tokens > 0
+
+
+def test_a_lock_that_was_just_released_is_not_taken_for_an_abandoned_one() -> None:
+    """Whoever held it may leave between the end of a wait for it and the look at who is inside."""
+
+    class Late:
+        """A lock for which the first wait ends just before it is free."""
+
+        def __init__(self) -> None:
+            self.lock, self.waits = threading.Lock(), 0
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            self.waits += 1
+            return self.waits > 1 and self.lock.acquire(blocking, timeout)
+
+        def release(self) -> None:
+            self.lock.release()
+
+        def locked(self) -> bool:
+            return self.lock.locked()
+
+    steps, late = StepLock(), Late()
+    steps._lock = late  # type: ignore[assignment]
+    with Interrupts() as interrupts, steps.turn("step"), steps.held(interrupts):
+        assert late.locked()
+    assert late.waits == 2
+    assert not late.locked()
