@@ -23,7 +23,8 @@ from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, work_by_rank
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
+from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 

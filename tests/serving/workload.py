@@ -122,7 +122,9 @@ class Workload:
         assert sorted(slots) == list(range(self.engine.config.max_running))
         assert sum(map(len, pool._free)) + sum(map(len, pool._idle)) + len(held) == pool.num_pages
         for sequence in running:
-            assert sequence.ranks == tuple(sorted({pool.rank_of(page) for page in sequence.pages}))
+            on = [pool.rank_of(page) for page in sequence.pages]
+            assert sequence.ranks == tuple(sorted({*on}))
+            assert sequence.rank_pages == [on.count(rank) for rank in range(pool.num_ranks)]
 
     def finish(self) -> None:
         while self.engine.has_work:

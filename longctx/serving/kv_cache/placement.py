@@ -15,6 +15,11 @@ from typing import Protocol
 class Placement(Protocol):
     """The ranks of one sequence's pages, by the pages' numbers."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the `context` axis."""
+        ...
+
     def rank(self, number: int) -> int:
         """The rank of a page."""
         ...

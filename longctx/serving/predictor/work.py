@@ -5,14 +5,19 @@ from typing import NamedTuple, Self
 
 
 class Work(NamedTuple):
-    """The work of a batch on one rank; made by `of` and `with_chunk`.
+    """The work of a batch on one context rank; made by `of`, `with_chunk` and `with_sharded`.
 
     Attributes:
       rows: tokens computed; products with the weights and messages between devices are proportional to them.
       samples: rows of logits.
-      decode_keys: keys that chunks of one token attend to, their own included.
-      chunks: (tokens before the chunk, tokens of the chunk) of every longer chunk.
+      decode_keys: keys on this rank that chunks of one token attend to, their own included.
+      chunks: (tokens before the chunk, tokens of the chunk) of every longer chunk, as attention on this rank has them.
       chunk_pairs, chunk_keys: the longer chunks' part of `pairs` and `keys`.
+      replicated: of `rows`, those that other ranks compute too, and whose states are merged over ranks.
+      sharded: of `rows`, this rank's share of sharded chunks.
+      exchange: of the sharded rows: `"pass_kv"`, `"pass_q"` or `"all_gather"`; `""`: not known, or there are none.
+      ring_cached: cached keys of the sharded chunks on the rank that has most of them, the fullest: what each message
+        of a ring has room for, beside the new keys of one rank, `sharded`.
     """
 
     rows: int = 0
@@ -21,10 +26,14 @@ class Work(NamedTuple):
     chunks: tuple[tuple[int, int], ...] = ()
     chunk_pairs: int = 0
     chunk_keys: int = 0
+    replicated: int = 0
+    sharded: int = 0
+    exchange: str = ""
+    ring_cached: int = 0
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> Self:
-        """The work of chunks, each given as (tokens before it, its tokens, whether a token is sampled from it)."""
+        """The work of local chunks, each given as (tokens before it, its tokens, whether a token is sampled)."""
         rows = samples = decode_keys = pairs = keys = 0
         longer = []
         for start, count, does_sample in chunks:
@@ -39,15 +48,61 @@ class Work(NamedTuple):
                 longer.append((start, count))
         return cls(rows, samples, decode_keys, tuple(longer), pairs, keys)
 
-    def with_chunk(self, start: int, count: int, samples: bool) -> "Work":
-        """This work and that of one more chunk: `count` tokens after `start` others."""
-        rows, sampled, decode_keys, chunks, pairs, keys = self
+    def with_chunk(self, start: int, count: int, samples: bool, replicated: bool = False) -> "Work":
+        """This work and that of one more chunk: `count` tokens after `start` others on this rank.
+
+        A replicated chunk's keys on a rank are not all of its sequence's: see `rank_work.replicated_start`.
+        """
+        rows, sampled, decode_keys, chunks, pairs, keys, merged, sharded, exchange, ring = self
+        rows, sampled, merged = rows + count, sampled + samples, merged + count * replicated
         if count == 1:
-            return Work(rows + 1, sampled + samples, decode_keys + start + 1, chunks, pairs, keys)
+            return Work(rows, sampled, decode_keys + start + 1, chunks, pairs, keys, merged, sharded, exchange, ring)
+        chunks, keys = (*chunks, (start, count)), keys + start + count
         pairs += count * start + count * (count + 1) // 2
-        return Work(
-            rows + count, sampled + samples, decode_keys, (*chunks, (start, count)), pairs, keys + start + count
-        )
+        return Work(rows, sampled, decode_keys, chunks, pairs, keys, merged, sharded, exchange, ring)
+
+    def with_sharded(
+        self,
+        start: int,
+        count: int,
+        ranks: int,
+        ring_cached: int = 0,
+        samples: bool = False,
+        exchange: str = "",
+        rows: int | None = None,
+    ) -> "Work":
+        """This work and a rank's share of one more sharded chunk.
+
+        Pairs of a query and a key are divided evenly, those of new tokens among themselves too: `T (T + 1) / 2 / N` of
+        these. In pass-Q a rank compares all queries with the keys that it has, so the fullest counts for all.
+
+        Args:
+          start: keys cached before the chunk, on all ranks. count: tokens of the chunk, on all ranks. ranks: N.
+          ring_cached: by how much the chunk increases `ring_cached`.
+          rows: that it adds on this rank, when several chunks are packed; None: `count / ranks`, rounded up.
+        """
+        rows = -(-count // ranks) if rows is None else rows
+        begin = self._replace(exchange=exchange or self.exchange, ring_cached=self.ring_cached + ring_cached)
+        if count == 1:
+            return begin._replace(
+                rows=self.rows + rows,
+                samples=self.samples + samples,
+                decode_keys=self.decode_keys - (-(start + 1) // ranks),
+                sharded=self.sharded + rows,
+            )
+        if exchange == "pass_q":
+            start = max(start, ranks * ring_cached)
+        if not rows:
+            return begin._replace(samples=self.samples + samples)
+        # Each of the rank's rows sees all that is cached, and half of the new tokens.
+        start += (count - rows) // 2
+        longer = begin.with_chunk(start, rows, samples)
+        return longer._replace(sharded=self.sharded + rows)
+
+    @property
+    def local(self) -> int:
+        """Of `rows`, those that this rank computes alone, with all of their keys."""
+        return self.rows - self.replicated - self.sharded
 
     @property
     def pairs(self) -> int:

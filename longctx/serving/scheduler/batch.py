@@ -1,6 +1,5 @@
 """What a step computes: plain data that the scheduler makes and an executor runs."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,37 +23,6 @@ class Chunk(NamedTuple):
     decodes: bool
     ranks: tuple[int, ...] = (0,)
     sharded: bool = False
-
-
-def work_by_rank(chunks: Iterable[Chunk], num_ranks: int) -> list[Work]:
-    """What each context rank computes.
-
-    A rank of a replicated chunk has its share of the tokens before it; one of a sharded chunk a share of its rows,
-    about: sharded rows of a step are spread evenly.
-    """
-    if num_ranks == 1:
-        return [Work.of([chunk[2:5] for chunk in chunks])]
-    parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
-    sharded = 0
-    for chunk in chunks:
-        ranks = chunk.ranks
-        if chunk.sharded:
-            rows = sharded_rows(chunk.num_tokens, sharded, num_ranks)
-            sharded += chunk.num_tokens
-            if rows:
-                for rank in ranks:
-                    parts[rank].append((chunk.start, rows, chunk.samples and rank == ranks[0]))
-        elif len(ranks) == 1:
-            parts[ranks[0]].append(chunk[2:5])
-        else:
-            for rank in ranks:
-                parts[rank].append((chunk.start // len(ranks), chunk.num_tokens, chunk.samples and rank == ranks[0]))
-    return [Work.of(part) for part in parts]
-
-
-def sharded_rows(count: int, before: int, num_ranks: int) -> int:
-    """Rows that `count` sharded tokens add to each rank, after `before` others of the step."""
-    return -(-(before + count) // num_ranks) + -before // num_ranks
 
 
 class TableRun(NamedTuple):

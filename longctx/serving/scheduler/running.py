@@ -66,7 +66,10 @@ class Running:
             self.pool.share(page)
         sequence.slot = self.slots.free.pop()
         sequence.pages, sequence.placement = found, placement
-        sequence.ranks = tuple(sorted({*map(self.pool.rank_of, found)}))
+        sequence.rank_pages = [0] * self.pool.num_ranks
+        for page in found:
+            sequence.rank_pages[self.pool.rank_of(page)] += 1
+        sequence.ranks = tuple(rank for rank, count in enumerate(sequence.rank_pages) if count)
         sequence.reserved = placement.counts(len(found), total)
         self.pool.reserve(sequence.reserved)
         sequence.to(State.PREFILLING)
@@ -90,6 +93,7 @@ class Running:
             reserved = sequence.reserved[rank] > 0
             sequence.reserved[rank] -= reserved
             sequence.pages.append(self.pool.allocate(rank, reserved))
+            sequence.rank_pages[rank] += 1
             if rank not in sequence.ranks:
                 sequence.ranks = tuple(sorted((*sequence.ranks, rank)))
         return sequence.pages[first:]
@@ -121,7 +125,8 @@ class Running:
         self.slots.give_back(sequence.slot, free_from)
         self.pool.unreserve(sequence.reserved)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.reserved, sequence.pages, sequence.ranks = None, [], [], ()
+        sequence.slot, sequence.reserved, sequence.pages = None, [], []
+        sequence.ranks, sequence.rank_pages = (), []
         sequence.registered = sequence.computed = sequence.ready = 0
 
 

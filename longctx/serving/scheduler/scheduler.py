@@ -18,10 +18,11 @@ from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.kv_cache.sessions import PartialPage
 from longctx.serving.parallel_plan import is_sharded
 from longctx.serving.scheduler.admission import Admission
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun, work_by_rank
+from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.preemption import Preemption
+from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
@@ -117,7 +118,7 @@ class Scheduler:
         if not batch.chunks:
             assert not batch.admitted
             return None
-        works = work_by_rank(batch.chunks, self.plan.context)
+        works = work_by_rank(batch.chunks, self.plan.context, self._page_size)
         seconds = list(map(self.chunker.predictor.seconds, works))
         batch.predicted, batch.rank_seconds = max(seconds), tuple(seconds)
         batch.work = works[seconds.index(batch.predicted)]

@@ -54,6 +54,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     placement: Placement | None = None  # of pages to come
     ranks: tuple[int, ...] = ()  # that its pages are on
+    rank_pages: list[int] = field(default_factory=list)  # how many of them each rank has; empty: none has any
     reserved: list[int] = field(default_factory=list)  # pages of each rank
     ready: int = 0  # the first step that its next rows may be in
     registered: int = 0  # pages that have been offered for sharing, or were shared
@@ -80,6 +81,7 @@ class Sequence:
         """For looking ahead: without its completion, and with the same keys, which a look ahead only reads."""
         memo[id(self)] = twin = copy.copy(self)
         twin.completion, twin.pages, twin.reserved = None, self.pages.copy(), self.reserved.copy()
+        twin.rank_pages = self.rank_pages.copy()
         return twin
 
     def to(self, state: State) -> None:

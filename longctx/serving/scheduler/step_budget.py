@@ -8,7 +8,8 @@ from typing import NamedTuple
 from longctx.serving.parallel_plan import ParallelPlan, is_sharded
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk, sharded_rows, work_by_rank
+from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.rank_work import keys_by_rank, replicated_start, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -53,7 +54,7 @@ class StepBudget:
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
         for chunk in decodes:
             self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
-        self._works = work_by_rank(decodes, plan.context)
+        self._works = work_by_rank(decodes, plan.context, page_size)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
 
@@ -206,12 +207,17 @@ class StepBudget:
     def _with(self, sequence: Sequence, share: Share) -> list[_RankWork]:
         """The work of each rank that computes a share of a prompt, with that share."""
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
-        samples = count == sequence.remaining
+        samples, works, predict = count == sequence.remaining, self._works, self._predictor.seconds
         if share.sharded:
-            count = sharded_rows(count, self._sharded, self._num_ranks)
-            if not count:
-                return []
-        elif len(ranks) > 1:
-            start //= len(ranks)
-        works, seconds = self._works, self._predictor.seconds
-        return [_RankWork(rank, work := works[rank].with_chunk(start, count, samples), seconds(work)) for rank in ranks]
+            rows = sharded_rows(count, self._sharded, self._num_ranks)
+            # About: chunks of several sequences may have most of their keys on different ranks.
+            cached = max(keys_by_rank(sequence, start, self._page_size)) if count > 1 else 0
+            new = [
+                works[rank].with_sharded(start, count, self._num_ranks, cached, samples, rows=rows) for rank in ranks
+            ]
+        elif len(ranks) == 1:
+            new = [works[ranks[0]].with_chunk(start, count, samples)]
+        else:
+            starts = [replicated_start(sequence, rank, start, count, self._page_size) for rank in ranks]
+            new = [works[rank].with_chunk(here, count, samples, True) for rank, here in zip(ranks, starts, strict=True)]
+        return [_RankWork(rank, work, predict(work)) for rank, work in zip(ranks, new, strict=True)]

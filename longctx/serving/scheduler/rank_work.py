@@ -1,0 +1,96 @@
+"""From the chunks of a step to the work of each context rank, which its time is predicted from."""
+
+from collections.abc import Iterable
+
+from longctx.serving.predictor.work import Work
+from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.sequence import Sequence
+
+
+def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, exchange: str = "") -> list[Work]:
+    """What each context rank computes.
+
+    A rank of a replicated chunk attends to those keys of its sequence that it has; one of a sharded chunk has a share
+    of the rows, which are spread evenly over the ranks.
+
+    Args:
+      page_size: tokens of a page; not needed for one rank.
+      exchange: of the sharded rows, see `Work`.
+    """
+    if num_ranks == 1:
+        return [Work.of([chunk[2:5] for chunk in chunks])]
+    parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
+    replicated, sharded = [0] * num_ranks, list[Chunk]()
+    for chunk in chunks:
+        ranks = chunk.ranks
+        if chunk.sharded:
+            sharded.append(chunk)
+        elif len(ranks) == 1:
+            parts[ranks[0]].append(chunk[2:5])
+        else:
+            sequence, _, start, count, samples, *_ = chunk
+            for rank in ranks:
+                here = replicated_start(sequence, rank, start, count, page_size)
+                parts[rank].append((here, count, samples and rank == ranks[0]))
+                replicated[rank] += count
+    works = [Work.of(part)._replace(replicated=rows) for part, rows in zip(parts, replicated, strict=True)]
+    return _with_sharded(works, sharded, page_size, exchange) if sharded else works
+
+
+def _with_sharded(works: list[Work], chunks: list[Chunk], page_size: int, exchange: str) -> list[Work]:
+    num_ranks, before, cached = len(works), 0, [0] * len(works)
+    for chunk in chunks:
+        sequence, _, start, count, samples, _, ranks, _ = chunk
+        rows, most = sharded_rows(count, before, num_ranks), max(cached)
+        before += count
+        if count > 1:  # the queries of single tokens travel, not their keys
+            cached = [keys + more for keys, more in zip(cached, keys_by_rank(sequence, start, page_size), strict=True)]
+        added = max(cached) - most
+        works = [
+            work.with_sharded(start, count, num_ranks, added, samples and rank == ranks[0], exchange, rows)
+            for rank, work in enumerate(works)
+        ]
+    return works
+
+
+def sharded_rows(count: int, before: int, num_ranks: int) -> int:
+    """Rows that `count` sharded tokens add to each rank, after `before` others of the step."""
+    return -(-(before + count) // num_ranks) + -before // num_ranks
+
+
+def keys_by_rank(sequence: Sequence, position: int, page_size: int) -> list[int]:
+    """How many of a sequence's tokens before `position` each context rank keeps, `[ranks]`; see `keys_on`."""
+    placement = sequence.placement
+    assert placement is not None
+    return [keys_on(sequence, rank, position, page_size) for rank in range(placement.num_ranks)]
+
+
+def keys_on(sequence: Sequence, rank: int, position: int, page_size: int) -> int:
+    """How many of a sequence's tokens before `position` a context rank keeps.
+
+    The position is among the tokens that the sequence has pages for, past those that it found in the cache, or after
+    them all: there the pages to come count, as they are placed.
+    """
+    placement, have = sequence.placement, len(sequence.pages)
+    assert placement is not None
+    page, rest = divmod(position, page_size)
+    pages = sequence.rank_pages[rank] if sequence.rank_pages else 0
+    if page == have - 1:
+        pages -= placement.rank(page) == rank
+    elif page < have:
+        pages -= placement.counts(page, have)[rank]
+    elif page > have:
+        pages += placement.counts(have, page)[rank]
+    return pages * page_size + (rest if rest and placement.rank(page) == rank else 0)
+
+
+def replicated_start(sequence: Sequence, rank: int, start: int, count: int, page_size: int) -> int:
+    """Tokens before a replicated chunk, for `Work`: such that the chunk has the pairs that it has on this rank.
+
+    All of the chunk's queries see the keys that the rank has before it, and of its own keys those that the rank keeps:
+    half of them on average. `Work` counts half of the chunk's keys on every rank, so a rank that keeps fewer of them
+    has as many fewer before it.
+    """
+    before, after = (keys_on(sequence, rank, position, page_size) for position in (start, start + count))
+    here = before + (after - before - count) // 2
+    return here if count == 1 else max(0, here)
