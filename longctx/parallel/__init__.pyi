@@ -9,6 +9,8 @@ from .cost import H100_RDMA as H100_RDMA
 from .cost import H100_TCP as H100_TCP
 from .cost import Hardware as Hardware
 from .cost import ModelShape as ModelShape
+from .device_tables import Device as Device
+from .device_tables import Link as Link
 from .devices import cpu_devices as cpu_devices
 from .kvp import kvp_attention as kvp_attention
 from .kvp import merge_over_ranks as merge_over_ranks
@@ -21,6 +23,8 @@ from .pipeline import enter_stage as enter_stage
 from .pipeline import sequence_pipeline as sequence_pipeline
 from .reshard import shard_sequence as shard_sequence
 from .reshard import unshard_sequence as unshard_sequence
+from .topology import Topology as Topology
+from .topology import find_topology as find_topology
 from .varseq import VarseqPlan as VarseqPlan
 from .varseq import plan_decode as plan_decode
 from .varseq import plan_varseq as plan_varseq

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, check_count, predict_times
+from longctx.parallel.topology import Topology
 
 RULES = ("predicted", "algorithm_1", "algorithm_5")
 
@@ -151,8 +152,9 @@ def choose_ring(
     cached_tokens: int,
     num_ranks: int,
     model: ModelShape,
-    hardware: Hardware,
+    hardware: Hardware | Topology,
     rule: str | EmpiricalRule = "predicted",
+    fullest: int | None = None,
 ) -> Choice:
     """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode (T =
     1).
@@ -161,12 +163,13 @@ def choose_ring(
       new_tokens: T, at least 1. cached_tokens: P, at least 0. num_ranks: N, ranks of the ring. model: the heads of one
       rank; under tensor parallelism, a device's share. hardware: one rank; `H100_RDMA` and the like are one GPU. Rates
       that were achieved predict better than peaks (paper,
-        3.4).
+        3.4). Or a `Topology`, whose link of the axis `context` counts, for elements of 2 bytes.
       rule: `"predicted"`: the least predicted time of all four. It counts attention alone: `kvp` needs the queries on
       all
         ranks, so the layers' other work isn't divided by N. `"algorithm_1"`: equations 1 and 2.
         `"algorithm_5"`: equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h.
         All but the first choose between pass-KV and pass-Q.
+      fullest: cached tokens of the rank that has most of them, as in `predict_times`.
 
     Returns:
       a `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
@@ -179,7 +182,9 @@ def choose_ring(
     """
     if not isinstance(rule, EmpiricalRule) and rule not in RULES:
         raise ValueError(f"rule must be an EmpiricalRule or one of {', '.join(RULES)}, got {rule!r}")
-    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware)
+    if isinstance(hardware, Topology):
+        hardware = hardware.hardware("context")
+    times = predict_times(new_tokens, cached_tokens, num_ranks, model, hardware, fullest)
     new, cached, num_ranks = int(new_tokens), int(cached_tokens), int(num_ranks)
     eq = Thresholds.of(new, num_ranks, model, hardware)
     empirical = rule if isinstance(rule, EmpiricalRule) else paper_rule()

@@ -48,6 +48,9 @@ class ModelShape:
         return ModelShape(self.num_heads // tensor, max(1, self.num_kv_heads // tensor), self.head_size)
 
 
+_LIMITS = (("latency", 0), ("collective_latency", 0), ("contention", 0), ("memory_bandwidth", math.inf))
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """A device that computes the heads of a `ModelShape`, and its link to the next rank.
@@ -58,9 +61,11 @@ class Hardware:
       bytes/s at which the device reads keys and values, which limits decode. partial_bytes: bytes of an element of a
       partial result, float32 here. (The paper's equation 5 has e for it, and its
         table 5 fits 2.)
+      collective_bandwidth, collective_latency: of a collective, which nothing runs beside; None: as of a hop.
+      contention: which share of the seconds of a hop the attention that hides it loses to it.
 
     Raises:
-      ValueError: one of them is not positive and finite (latency may be 0, memory_bandwidth infinite).
+      ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite).
     """
 
     peak_flops: float
@@ -69,13 +74,27 @@ class Hardware:
     latency: float = 0.0
     memory_bandwidth: float = math.inf
     partial_bytes: float = 4
+    collective_bandwidth: float | None = None
+    collective_latency: float | None = None
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            at_limit = (name, value) in (("latency", 0), ("memory_bandwidth", math.inf))
+            if value is None and field.default is None:
+                continue
+            at_limit = (name, value) in _LIMITS
             if not isinstance(value, Real) or not (at_limit or 0 < float(value) < math.inf):
                 raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+
+    def hop(self, num_bytes: float) -> float:
+        """Seconds of a hop to the next rank."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def collective(self, num_bytes: float, count: int = 1) -> float:
+        """Seconds of collectives, in each of which a rank sends a part of so many bytes."""
+        latency = self.latency if self.collective_latency is None else self.collective_latency
+        return count * latency + num_bytes / (self.collective_bandwidth or self.bandwidth)
 
 
 LLAMA3_405B = ModelShape(128, 8, 128)
@@ -98,7 +117,7 @@ class Times:
 
     A rank computes `steps` partial attentions of `attention` seconds each (table 5's ATTN). Between them are hops of
     `send` seconds (SendRecv), which the attention of the step before hides. Nothing hides `collective` (All2All) and
-    `tokens`, the seconds to gather positions and segments.
+    `tokens`, the seconds to gather positions and segments. `contention`: see `Hardware`.
     """
 
     steps: int
@@ -106,6 +125,7 @@ class Times:
     send: float
     collective: float
     tokens: float
+    contention: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -114,7 +134,8 @@ class Times:
     @property
     def exposed(self) -> float:
         """Seconds of communication that isn't hidden: `(N - 1) * max(0, SendRecv - ATTN)` (appendix C) and more."""
-        return (self.steps - 1) * max(0.0, self.send - self.attention) + self.collective + self.tokens
+        hop = max(0.0, self.send - self.attention) + self.contention * min(self.send, self.attention)
+        return (self.steps - 1) * hop + self.collective + self.tokens
 
     @property
     def total(self) -> float:
@@ -122,7 +143,12 @@ class Times:
 
 
 def predict_times(
-    new_tokens: int, cached_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware
+    new_tokens: int,
+    cached_tokens: int,
+    num_ranks: int,
+    model: ModelShape,
+    hardware: Hardware,
+    fullest: int | None = None,
 ) -> dict[str, Times]:
     """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
@@ -132,8 +158,13 @@ def predict_times(
     pairs instead of `T * (T + P)`; a rank sends its shard, T / N or (T + P) / N tokens, where appendix C has all of
     them; each head has an lse, not each token; latency, memory and the 8 bytes of a token's position and segment count.
 
+    Args:
+      fullest: cached tokens of the rank that has most of them; None: they are sharded evenly. Where queries come to
+        keys (`pass_q`, `kvp`) all wait for that rank; where keys come to queries, shards are padded to its.
+
     Raises:
-      ValueError: new_tokens T or num_ranks N is no positive integer, or cached_tokens P no non-negative one.
+      ValueError: new_tokens T or num_ranks N is no positive integer, cached_tokens P no non-negative one, or fullest is
+        not P / N to P.
       TypeError: model is no `ModelShape`, or hardware no `Hardware`.
 
     Source: context parallelism paper, 3.4, table 3 and appendix C; KVP, Mnemosyne 4.4.
@@ -145,32 +176,42 @@ def predict_times(
     n = check_count("num_ranks", num_ranks, 1)
     new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
     heads, head_size, e, partial = model.num_heads, model.head_size, hardware.bytes_per_element, hardware.partial_bytes
+    most = -(-cached // n) if fullest is None else check_count("fullest", fullest, -(-cached // n))
+    if most > cached:
+        raise ValueError(f"fullest must be at most cached_tokens, {cached}, got {fullest}")
     rows = -(-new // n)
-    shard = rows + -(-cached // n)
-    shard_bytes = shard * 2 * model.num_kv_heads * head_size * e
+    shard = rows + most
+    key_bytes = 2 * model.num_kv_heads * head_size * e
+    shard_bytes = shard * key_bytes
     state_bytes = heads * (head_size + 1) * partial
 
-    def compute(queries: int) -> float:
-        """Of some queries to one shard."""
-        flops = 4 * queries * (cached + (new + 1) / 2) / n * heads * head_size
-        return max(flops / hardware.peak_flops, shard_bytes / hardware.memory_bandwidth)
+    def compute(queries: int, cached_keys: float) -> float:
+        """Of some queries to one shard, which has so many cached keys."""
+        flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * heads * head_size
+        return max(flops / hardware.peak_flops, (rows + math.ceil(cached_keys)) * key_bytes / hardware.memory_bandwidth)
 
-    def transfer(num_bytes: float, collectives: int = 1) -> float:
-        return 0.0 if n == 1 else collectives * hardware.latency + num_bytes / hardware.bandwidth
+    def hop(num_bytes: float) -> float:
+        return 0.0 if n == 1 else hardware.hop(num_bytes)
+
+    def collective(num_bytes: float, count: int = 1) -> float:
+        return 0.0 if n == 1 else hardware.collective(num_bytes, count)
 
     def gather(num_tokens: int) -> float:
-        return transfer((n - 1) * 8 * num_tokens)
+        return collective((n - 1) * 8 * num_tokens)
 
-    queries = rows * heads * head_size * e
+    queries, lost = rows * heads * head_size * e, hardware.contention
     merges = (
-        transfer((n - 1) * new * state_bytes),
-        transfer((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), collectives=2),
+        collective((n - 1) * new * state_bytes),
+        collective((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), count=2),
     )
+    mean = cached / n
+    here = mean if fullest is None else most
+    states = collective((n - 1) * rows * state_bytes)
     return {
-        "pass_kv": Times(n, compute(rows), transfer(shard_bytes), 0.0, gather(shard)),
-        "pass_q": Times(n, compute(rows), transfer(queries), transfer((n - 1) * rows * state_bytes), gather(rows)),
-        "all_gather": Times(n, compute(rows), 0.0, transfer((n - 1) * shard_bytes), gather(shard)),
-        "kvp": Times(1, compute(new), 0.0, min(merges), 0.0),
+        "pass_kv": Times(n, compute(rows, mean), hop(shard_bytes), 0.0, gather(shard), lost),
+        "pass_q": Times(n, compute(rows, here), hop(queries), states, gather(rows), lost),
+        "all_gather": Times(n, compute(rows, mean), 0.0, collective((n - 1) * shard_bytes), gather(shard)),
+        "kvp": Times(1, compute(new, here), 0.0, min(merges), 0.0),
     }
 
 

@@ -1,0 +1,200 @@
+"""What a device can do, and which link each axis of the mesh has: what costs are predicted from."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from longctx.parallel.cost import Hardware
+from longctx.parallel.device_tables import DEVICES, FOUND, LINKS, PRESETS, Device, Link
+
+AXES = ("stage", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A device, and the link of each mesh axis over which there are several devices.
+
+    Presets: `h100-nvlink`, `h200-nvlink`, `a100-nvlink`: one host. `h100-rdma`, `h200-rdma`, `h100-tcp`: `tensor`
+    within hosts, `context` and `stage` across them, over RDMA of 400 Gb/s a GPU, which are Mnemosyne's hosts too, or
+    TCP. `meta-gtt`, `meta-gti`: the context parallelism paper's two clusters. `medha-a100`: Medha's two DGX-A100.
+    `a100-800g`: Mooncake's hosts, of 8 A800 and 800 Gb/s. `cpu`: devices made of one machine's cores.
+
+    Attributes:
+      links: by axis, `"tensor"`, `"context"` and `"stage"`.
+
+    Raises:
+      TypeError, ValueError: device is no `Device`, a link no `Link`, or an axis does not exist.
+    """
+
+    device: Device
+    links: Mapping[str, Link]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, Device):
+            raise TypeError(f"device must be a Device, got {self.device!r}")
+        if not isinstance(self.links, Mapping):
+            raise TypeError(f"links must be a mapping from axes to links, got {self.links!r}")
+        for axis, link in self.links.items():
+            if axis not in AXES:
+                raise ValueError(f"links must be of the axes {', '.join(AXES)}, got {axis!r}")
+            if not isinstance(link, Link):
+                raise TypeError(f"links must have a Link for {axis}, got {link!r}")
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """A topology by its name; ValueError if there is none of it."""
+        if name not in PRESETS:
+            raise ValueError(f"topology must be one of {', '.join(PRESETS)}, or a file, got {name!r}")
+        device, tensor, context, stage = PRESETS[name]
+        links = {"tensor": LINKS[tensor], "context": LINKS[context], "stage": LINKS[stage]}
+        return cls(DEVICES[device], links, name)
+
+    @classmethod
+    def named(cls, text: str) -> Self:
+        """A preset, or what a file says, as `--topology` takes either.
+
+        Raises:
+          OSError: the file can't be read.
+          ValueError: there is neither such a preset nor such a file, or the file is no topology.
+        """
+        return cls.from_file(Path(text)) if text not in PRESETS and Path(text).is_file() else cls.preset(text)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a topology: JSON of `device` and `links`, with the attributes of `Device` and `Link` or names of ours.
+
+        For example `{"device": "H100", "links": {"tensor": "nvlink-h100", "context": {"bandwidth": 25e9, "latency":
+        2e-5}}}`.
+
+        Raises:
+          OSError: the file can't be read.
+          ValueError: it is no topology; the message says why.
+        """
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no topology: {error}") from None
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """A topology from plain data, as in a file; TypeError or ValueError says what is wrong with it."""
+        if not isinstance(fields, Mapping) or not {"device", "links"} <= {*fields} <= {"device", "links", "name"}:
+            raise ValueError("it must have device and links, and may have a name, and nothing else")
+        if not isinstance(fields["links"], Mapping):
+            raise ValueError(f"links must be a mapping from axes to links, got {fields['links']!r}")
+        links = {axis: _made(Link, LINKS, f"link of {axis}", link) for axis, link in fields["links"].items()}
+        return cls(_made(Device, DEVICES, "device", fields["device"]), links, str(fields.get("name", "")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, from which `from_dict` makes the same."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_hardware(cls, hardware: Hardware, efficiency: float = 1.0) -> Self:
+        """A topology whose axes all have the link of a `Hardware`, of which a share is reached."""
+        device = Device(
+            "hardware",
+            {"bfloat16": hardware.peak_flops},
+            min(hardware.memory_bandwidth, 1e30),
+            flops_share=efficiency,
+            memory_share=efficiency,
+            contention=hardware.contention,
+        )
+        link = Link("hardware", hardware.bandwidth, hardware.latency, efficiency)
+        return cls(device, dict.fromkeys(AXES, link))
+
+    def link(self, axis: str) -> Link:
+        """The link of an axis; ValueError if there is none."""
+        if axis not in self.links:
+            raise ValueError(f"topology must have a link for the axis {axis}, it has {', '.join(self.links) or 'none'}")
+        return self.links[axis]
+
+    def check(self, **sizes: int) -> None:
+        """Check that there is a link for each axis of several devices; ValueError names one that there is none for."""
+        for axis, size in sizes.items():
+            if size > 1:
+                self.link(axis)
+
+    def hardware(self, axis: str, element_bytes: float = 2, partial_bytes: float = 4) -> Hardware:
+        """The device as it is reached, and its link along an axis, as `choose_ring` and `predict_times` take it.
+
+        Args:
+          element_bytes: of queries, keys and values. partial_bytes: of partial results.
+
+        Raises:
+          ValueError: there is no link for the axis.
+        """
+        link, device = self.link(axis), self.device
+        return Hardware(
+            device.reached_flops(element_bytes),
+            link.bandwidth * link.share,
+            element_bytes,
+            link.latency,
+            device.reached_bandwidth,
+            partial_bytes,
+            link.bandwidth * (link.share if link.collective_share is None else link.collective_share),
+            link.latency if link.collective_latency is None else link.collective_latency,
+            device.contention,
+        )
+
+
+def _made(kind: type, known: Mapping[str, Any], name: str, value: Any) -> Any:
+    """A `Device` or `Link` from its name or its attributes."""
+    if isinstance(value, str):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, or its attributes, got {value!r}")
+        return known[value]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a name or a mapping of attributes, got {value!r}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := {*value} - {*fields}:
+        raise ValueError(f"{name} has no attribute {min(map(str, unknown))}; it has {', '.join(fields)}")
+    needed = {field for field, about in fields.items() if about.default is dataclasses.MISSING} - {"name"}
+    if missing := needed - {*value}:
+        raise ValueError(f"{name} must have {min(missing)}")
+    try:
+        return kind(**{"name": "given"} | dict(value))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def find_topology(mesh: Any) -> Topology:
+    """The topology of a mesh, from its devices' kind and from the hosts that they are in.
+
+    An axis whose neighbours are all in one host has that host's link, NVLink; else it has the network's. An accelerator
+    that is not in the tables counts as an H100; None, and anything else, as a CPU.
+
+    Args:
+      mesh: a `jax.sharding.Mesh` of the axes stage, context and tensor, or some of them.
+    """
+    name = "cpu" if mesh is None else device_name(mesh.devices.flat[0]) or _DEFAULT
+    within, across = FOUND[name]
+    links = {axis: LINKS[within if _is_in_one_host(mesh, axis) else across] for axis in AXES}
+    return Topology(DEVICES["A100" if name == "A800" else name], links, "found")
+
+
+def _is_in_one_host(mesh: Any, axis: str) -> bool:
+    """Whether all devices that exchange over an axis are in one host, line by line."""
+    if mesh is None or axis not in mesh.axis_names:
+        return True
+    at, devices = mesh.axis_names.index(axis), mesh.devices
+    lines = devices.swapaxes(at, -1).reshape(-1, devices.shape[at])
+    return all(len({_host(device) for device in line}) == 1 for line in lines)
+
+
+_DEFAULT = "H100"
+
+
+def device_name(device: Any) -> str | None:
+    """The name of a `jax.Device` in the tables; None if it is an accelerator that isn't there."""
+    if device is None or device.platform == "cpu":
+        return "cpu"
+    return next((name for name in FOUND if name in device.device_kind), None)
+
+
+def _host(device: Any) -> int:
+    """The host of a device. GPUs say which; of others it is known which process they belong to."""
+    return int(getattr(device, "slice_index", device.process_index))

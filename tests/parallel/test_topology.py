@@ -1,0 +1,150 @@
+"""Topologies: what is found from devices and hosts, presets, files, and what is refused."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.parallel import Device, Link, Topology, choose_ring, find_topology, make_mesh
+from longctx.parallel.cost import LLAMA3_405B, Hardware
+from longctx.parallel.device_tables import DEVICES, LINKS, PRESETS
+
+GPU = LLAMA3_405B.split(8)
+
+
+def mesh_of(kind: str, hosts: np.ndarray, names: tuple[str, ...] = ("stage", "context", "tensor"), **more: Any) -> Any:
+    """A mesh of fake devices, whose process has the number of their host."""
+    devices = np.empty(hosts.shape, object)
+    for at, host in np.ndenumerate(hosts):
+        devices[at] = SimpleNamespace(platform="gpu", device_kind=kind, process_index=int(host), **more)
+    return SimpleNamespace(devices=devices, axis_names=names)
+
+
+def test_links_are_found_from_hosts() -> None:
+    """Stage 2, context 2, tensor 4 on two hosts of 8: only stages are in different hosts."""
+    hosts = np.arange(16).reshape(2, 2, 4) // 8
+    found = find_topology(mesh_of("NVIDIA H100 80GB HBM3", hosts))
+    assert found.device == DEVICES["H100"]
+    assert [found.link(axis).name for axis in ("tensor", "context", "stage")] == [
+        "nvlink-h100",
+        "nvlink-h100",
+        "rdma-400g",
+    ]
+    across = find_topology(mesh_of("NVIDIA A100-SXM4-80GB", np.arange(16).reshape(1, 4, 4) // 4))
+    assert across.device == DEVICES["A100"]
+    assert (across.link("tensor").name, across.link("context").name) == ("nvlink-a100", "rdma-200g")
+    # One device that is elsewhere is enough for the network's link.
+    hosts = np.zeros((1, 2, 4), int)
+    hosts[0, 1, 3] = 1
+    assert find_topology(mesh_of("H200", hosts)).link("tensor").name == "rdma-400g"
+
+
+def test_processes_of_one_host_are_found_where_devices_tell() -> None:
+    """One process for each GPU, all in one host."""
+    mesh = mesh_of("NVIDIA H100 80GB HBM3", np.arange(8).reshape(1, 2, 4), slice_index=0)
+    assert find_topology(mesh).link("context").name == "nvlink-h100"
+
+
+def test_cpus_and_unknown_devices() -> None:
+    assert find_topology(None) == find_topology(make_mesh(context=2))
+    assert find_topology(None).device.name == "cpu"
+    unknown = find_topology(mesh_of("some accelerator", np.zeros((1, 1, 2), int)))
+    assert unknown.device.name == "H100"
+    assert find_topology(mesh_of("H100", np.zeros((2,), int), ("context",))).link("stage").name == "nvlink-h100"
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_presets_have_all_axes_and_go_through_files(name: str, tmp_path: Path) -> None:
+    topology = Topology.preset(name)
+    assert topology.name == name
+    topology.check(tensor=8, context=4, stage=4)
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(topology.to_dict()))
+    assert Topology.from_file(path) == Topology.named(str(path)) == topology == Topology.named(name)
+    for axis in ("tensor", "context", "stage"):
+        hardware = topology.hardware(axis)
+        assert hardware.peak_flops < topology.device.flops["bfloat16"]
+        assert hardware.bandwidth <= topology.link(axis).bandwidth
+        assert (
+            choose_ring(4096, 4096, 4, GPU, topology).times
+            == choose_ring(4096, 4096, 4, GPU, topology.hardware("context")).times
+        )
+
+
+def test_a_file_may_use_names_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"device": "H100", "links": {"tensor": "nvlink-h100", "context": {"bandwidth": 25e9}}}')
+    topology = Topology.from_file(path)
+    assert topology.link("context") == Link("given", 25e9)
+    assert topology.device is DEVICES["H100"]
+    with pytest.raises(ValueError, match="topology must have a link for the axis stage, it has tensor, context"):
+        topology.check(tensor=8, context=2, stage=2)
+    topology.check(tensor=8, context=2, stage=1)
+
+
+def test_hardware_is_what_is_reached() -> None:
+    gtt = Topology.preset("meta-gtt").hardware("context", partial_bytes=2)
+    assert gtt.peak_flops == pytest.approx(502e12)
+    assert gtt.bandwidth == pytest.approx(26.5e9)
+    gti = Topology.preset("meta-gti").hardware("context")
+    assert gti.bandwidth == pytest.approx(3e9)
+    h100 = DEVICES["H100"]
+    assert h100.reached_flops(1) == pytest.approx(2 * h100.reached_flops(2), rel=0.01)
+    assert DEVICES["A100"].reached_flops(1) == DEVICES["A100"].reached_flops(2)  # it has no FP8
+    plain = Hardware(1e12, 1e9, latency=1e-5, memory_bandwidth=1e11)
+    assert Topology.of_hardware(plain).hardware("stage") == Hardware(1e12, 1e9, 2, 1e-5, 1e11, 4, 1e9, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no topology: Expecting"),
+        ("[]", "must have device and links"),
+        ('{"device": "H100"}', "must have device and links"),
+        ('{"device": "H100", "links": [], "x": 1}', "and nothing else"),
+        ('{"device": "H100", "links": []}', r"links must be a mapping from axes to links, got \[\]"),
+        ('{"device": "H99", "links": {}}', "device must be one of H200, H100, .* got 'H99'"),
+        ('{"device": 3, "links": {}}', "device must be a name or a mapping of attributes, got 3"),
+        ('{"device": {"flops": {"bfloat16": 1}}, "links": {}}', "device must have memory_bandwidth"),
+        ('{"device": {"flops": {"float8": 1}, "memory_bandwidth": 1}, "links": {}}', "device: flops must .* bfloat16"),
+        ('{"device": "H100", "links": {"data": "tcp-100g"}}', "links must be of the axes stage, context, tensor, got"),
+        ('{"device": "H100", "links": {"tensor": "wifi"}}', "link of tensor must be one of nvlink-h100, .* got 'wifi'"),
+        ('{"device": "H100", "links": {"tensor": {"latency": 1}}}', "link of tensor must have bandwidth"),
+        ('{"device": "H100", "links": {"tensor": {"bandwidth": 1, "speed": 1}}}', "no attribute speed; it has"),
+        (
+            '{"device": "H100", "links": {"tensor": {"bandwidth": 1, "latency": -1}}}',
+            "link of tensor: latency must be a finite number that is not negative, got -1",
+        ),
+        ('{"device": "H100", "links": {"tensor": {"bandwidth": 0}}}', "bandwidth must be a positive, finite number"),
+        ('{"device": "H100", "links": {"tensor": {"bandwidth": "1"}}}', "bandwidth must be .*, got '1'"),
+        ('{"device": "H100", "links": {"tensor": {"bandwidth": 1, "share": 1.5}}}', "share must be .* at most 1, got"),
+    ],
+)
+def test_broken_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        Topology.from_file(path)
+    assert str(path) in str(refused.value)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"topology must be one of h100-nvlink, .*, or a file, got 'h100'"):
+        Topology.named("h100")
+    with pytest.raises(TypeError, match="device must be a Device, got 'H100'"):
+        Topology("H100", {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="links must have a Link for tensor, got 3"):
+        Topology(DEVICES["H100"], {"tensor": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="links must be a mapping"):
+        Topology(DEVICES["H100"], [LINKS["tcp-100g"]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="latency must be a finite number that is not negative, got -1e-06"):
+        Link("mine", 1e9, latency=-1e-6)
+    with pytest.raises(ValueError, match="collective_share must be a positive, finite number, at most 1, got nan"):
+        Link("mine", 1e9, collective_share=float("nan"))
+    with pytest.raises(ValueError, match="contention must be"):
+        Device("mine", {"bfloat16": 1e12}, 1e12, contention=-0.1)
+    with pytest.raises(ValueError, match="flops of bfloat16 must be a positive, finite number, got 0"):
+        Device("mine", {"bfloat16": 0}, 1e12)
