@@ -60,7 +60,9 @@ class Grown:
 
     def rank(self, number: int) -> int:
         runs = self.runs
-        return runs[0][1] if len(runs) == 1 else runs[bisect_right(runs, number, key=lambda run: run[0]) - 1][1]
+        if number >= runs[-1][0] or len(runs) == 1:
+            return runs[-1][1]
+        return runs[bisect_right(runs, number, key=lambda run: run[0]) - 1][1]
 
     def counts(self, first: int, stop: int) -> list[int]:
         found = [0] * self.num_ranks

@@ -38,20 +38,32 @@ def check_predictor(predictor: Predictor, rows: int) -> Predictor:
     return predictor
 
 
-def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most: int) -> float:
-    """The longest context in tokens that a single decode can read within its TPOT target `tpot`, in seconds.
+def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most: int, chunk: int = 0) -> float:
+    """The longest context in tokens that a rank can read within a TPOT target `tpot`, in seconds.
 
-    A token takes `stages` steps, which share the target. The result is infinite without a target, if it exceeds
-    `most`, and if not even one token can be read in time, as more ranks don't help then.
+    A decode has to read it within the target, beside a chunk of a new prompt; and so has a chunk of the long request
+    itself, beside a decode of another, which waits for it. A token takes `stages` steps, which share the target.
+
+    Where no context is short enough for a step with a chunk, decodes alone count. The result is infinite without a
+    target, if it exceeds `most`, and if a decode can't read even one token in time, as more ranks don't help then.
+
+    Args:
+      chunk: tokens of the chunk, the smallest that is efficient; 0: decodes run alone.
 
     Source: Mnemosyne, section 4.4 (the limit at which a request grows onto one more rank).
     """
 
     def is_met(tokens: int) -> bool:
-        return predictor.seconds(Work(1, 1, tokens)) <= tpot / stages  # type: ignore[operator]
+        decode = Work(1, 1, tokens)
+        works = (
+            (decode.with_chunk(0, chunk, False), Work(1, 1, 1).with_chunk(tokens, chunk, False)) if chunk else (decode,)
+        )
+        return all(predictor.seconds(work) <= tpot / stages for work in works)  # type: ignore[operator]
 
-    if tpot is None or is_met(most) or not is_met(1):
+    if tpot is None or is_met(most):
         return math.inf
+    if not is_met(1):
+        return readable_tokens(predictor, tpot, stages, most) if chunk else math.inf
     low, high = 1, most
     while high - low > 1:
         middle = (low + high) // 2

@@ -29,9 +29,19 @@ def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, ex
             parts[ranks[0]].append(chunk[2:5])
         else:
             sequence, _, start, count, samples, *_ = chunk
+            first = ranks[0]
+            if count == 1 and start // page_size == len(sequence.pages) - 1:  # a decode: quicker, for there are many
+                placement, pages = sequence.placement, sequence.rank_pages
+                assert placement is not None
+                owner, unused = placement.rank(len(sequence.pages) - 1), -(start + 1) % page_size
+                for rank in ranks:
+                    keys = pages[rank] * page_size - (unused if rank == owner else 0)
+                    parts[rank].append((keys - 1, 1, samples and rank == first))
+                    replicated[rank] += 1
+                continue
             for rank in ranks:
                 here = replicated_start(sequence, rank, start, count, page_size)
-                parts[rank].append((here, count, samples and rank == ranks[0]))
+                parts[rank].append((here, count, samples and rank == first))
                 replicated[rank] += count
     works = [Work.of(part)._replace(replicated=rows) for part, rows in zip(parts, replicated, strict=True)]
     return _with_sharded(works, sharded, page_size, exchange) if sharded else works
