@@ -1,6 +1,7 @@
 """Cost model of one attention layer over a mesh axis: a roofline of compute, memory and link for each exchange."""
 
 import dataclasses
+import functools
 import math
 from numbers import Integral, Real
 
@@ -97,6 +98,59 @@ class Hardware:
         return count * latency + num_bytes / (self.collective_bandwidth or self.bandwidth)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """What ranks send in one layer of attention, and how long that takes where nothing hides it.
+
+    With one rank nothing is sent.
+
+    Attributes:
+      key_bytes: of a token's keys and values. query_bytes: of a row's queries. state_bytes: of a row's partial results.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    num_ranks: int
+
+    @functools.cached_property
+    def key_bytes(self) -> float:
+        return 2 * self.model.num_kv_heads * self.model.head_size * self.hardware.bytes_per_element
+
+    @functools.cached_property
+    def query_bytes(self) -> float:
+        return self.model.num_heads * self.model.head_size * self.hardware.bytes_per_element
+
+    @functools.cached_property
+    def state_bytes(self) -> float:
+        return self.model.num_heads * (self.model.head_size + 1) * self.hardware.partial_bytes
+
+    def hop(self, num_bytes: float) -> float:
+        return 0.0 if self.num_ranks == 1 else self.hardware.hop(num_bytes)
+
+    def collective(self, num_bytes: float, count: int = 1) -> float:
+        return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
+
+    def ring(self, hop: float, attention: float) -> float:
+        """What N - 1 hops add to N partial attentions of so many seconds each."""
+        lost = self.hardware.contention * min(hop, attention)
+        return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
+
+    def send_states(self, rows: float) -> float:
+        """The states of each rank's rows come home from all ranks."""
+        return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
+
+    def gather_keys(self, keys: float) -> float:
+        """All ranks get the keys of all, of which each has so many."""
+        return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
+
+    def merge(self, rows: float) -> float:
+        """The states of rows that all ranks have are merged, by the cheaper of the two ways of `kvp_attention`."""
+        n, results = self.num_ranks, self.query_bytes + 4 * self.model.num_heads
+        gather = self.collective((n - 1) * rows * self.state_bytes)
+        share = math.ceil(rows / n)
+        return min(gather, self.collective((n - 1) * share * (self.state_bytes + results), count=2))
+
+
 LLAMA3_405B = ModelShape(128, 8, 128)
 
 # One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
@@ -175,43 +229,30 @@ def predict_times(
         raise TypeError(f"hardware must be a Hardware, such as H100_RDMA, got {hardware!r}")
     n = check_count("num_ranks", num_ranks, 1)
     new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
-    heads, head_size, e, partial = model.num_heads, model.head_size, hardware.bytes_per_element, hardware.partial_bytes
     most = -(-cached // n) if fullest is None else check_count("fullest", fullest, -(-cached // n))
     if most > cached:
         raise ValueError(f"fullest must be at most cached_tokens, {cached}, got {fullest}")
     rows = -(-new // n)
     shard = rows + most
-    key_bytes = 2 * model.num_kv_heads * head_size * e
-    shard_bytes = shard * key_bytes
-    state_bytes = heads * (head_size + 1) * partial
+    layer = LayerCost(model, hardware, n)
 
     def compute(queries: int, cached_keys: float) -> float:
         """Of some queries to one shard, which has so many cached keys."""
-        flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * heads * head_size
-        return max(flops / hardware.peak_flops, (rows + math.ceil(cached_keys)) * key_bytes / hardware.memory_bandwidth)
-
-    def hop(num_bytes: float) -> float:
-        return 0.0 if n == 1 else hardware.hop(num_bytes)
-
-    def collective(num_bytes: float, count: int = 1) -> float:
-        return 0.0 if n == 1 else hardware.collective(num_bytes, count)
+        flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
+        read = (rows + math.ceil(cached_keys)) * layer.key_bytes
+        return max(flops / hardware.peak_flops, read / hardware.memory_bandwidth)
 
     def gather(num_tokens: int) -> float:
-        return collective((n - 1) * 8 * num_tokens)
+        return layer.collective((n - 1) * 8 * num_tokens)
 
-    queries, lost = rows * heads * head_size * e, hardware.contention
-    merges = (
-        collective((n - 1) * new * state_bytes),
-        collective((n - 1) * rows * (state_bytes + heads * (head_size * e + 4)), count=2),
-    )
-    mean = cached / n
+    mean, lost = cached / n, hardware.contention
     here = mean if fullest is None else most
-    states = collective((n - 1) * rows * state_bytes)
+    keys, queries = layer.hop(shard * layer.key_bytes), layer.hop(rows * layer.query_bytes)
     return {
-        "pass_kv": Times(n, compute(rows, mean), hop(shard_bytes), 0.0, gather(shard), lost),
-        "pass_q": Times(n, compute(rows, here), hop(queries), states, gather(rows), lost),
-        "all_gather": Times(n, compute(rows, mean), 0.0, collective((n - 1) * shard_bytes), gather(shard)),
-        "kvp": Times(1, compute(new, here), 0.0, min(merges), 0.0),
+        "pass_kv": Times(n, compute(rows, mean), keys, 0.0, gather(shard), lost),
+        "pass_q": Times(n, compute(rows, here), queries, layer.send_states(rows), gather(rows), lost),
+        "all_gather": Times(n, compute(rows, mean), 0.0, layer.gather_keys(shard), gather(shard)),
+        "kvp": Times(1, compute(new, here), 0.0, layer.merge(new), 0.0),
     }
 
 
