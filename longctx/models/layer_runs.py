@@ -27,6 +27,11 @@ class Run:
     partly: frozenset[str] = frozenset()
 
 
+def layers_per_stage(num_layers: int, stages: int) -> int:
+    """Layers of the largest stage, which sets memory and time of all of them."""
+    return -(-num_layers // stages)
+
+
 @functools.lru_cache(maxsize=64)
 def layer_runs(config: LlamaConfig, stages: int = 1) -> tuple[Run, ...]:
     """The runs of a model whose layers are divided into `stages` consecutive parts of one size."""

@@ -1,20 +1,31 @@
-"""A predictor from data sheets: a model's products and bytes over a device's peak rates.
+"""A predictor from data sheets: a model's products and bytes over what a device reaches, and exchanges over its links.
 
 Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
-import dataclasses
 from typing import Any
 
 from longctx.models import LlamaConfig
-from longctx.parallel.cost import Hardware, check_count
+from longctx.models.layer_runs import layers_per_stage
+from longctx.parallel.cost import Hardware, ModelShape, check_count
+from longctx.parallel.device_tables import DEVICES, LINKS
+from longctx.parallel.topology import Topology, device_name
+from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.runtime import CurvePredictor
 
-# Dense bf16 products, memory bandwidth and one direction of NVLink, from NVIDIA's data sheets; latency is a guess.
+
+def _sheet(device: str, link: str) -> Hardware:
+    about, links = DEVICES[device], LINKS[link]
+    return Hardware(
+        about.flops["bfloat16"], links.bandwidth, latency=links.latency, memory_bandwidth=about.memory_bandwidth
+    )
+
+
+# What data sheets say, with one direction of NVLink.
 GPUS = {
-    "H200": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=4.8e12),
-    "H100": Hardware(989e12, 450e9, latency=10e-6, memory_bandwidth=3.35e12),
-    "A100": Hardware(312e12, 300e9, latency=10e-6, memory_bandwidth=2.0e12),
+    "H200": _sheet("H200", "nvlink-h100"),
+    "H100": _sheet("H100", "nvlink-h100"),
+    "A100": _sheet("A100", "nvlink-a100"),
 }
 # A few cores. It is rough, so schedulers correct it by measured batches (`Corrected`).
 CPU = Hardware(100e9, 10e9, bytes_per_element=4, memory_bandwidth=15e9)
@@ -29,63 +40,75 @@ def hardware_of(device: Any) -> Hardware:
 
 def data_sheet(device: Any) -> Hardware | None:
     """The data sheet of a `jax.Device`; None if there is none, as of CPUs."""
-    if device is None or device.platform == "cpu":
-        return None
-    return next((sheet for name, sheet in GPUS.items() if name in device.device_kind), None)
+    return GPUS.get(device_name(device) or "")
 
 
 def roofline(
     model: LlamaConfig,
-    hardware: Hardware,
+    hardware: Hardware | Topology,
     max_rows: int,
     *,
     stage: int = 1,
     tensor: int = 1,
-    efficiency: float = 0.6,
+    context: int = 1,
+    efficiency: float | None = None,
     overhead: float = 0.0,
+    element_bytes: float | None = None,
 ) -> CurvePredictor:
-    """Make the predictor of a model on `stage * tensor` devices.
+    """Make the predictor of a model on `stage * context * tensor` devices.
 
     The time of a linear layer is the longer of its products and of reading its weights, plus two all-reduces a layer
-    over `tensor`. The time of attention is its products plus reading keys and values. With several stages the predicted
-    time is that of one stage: other batches are in the other stages meanwhile, and a token takes `stage` times as
-    long. The head's vocabulary is sharded over all devices.
+    over `tensor`; quantised weights have one byte, and the device's rate for FP8. The time of attention is its products
+    plus reading keys and values. What replicated and sharded rows exchange over `context`: see `ExchangeCost`. With
+    several stages the predicted time is that of the largest stage: other batches are in the other stages meanwhile, and
+    a token takes `stage` times as long. The head's vocabulary is sharded over stage and tensor.
 
     Args:
-      hardware: of each device.
+      hardware: of each device, with the same link on every axis; or a topology.
       max_rows: rows of the largest batch that is predicted exactly.
-      efficiency: the share of peak FLOP/s and bytes/s that is reached.
+      efficiency: the share of a `Hardware`'s peak FLOP/s and bytes/s that is reached, None: 0.6. A topology has shares
+        of its own.
       overhead: further seconds of each batch.
+      element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
 
     Raises:
-      ValueError: stage or tensor do not divide the layers or heads, or a number is out of range.
+      ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
+        axis of several devices, or a number is out of range.
     """
-    stage, tensor = check_count("stage", stage, 1), check_count("tensor", tensor, 1)
-    if model.num_layers % stage:
-        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    stage, tensor, context = (
+        check_count("stage", stage, 1),
+        check_count("tensor", tensor, 1),
+        check_count("context", context, 1),
+    )
+    if stage > model.num_layers:
+        raise ValueError(f"stage must be at most the {model.num_layers} layers, got {stage}")
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
     check_count("max_rows", max_rows, 1)
-    if not 0 < efficiency <= 1 or overhead < 0:
+    if (efficiency is not None and not 0 < efficiency <= 1) or overhead < 0:
         raise ValueError(f"efficiency must be above 0 and at most 1, overhead not negative: {efficiency}, {overhead}")
-    hardware = dataclasses.replace(
-        hardware,
-        peak_flops=hardware.peak_flops * efficiency,
-        memory_bandwidth=hardware.memory_bandwidth * efficiency,
-        bandwidth=hardware.bandwidth * efficiency,
-    )
-    layers, element = model.num_layers // stage, hardware.bytes_per_element
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    weights = layers * model.hidden_size * (attention + 3 * model.intermediate_size) / tensor
+    if isinstance(hardware, Topology):
+        if efficiency is not None:
+            raise ValueError(f"efficiency is of a Hardware: a topology has shares of its own, got {efficiency}")
+        topology, element = hardware, element_bytes or 2
+    else:
+        topology = Topology.of_hardware(hardware, 0.6 if efficiency is None else efficiency)
+        element = element_bytes or hardware.bytes_per_element
+    topology.check(stage=stage, tensor=tensor, context=context)
+    device, layers = topology.device, layers_per_stage(model.num_layers, stage)
+    flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
+    full, quantized = (layers * count / tensor for count in _layer_weights(model))
     head = model.vocab_size * model.hidden_size / (tensor * stage)
+    read = (full * element + quantized) / bandwidth
+    seconds_per_row = 2 * (full / flops + quantized / device.reached_flops(1))
     # Bytes a row that each half of an all-reduce, reduce-scatter and all-gather, sends: all but the device's own share.
     message = 2 * (tensor - 1) / tensor * model.hidden_size * element
 
     def linear(count: int) -> float:
-        products = max(2 * count * weights / hardware.peak_flops, weights * element / hardware.memory_bandwidth)
-        reduce = hardware.latency + count * message / hardware.bandwidth if tensor > 1 else 0.0
-        move = hardware.latency + count * model.hidden_size * element / hardware.bandwidth if stage > 1 else 0.0
-        return overhead + products + 2 * layers * reduce + move + head * element / hardware.memory_bandwidth
+        reduce = topology.hardware("tensor", element).collective(count * message) if tensor > 1 else 0.0
+        move = topology.hardware("stage", element).hop(count * model.hidden_size * element) if stage > 1 else 0.0
+        fixed = overhead + device.step_seconds + head * element / bandwidth
+        return fixed + max(count * seconds_per_row, read) + 2 * layers * reduce + move
 
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
     # Linear between these knots but for the row count where products begin to take longer than reading the weights.
@@ -93,7 +116,34 @@ def roofline(
     return CurvePredictor(
         tuple(rows),
         tuple(map(linear, rows)),
-        per_pair=4 * layers * heads * model.head_dim / hardware.peak_flops,
-        per_key=2 * layers * kv_heads * model.head_dim * element / hardware.memory_bandwidth,
-        per_sample=2 * head / hardware.peak_flops,
+        per_pair=4 * layers * heads * model.head_dim / flops,
+        per_key=2 * layers * kv_heads * model.head_dim * element / bandwidth,
+        per_sample=2 * head / flops,
+        exchange=exchange_cost(model, topology, stage, context, tensor, element),
     )
+
+
+def exchange_cost(
+    model: LlamaConfig, topology: Topology, stage: int, context: int, tensor: int, element_bytes: float = 2
+) -> ExchangeCost | None:
+    """What rows exchange over `context`; None for one rank.
+
+    Raises:
+      ValueError: tensor doesn't suit the heads, or the topology has no link for `context`.
+    """
+    if context == 1:
+        return None
+    shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
+    hardware = topology.hardware("context", element_bytes)
+    return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
+
+
+def _layer_weights(model: LlamaConfig) -> tuple[float, float]:
+    """Weights of a layer that are not quantised, and of those that are, on average over the layers."""
+    attention = model.num_heads * model.head_dim * model.hidden_size
+    keys = model.num_kv_heads * model.head_dim * model.hidden_size
+    ffn = model.hidden_size * model.intermediate_size
+    sizes = {"wq": attention, "wo": attention, "wk": keys, "wv": keys, "w_gate": ffn, "w_up": ffn, "w_down": ffn}
+    names = [] if model.quantization is None else [name for layer in model.quantization.layers for name in layer]
+    quantized = sum(sizes[name] for name in names) / model.num_layers
+    return sum(sizes.values()) - quantized, quantized

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from typing import Protocol
 
+from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.work import Work
 
 
@@ -178,9 +179,10 @@ class RuntimePredictor:
 class CurvePredictor:
     """Predicts operators that run without padding, from data sheets (`roofline`) or tables (`from_tables`).
 
-    seconds = linear(rows) + per_pair * pairs + per_key * keys + per_sample * samples, see `Work`.
+    seconds = linear(rows) + per_pair * pairs + per_key * keys + per_sample * samples + exchange, see `Work`.
 
     Attributes:
+      exchange: what replicated and sharded rows exchange; None: nothing.
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
         attention and logits. It continues beyond the last knot, and is constant before the first.
 
@@ -193,6 +195,7 @@ class CurvePredictor:
     per_pair: float
     per_key: float
     per_sample: float
+    exchange: ExchangeCost | None = None
 
     def __post_init__(self) -> None:
         if len(self.rows) < 2 or len(self.rows) != len(self.linear):
@@ -207,7 +210,10 @@ class CurvePredictor:
         if not work.rows:
             return 0.0
         attention = self.per_pair * work.pairs + self.per_key * work.keys
-        return self._linear_seconds(work.rows) + attention + self.per_sample * work.samples
+        total = self._linear_seconds(work.rows) + attention + self.per_sample * work.samples
+        if self.exchange is not None and (work.sharded or work.replicated):
+            total += self.exchange.seconds(work, self.per_pair * work.chunk_pairs + self.per_key * work.chunk_keys)
+        return total
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         if stop <= start:

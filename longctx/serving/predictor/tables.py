@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from longctx.models import LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
+from longctx.parallel.topology import Topology
 from longctx.serving.predictor.fit import fit_non_negative
+from longctx.serving.predictor.roofline import exchange_cost
 from longctx.serving.predictor.runtime import CurvePredictor
 
 Row = Mapping[str, str]
@@ -107,22 +110,28 @@ def from_tables(
     *,
     tensor: int = 1,
     stage: int = 1,
+    context: int = 1,
+    topology: Topology | None = None,
 ) -> CurvePredictor:
     """Make the predictor of a model from tables of its operators on one of `tensor` devices.
 
-    It leaves out messages between stages, and the logits.
+    It leaves out messages between stages, and the logits. No table has exchanges over `context`: the links of the
+    topology say how long they take.
 
     Args:
       linear: table of this model's linear layers, by `num_tokens`.
       attention: table of attention with any number of heads; times are scaled to the model's heads on a device.
       all_reduce: table by `size` in bytes, for rows of 2 bytes an element; None if tensor is 1.
+      topology: for `context` ranks; not needed for one.
 
     Raises:
-      ValueError: stage does not divide the layers, `all_reduce` is missing, or `linear` is of another model or of
-        another number of devices.
+      ValueError: there are fewer layers than stages, `all_reduce` or the topology is missing, or `linear` is of another
+        model or of another number of devices.
     """
-    if stage < 1 or model.num_layers % stage:
-        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    if not 1 <= stage <= model.num_layers:
+        raise ValueError(f"stage must be 1 to the {model.num_layers} layers, got {stage}")
+    if context > 1 and topology is None:
+        raise ValueError(f"topology must be given for context={context}")
     linear, attention = list(linear), list(attention)
     if not linear or not attention:
         raise ValueError("linear and attention must have rows")
@@ -132,7 +141,7 @@ def from_tables(
         raise ValueError(f"linear must be of a hidden size of {model.hidden_size}, its rows differ")
     if tensor > 1 and all_reduce is None:
         raise ValueError(f"all_reduce must be given for tensor={tensor}")
-    layers = model.num_layers // stage
+    layers = layers_per_stage(model.num_layers, stage)
     numbers, seconds = curve(linear, "num_tokens", seconds_per_layer)
     per_call, per_row, per_pair, per_key = fit_attention(attention)
     measured = attention[0]
@@ -150,4 +159,5 @@ def from_tables(
         per_pair=layers * per_pair * more_pairs,
         per_key=layers * per_key * more_keys,
         per_sample=0.0,
+        exchange=None if topology is None else exchange_cost(model, topology, stage, context, tensor),
     )

@@ -10,6 +10,7 @@ from longctx import __version__
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_text, shown
@@ -124,7 +125,9 @@ def _predictor(fields: dict[str, Any] | None) -> RuntimePredictor | CurvePredict
     fields = dict(fields)
     kind = fields.pop("kind")
     if kind == "CurvePredictor":
-        return CurvePredictor(**fields | {name: tuple(fields[name]) for name in ("rows", "linear")})
+        exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
+        knots = {name: tuple(fields[name]) for name in ("rows", "linear")}
+        return CurvePredictor(**fields | knots | {"exchange": exchange})
     if kind != "RuntimePredictor":
         raise ValueError(f"its predictor is a {kind!r}")
     programs = [
