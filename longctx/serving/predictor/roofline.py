@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from longctx.models import LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
 from longctx.parallel.cost import Hardware, check_count
 from longctx.serving.predictor.runtime import CurvePredictor
 
@@ -58,11 +59,11 @@ def roofline(
       overhead: further seconds of each batch.
 
     Raises:
-      ValueError: stage or tensor do not divide the layers or heads, or a number is out of range.
+      ValueError: there are fewer layers than stages, tensor does not divide the heads, or a number is out of range.
     """
     stage, tensor = check_count("stage", stage, 1), check_count("tensor", tensor, 1)
-    if model.num_layers % stage:
-        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    if stage > model.num_layers:
+        raise ValueError(f"stage must be at most the {model.num_layers} layers, got {stage}")
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
     check_count("max_rows", max_rows, 1)
@@ -74,7 +75,7 @@ def roofline(
         memory_bandwidth=hardware.memory_bandwidth * efficiency,
         bandwidth=hardware.bandwidth * efficiency,
     )
-    layers, element = model.num_layers // stage, hardware.bytes_per_element
+    layers, element = layers_per_stage(model.num_layers, stage), hardware.bytes_per_element
     attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     weights = layers * model.hidden_size * (attention + 3 * model.intermediate_size) / tensor
     head = model.vocab_size * model.hidden_size / (tensor * stage)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from longctx.models import LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
 from longctx.serving.predictor.fit import fit_non_negative
 from longctx.serving.predictor.runtime import CurvePredictor
 
@@ -118,11 +119,11 @@ def from_tables(
       all_reduce: table by `size` in bytes, for rows of 2 bytes an element; None if tensor is 1.
 
     Raises:
-      ValueError: stage does not divide the layers, `all_reduce` is missing, or `linear` is of another model or of
+      ValueError: there are fewer layers than stages, `all_reduce` is missing, or `linear` is of another model or of
         another number of devices.
     """
-    if stage < 1 or model.num_layers % stage:
-        raise ValueError(f"stage must divide the {model.num_layers} layers, got {stage}")
+    if not 1 <= stage <= model.num_layers:
+        raise ValueError(f"stage must be 1 to the {model.num_layers} layers, got {stage}")
     linear, attention = list(linear), list(attention)
     if not linear or not attention:
         raise ValueError("linear and attention must have rows")
@@ -132,7 +133,7 @@ def from_tables(
         raise ValueError(f"linear must be of a hidden size of {model.hidden_size}, its rows differ")
     if tensor > 1 and all_reduce is None:
         raise ValueError(f"all_reduce must be given for tensor={tensor}")
-    layers = model.num_layers // stage
+    layers = layers_per_stage(model.num_layers, stage)
     numbers, seconds = curve(linear, "num_tokens", seconds_per_layer)
     per_call, per_row, per_pair, per_key = fit_attention(attention)
     measured = attention[0]
