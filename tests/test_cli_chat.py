@@ -348,7 +348,7 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
         (["--top-k", "3"], "--top-k, --top-p and --min-p contradict --temperature=0"),
         (["--model", "nowhere"], "no such directory: nowhere"),
-        (["--stage", "3"], "--stage must divide the model's 4 layers, got 3"),
+        (["--stage", "5"], "--stage must be at most the model's 4 layers, got 5"),
     ],
 )
 def test_flags_are_checked_before_weights_are_loaded(

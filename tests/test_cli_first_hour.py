@@ -46,7 +46,7 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*BENCH, "--num-pages", "999999999999"], "lower --num-pages or --page-size; about"),
         ([*BENCH, "--max-running", "99999999", "--token-budget", "99999999"], "lower --max-running or --token-budget"),
         ([*BENCH, "--stage", "0"], "--stage must be an integer of at least 1, got 0"),
-        ([*BENCH, "--stage", "3"], "--stage must divide the model's 4 layers, got 3"),
+        ([*BENCH, "--stage", "5"], "--stage must be at most the model's 4 layers, got 5"),
         ([*BENCH, "--context", "99"], "--stage * --context * --tensor must be at most the number of devices, 8, got"),
         ([*BENCH, "--context", "99999999"], "--stage * --context * --tensor must be at most 1024 for a process"),
         ([*BENCH, "--json", "/"], "--json must be a file, and / is a directory"),

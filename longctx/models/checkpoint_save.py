@@ -14,9 +14,10 @@ from jax import lax
 from longctx.models.checkpoint_files import replacing_files, write_json
 from longctx.models.fp8 import E4M3
 from longctx.models.hf_names import Layout, layouts
-from longctx.models.layer_stacks import stacks_of
+from longctx.models.layer_runs import layer_runs
+from longctx.models.layer_stacks import stacks_of, stages_of
 from longctx.models.llama import Llama
-from longctx.models.params import Params
+from longctx.models.params import Params, abstract_params
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
 
 # One tensor to write: its name in the file, its layout, the parameter, and the layer if the parameter is a stack.
@@ -34,8 +35,9 @@ def save_checkpoint(
     Args:
       directory: created if missing; its other files (a tokenizer) stay.
       model: the model of the parameters.
-      params: parameters with the structure and shapes of `model.abstract_params()`, all float32, all float16 or all
-        bfloat16, but for quantised weights and their scales.
+      params: parameters with the structure and shapes of `model.abstract_params()`, or as `load_checkpoint` gives them
+        for a mesh, if they are not quantised; all float32, all float16 or all bfloat16, but for quantised weights and
+        their scales.
       max_shard_bytes: the largest file; more bytes are split into several files with an index.
 
     Raises:
@@ -62,7 +64,8 @@ def save_checkpoint(
 
 def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
     # float16 stands for the dtype of the parameters, which no scale or quantised weight has.
-    expected = jax.tree.leaves_with_path(model.abstract_params(np.float16))
+    stages = _num_stages(model, params)
+    expected = jax.tree.leaves_with_path(abstract_params(model.config, np.float16, stages))
     given = dict(jax.tree.leaves_with_path(params))
     if given.keys() != {path for path, _ in expected}:
         different = sorted(map(jax.tree_util.keystr, given.keys() ^ {path for path, _ in expected}))
@@ -85,14 +88,23 @@ def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
 
 def _pieces(model: Llama, params: Params) -> list[_Piece]:
     """Every tensor to write, layer by layer."""
-    wanted = layouts(model.config)
+    wanted = layouts(model.config, _num_stages(model, params))
     runs = wanted.pop("layers")
     pieces: list[_Piece] = [(layout.names[0], layout, params[key], None) for key, layout in wanted.items()]
     for run, stacks in zip(stacks_of(runs), stacks_of(params["layers"]), strict=True):
         pairs = [*zip(jax.tree.leaves(run), jax.tree.leaves(stacks), strict=True)]
-        for i in range(len(run["attn_norm"].names)):
-            pieces += [(layout.names[i], layout, stack, i) for layout, stack in pairs]
+        for i, first in enumerate(run["attn_norm"].names):
+            if first is not None:  # a layer of zeros is not part of the model
+                pieces += [(layout.names[i], layout, stack, i) for layout, stack in pairs]
     return pieces
+
+
+def _num_stages(model: Llama, params: Params) -> int:
+    """For how many stages the parameters are stacked; 1 if the model can't be written from there."""
+    stages = stages_of(params.get("layers"))
+    if stages > model.config.num_layers or any(run.partly for run in layer_runs(model.config, stages)):
+        return 1
+    return stages
 
 
 def _group(pieces: list[_Piece], max_bytes: int) -> list[list[_Piece]]:

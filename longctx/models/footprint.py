@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 
 from longctx.models.config import LlamaConfig
-from longctx.models.layer_runs import layer_runs
+from longctx.models.layer_runs import layer_runs, layers_per_stage
 
 _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
 def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
-    """Bytes of the weights on each of `stage * tensor` devices, where these divide layers and heads.
+    """Bytes of the weights on each of `stage * tensor` devices, with as many layers as the largest stage has.
 
     Args:
+      stage: at most the model's layers.
+      tensor: divides the heads, and the KV heads or is a multiple of them.
       dtype_bytes: of a number that is not quantised.
     """
     hidden, size = config.hidden_size, config.head_dim
@@ -44,6 +46,6 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
 
 
 def cache_bytes(config: LlamaConfig, tokens: int, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
-    """Bytes of the keys and values of `tokens` tokens on each of `stage * tensor` devices."""
-    layers, kv_heads = config.num_layers // stage, max(1, config.num_kv_heads // tensor)
+    """Bytes of the keys and values of `tokens` tokens on each of `stage * tensor` devices, as `weight_bytes` counts."""
+    layers, kv_heads = layers_per_stage(config.num_layers, stage), max(1, config.num_kv_heads // tensor)
     return 2 * layers * kv_heads * config.head_dim * dtype_bytes * tokens

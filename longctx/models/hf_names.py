@@ -124,12 +124,19 @@ def layouts(config: LlamaConfig, stages: int = 1) -> dict[str, Any]:
 
     def of_layers(key: str, param: Any) -> Any:
         name, file_axes = _LAYERS[key]
+
+        def of_each(param: Param) -> tuple[str | None, ...]:
+            return tuple(None if i is None else f"model.layers.{i}.{name}" for i in param.layers)
+
         if isinstance(param, Param):
-            return layout(param, tuple(f"model.layers.{i}.{name}" for i in param.layers), file_axes)
+            return layout(param, of_each(param), file_axes)
         assert config.quantization is not None
         quantized = config.quantization.layers
-        weights = tuple(f"model.layers.{i}.{name}" for i in param.values.layers)
-        scales = (f"model.layers.{i}.{name}{SCALE_SUFFIX}" if key in quantized[i] else None for i in param.scale.layers)
+        weights = of_each(param.values)
+        scales = (
+            None if i is None or key not in quantized[i] else f"{n}{SCALE_SUFFIX}"
+            for i, n in zip(param.scale.layers, weights, strict=True)
+        )
         return dataclasses.replace(
             param,
             values=layout(param.values, weights, file_axes),
@@ -144,5 +151,7 @@ def layouts(config: LlamaConfig, stages: int = 1) -> dict[str, Any]:
         return {key: of_layers(key, param) for key, param in stack.items()}
 
     layers = table["layers"]
-    stacks = LayerRuns(tuple(map(of_run, layers.stacks))) if isinstance(layers, LayerRuns) else of_run(layers)
+    stacks = (
+        LayerRuns(tuple(map(of_run, layers.stacks)), layers.stages) if isinstance(layers, LayerRuns) else of_run(layers)
+    )
     return {key: stacks if key == "layers" else top(key) for key in table}

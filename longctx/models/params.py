@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import BITS, PartlyQuantized, RowQuantized
-from longctx.models.layer_runs import Run, layer_runs
+from longctx.models.layer_runs import Layer, Run, layer_runs
 from longctx.models.layer_stacks import by_run
 
 Params = dict[str, Any]
@@ -61,12 +61,12 @@ class Param(NamedTuple):
 
     Attributes:
       axes: the names of its axes.
-      layers: indices of the model's layers along the axis "layer"; none without that axis.
+      layers: the model's layers along the axis "layer", see `Run`; none without that axis.
       dtype: None: the one in which a model is loaded.
     """
 
     axes: Axes
-    layers: tuple[int, ...] = ()
+    layers: tuple[Layer, ...] = ()
     dtype: Any = None
 
 
@@ -75,11 +75,11 @@ def param_table(config: LlamaConfig, stages: int = 1) -> Params:
 
     Args:
       stages: layers are stacked for this many stages of a pipeline, see `layer_runs`. It makes a difference only where
-        some layers are quantised and others are not.
+        some layers are quantised and others are not, or where it doesn't divide the layers.
     """
     table: Params = {
         "embed": Param(("vocab", "hidden")),
-        "layers": by_run(layer_runs(config, stages), functools.partial(_layer_table, config)),
+        "layers": by_run(layer_runs(config, stages), functools.partial(_layer_table, config), stages),
         "final_norm": Param(("hidden",)),
     }
     if not config.tie_embeddings:
@@ -159,23 +159,24 @@ def init_params(
 
 
 def num_stages(config: LlamaConfig, mesh: Mesh | None) -> int:
-    """The stages for which layers are stacked on a mesh: its own if they divide the layers, else 1."""
+    """The stages for which layers are stacked on a mesh: its own, if there are layers for all of them, else 1."""
     stages = 1 if mesh is None else mesh.shape.get("stage", 1)
-    return stages if config.num_layers % stages == 0 else 1
+    return stages if stages <= config.num_layers else 1
 
 
 def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
     """A PartitionSpec per parameter: layers over `stage`, heads, feed-forward and vocabulary over `tensor`.
 
-    An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Where some layers are
-    quantised and others are not, layers are stacked for the mesh's stages (`param_table`).
+    An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Layers are stacked for the
+    mesh's stages (`param_table`), and replicated if there are fewer than stages.
     """
+    stages = num_stages(config, mesh)
 
     def spec(param: Param) -> PartitionSpec:
-        sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": config.num_layers}
+        sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": stages}
         return PartitionSpec(*(_mesh_axis(mesh, axis, sizes[axis]) for axis in param.axes))
 
-    return map_table(spec, param_table(config, num_stages(config, mesh)))
+    return map_table(spec, param_table(config, stages))
 
 
 def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:

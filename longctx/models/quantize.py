@@ -25,8 +25,9 @@ def quantize_params(params: Params, config: LlamaConfig) -> Params:
     (plain,) = stacks_of(params["layers"])
 
     def of_run(run: Run) -> Params:
-        first, last = run.layers[0], run.layers[-1]
-        stack = jax.tree.map(lambda x: x[first : last + 1], plain)
+        first = run.layers[0]
+        assert first is not None  # one stage has no layers of zeros
+        stack = jax.tree.map(lambda x: x[first : first + len(run.layers)], plain)
         return {name: _quantize(name, x, config) if name in run.quantized else x for name, x in stack.items()}
 
     return params | {"layers": by_run(layer_runs(config), of_run)}

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
+from longctx.models.layer_stacks import stacks_of
 from longctx.models.params import (
     Param,
     Params,
@@ -44,7 +45,7 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     """Shard parameters of one device, or of another mesh, over a mesh.
 
     Layers are sharded over `stage`; heads, feed-forward and the vocabulary of the embedding over `tensor`; the
-    vocabulary of the head over both.
+    vocabulary of the head over both. Where stages don't divide the layers, smaller stages have a layer of zeros.
 
     On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). `layers`
     becomes a tuple of one pytree for each layer of a stage, `[stage, ...]`, because a program copies weights that it
@@ -61,7 +62,7 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
         params = _pad_params(jax.tree.map(np.asarray, params), config, mesh)
         if config.quantization is not None:
             params = _bits_of_floats(params)
-        elif all(stack.dtype == dtype for stack in params["layers"].values()):
+        elif all(x.dtype == dtype for x in jax.tree.leaves(params["layers"])):
             params = _arrange_for_cpu(params, mesh)
     else:
         params = _pad_params(params, config, mesh)
@@ -134,7 +135,7 @@ def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 def layer_specs(layer: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     """The PartitionSpecs of one of the layers that `shard_params` arranges for CPUs."""
-    specs = param_specs(device_config(config, mesh), mesh)["layers"]
+    (specs,) = stacks_of(param_specs(device_config(config, mesh), mesh)["layers"])
 
     def of_weight(name: str, weight: Any) -> Any:
         if not isinstance(weight, OutputMajor):
@@ -196,7 +197,8 @@ def _arrange_for_cpu(params: Params, mesh: Mesh) -> Params:
         others = {name: weight for name, weight in layer.items() if not name.startswith("w")}
         return others | {" ".join(names): output_major(names, layer) for names in _FUSED}
 
-    by_stage = {name: x.reshape(stages, -1, *x.shape[1:]) for name, x in params["layers"].items()}
+    (stack,) = stacks_of(params["layers"])  # of a model without quantised weights
+    by_stage = {name: x.reshape(stages, -1, *x.shape[1:]) for name, x in stack.items()}
     count = by_stage["attn_norm"].shape[1]
     layers = tuple(arrange({name: stack[:, i] for name, stack in by_stage.items()}) for i in range(count))
     head = np.ascontiguousarray(params["lm_head"].T) if "lm_head" in params else params["embed"]

@@ -1,4 +1,7 @@
-"""Stacks the layers of a model anew for stages of a pipeline, where some layers are quantised and others are not."""
+"""Stacks the layers of a model anew for stages of a pipeline.
+
+That is needed where some layers are quantised and others are not, or where the stages do not divide the layers.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,48 @@ import numpy as np
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import E4M3, PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import Run, layer_runs
-from longctx.models.layer_stacks import by_run, stacks_of
+from longctx.models.layer_stacks import by_run, stacks_of, stages_of
 from longctx.models.params import INPUT_AXES, Params
 
 
 def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params:
     """The parameters with the structure of `abstract_params(config, stages=stages)`.
 
-    Those that have it already are returned as they are; others, stacked for one stage, are copied to the host.
+    Those that have it already are returned as they are; others are copied to the host.
 
     Raises:
-      ValueError: they have neither structure.
+      ValueError: they have the structure of no number of stages; or of another one than these, and are partly
+        quantised, or spread over several processes.
     """
-    wanted, given = layer_runs(config, stages), layer_runs(config)
-    stacks = [_describe(stack) for stack in stacks_of(params["layers"])]
-    if wanted == given or stacks == [*map(_describe_run, wanted)]:
+    layers = params["layers"]
+    own = stages_of(layers)
+    wanted, given = layer_runs(config, stages), layer_runs(config, own)
+    if wanted == given:
         return params
-    if stacks != [*map(_describe_run, given)]:
-        raise ValueError(f"params do not have the model's structure, be it for one stage or for {stages}")
+    if own > config.num_layers or [*map(_describe, stacks_of(layers))] != [*map(_describe_run, given)]:
+        raise ValueError(f"params do not have the model's structure, be it for one stage or for {max(own, stages)}")
+    if own > 1 and any(run.partly for run in given):
+        raise ValueError(f"params are partly quantised and stacked for {own} stages: load them for {stages}")
+    if not all(x.is_fully_addressable for x in jax.tree.leaves(layers) if isinstance(x, jax.Array)):
+        raise ValueError(f"params are spread over several processes for {own} stages: load them for {stages}")
     by_layer: dict[int, dict[str, Any]] = {}
-    for run, stack in zip(given, stacks_of(params["layers"]), strict=True):
+    for run, stack in zip(given, stacks_of(layers), strict=True):
         for i, layer in enumerate(run.layers):
-            by_layer[layer] = {name: jax.tree.map(lambda x, i=i: np.asarray(x[i]), w) for name, w in stack.items()}
+            if layer is not None:
+                by_layer[layer] = {name: jax.tree.map(lambda x, i=i: np.asarray(x[i]), w) for name, w in stack.items()}
     dtype = np.dtype(params["embed"].dtype)
 
     def restack(run: Run) -> dict[str, Any]:
-        layers = [by_layer[layer] for layer in run.layers]
-
         def stack(name: str) -> Any:
-            weights = [layer[name] for layer in layers]
+            weights = [None if layer is None else by_layer[layer][name] for layer in run.layers]
             if name in run.partly:
-                weights = [_partly(name, weight, dtype, config) for weight in weights]
-            return jax.tree.map(lambda *parts: np.stack(parts), *weights)
+                weights = [None if w is None else _partly(name, w, dtype, config) for w in weights]
+            zeros = jax.tree.map(np.zeros_like, next(w for w in weights if w is not None))
+            return jax.tree.map(lambda *parts: np.stack(parts), *(zeros if w is None else w for w in weights))
 
-        return {name: stack(name) for name in layers[0]}
+        return {name: stack(name) for name in by_layer[0]}
 
-    return params | {"layers": by_run(wanted, restack)}
+    return params | {"layers": by_run(wanted, restack, stages)}
 
 
 _Description = tuple[int, frozenset[str], frozenset[str]]  # layers; names that are quantised, and partly so

@@ -21,9 +21,9 @@ PLACEMENTS = ("grow", "interleave")
 class ParallelPlan:
     """The sizes of the mesh `(stage, context, tensor)`, the placement of pages, and the exchange over `context`.
 
-    It is plain data, and no plan changes an answer. Every device has `num_layers / stage` layers and a share
-    1 / tensor of their heads and feed-forward. Each of the `context` ranks has pages of its own, and batches short
-    requests of its own.
+    It is plain data, and no plan changes an answer. Every device has `num_layers / stage` layers, rounded up or
+    down, and a share 1 / tensor of their heads and feed-forward. Each of the `context` ranks has pages of its own, and
+    batches short requests of its own.
 
     Attributes:
       stage: stages of the sequence pipeline: a chunk is in one stage while the next chunk is in the stage before
@@ -91,8 +91,8 @@ class ParallelPlan:
                 f"plan needs stage * context * tensor = {self.stage} * {self.context} * {self.tensor} = "
                 f"{self.num_devices} devices, and there are {num_devices}"
             )
-        if model.num_layers % self.stage:
-            raise ValueError(f"plan's stage must divide the model's {model.num_layers} layers, got {self.stage}")
+        if self.stage > model.num_layers:
+            raise ValueError(f"plan's stage must be at most the model's {model.num_layers} layers, got {self.stage}")
         for name, size in (("query heads", model.num_heads), ("feed-forward columns", model.intermediate_size)):
             if size % self.tensor:
                 raise ValueError(f"plan's tensor must divide the model's {size} {name}, got {self.tensor}")

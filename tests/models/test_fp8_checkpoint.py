@@ -97,15 +97,16 @@ def test_scales_of_16_bits_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(scale[1], tensors[f"{DOWN}_scale"][:, 0].astype(ml_dtypes.bfloat16))
 
 
+SOME = [("ffn", (2, 1, 4), jnp.bfloat16), ("ffn", (3, 1, 1), jnp.float32)]
 REST = [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product(
-        ["ffn", "all"], [(1, 1, 2), (2, 1, 2), (4, 1, 1), (1, 1, 4), (2, 1, 4)], [jnp.float32, jnp.bfloat16]
+        ["ffn", "all"], [(1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 1, 1), (1, 1, 4), (2, 1, 4)], [jnp.float32, jnp.bfloat16]
     )
 ]
 
 
-@pytest.mark.parametrize(("modules", "sizes", "dtype"), [("ffn", (2, 1, 4), jnp.bfloat16), *REST])
+@pytest.mark.parametrize(("modules", "sizes", "dtype"), [*SOME, *REST])
 def test_a_mesh_loads_what_shard_params_makes(
     modules: str, sizes: tuple[int, int, int], dtype: Any, tmp_path: Path
 ) -> None:
@@ -125,10 +126,10 @@ def test_a_mesh_loads_what_shard_params_makes(
     assert jax.tree.map(describe, sharded["layers"]) == jax.tree.map(describe, wanted)
 
 
-def test_stages_that_do_not_divide_the_layers_are_replicated(tmp_path: Path) -> None:
+def test_layers_fewer_than_stages_are_replicated(tmp_path: Path) -> None:
     model, params = make("ffn")
     save_checkpoint(tmp_path, model, params)
-    mesh = Mesh(np.array(jax.devices()[:3]), ("stage",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[:5]), ("stage",), axis_types=(AxisType.Auto,))
     _, loaded = load_checkpoint(tmp_path, mesh)
     assert_same(loaded, params)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(loaded))

@@ -18,8 +18,8 @@ from longctx.serving.engine.memory import estimate, kv_width, param_bytes
 
 PROMPTS = [list(np.random.default_rng(i).integers(8, 50, size=length)) for i, length in enumerate((40, 13, 27))]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
-SIZES = [*itertools.product((1, 2), (1,), (1, 2, 4)), (1, 2, 2), (4, 1, 1)]
-SOME = [((1, 1, 1), "all"), ((2, 1, 2), "ffn"), ((1, 1, 4), "all")]
+SIZES = [*itertools.product((1, 2), (1,), (1, 2, 4)), (1, 2, 2), (3, 1, 2), (3, 2, 1), (4, 1, 1)]
+SOME = [((1, 1, 1), "all"), ((3, 1, 2), "ffn"), ((1, 1, 4), "all")]  # 3 stages don't divide the 4 layers
 LLAMA_405B = LlamaConfig.preset("llama-3.1-405b")
 
 
@@ -59,7 +59,7 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
     config = LlamaConfig(
         90, 32, 48, 4, 8, 2, 8, tie_embeddings=tied, qkv_bias=not tied, max_positions=256, quantization=quantization
     )
-    for stage, tensor, dtype in itertools.product((1, 2, 4), (1, 2), (np.float32, jax.numpy.bfloat16)):
+    for stage, tensor, dtype in itertools.product((1, 2, 3, 4), (1, 2), (np.float32, jax.numpy.bfloat16)):
         mesh, size = make_mesh(stage, 1, tensor), np.dtype(dtype).itemsize
         assert weight_bytes(config, stage, tensor, size) == param_bytes(Llama(config), mesh, dtype)
         assert cache_bytes(config, 10, stage, tensor, size) == 2 * 10 * size * kv_width(Llama(config), mesh)

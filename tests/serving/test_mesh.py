@@ -20,20 +20,27 @@ POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.pro
 ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
 STRATEGIES = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
 ALL = [(sizes, strategy) for sizes in POWERS + ODD for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])]
+# 5 layers: no stage has as many as the others.
+UNEVEN = [
+    (sizes, strategy)
+    for sizes in ((2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 2), (3, 2, 1))
+    for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])
+]
 # The other cases are slow. Random workloads below use all three axes at once, and sessions use "auto".
 SOME = [((1, 3, 1), ("interleave", "pass_kv"))]
 
 
 @functools.cache
-def oracle_of(stage: int, tensor: int) -> Oracle:
-    """The oracle of a model that these sizes divide: 2 KV heads, repeated on more devices, or one for each device."""
+def oracle_of(layers: int, tensor: int) -> Oracle:
+    """The oracle of a model whose heads a size divides: 2 KV heads, repeated on more devices, or one for each."""
     heads = {3: (6, 3, 48), 5: (5, 1, 60)}.get(tensor, (8, 2, 48))
-    return Oracle(make_model(stage, *heads))
+    return Oracle(make_model(layers, *heads))
 
 
-def make_mesh_engine(plan: ParallelPlan, **options: object) -> Engine:
+def make_mesh_engine(plan: ParallelPlan, layers: int | None = None, **options: object) -> Engine:
+    """An engine of a model with so many layers, by default one for each stage."""
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
-    return make_engine(None, oracle_of(plan.stage, plan.tensor), plan, **(shapes | options))
+    return make_engine(None, oracle_of(layers or plan.stage, plan.tensor), plan, **(shapes | options))
 
 
 class ChunkRecorder:
@@ -61,12 +68,18 @@ class ChunkRecorder:
         return False
 
 
-def check(sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int = 0, events: int = 150) -> None:
+def check(
+    sizes: tuple[int, int, int],
+    strategy: tuple[str, str],
+    seed: int = 0,
+    events: int = 150,
+    layers: int | None = None,
+) -> None:
     placement, exchange = strategy
     plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
-    engine = make_mesh_engine(plan)
+    engine = make_mesh_engine(plan, layers)
     recorded = ChunkRecorder(engine)
-    Workload(engine, seed, oracle_of(plan.stage, plan.tensor).expected_tokens).run(events)
+    Workload(engine, seed, oracle_of(layers or plan.stage, plan.tensor).expected_tokens).run(events)
     kinds = {
         "sharded" if chunk.sharded else "replicated" if len(chunk.ranks) > 1 else "local" for chunk in recorded.chunks
     }
@@ -90,6 +103,14 @@ def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy:
 @pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
 def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
     check(sizes, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "strategy"), UNEVEN, ids=str)
+def test_tokens_with_uneven_stages_equal_those_of_one_device(
+    sizes: tuple[int, int, int], strategy: tuple[str, str]
+) -> None:
+    check(sizes, strategy, layers=5)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def record(engine: Engine) -> list[Batch]:
     ("plan", "model", "devices", "message"),
     [
         (ParallelPlan(4, 4, 1), {}, 8, "4 \\* 4 \\* 1 = 16 devices, and there are 8"),
-        (ParallelPlan(5), {}, 8, "stage must divide the model's 12 layers, got 5"),
+        (ParallelPlan(8), {"num_layers": 7}, 8, "stage must be at most the model's 7 layers, got 8"),
         (ParallelPlan(1, 1, 3), {}, 8, "tensor must divide the model's 4 query heads, got 3"),
         (ParallelPlan(1, 1, 4), {"intermediate_size": 6}, 8, "6 feed-forward columns"),
         (ParallelPlan(1, 1, 4), {"num_heads": 12, "num_kv_heads": 6}, 8, "6 KV heads or be a multiple of them, got 4"),

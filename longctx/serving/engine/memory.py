@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from longctx.models import Llama
+from longctx.models.layer_runs import layers_per_stage
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.config import EngineConfig
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
@@ -133,9 +134,10 @@ def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
 
 
 def kv_width(model: Llama, mesh: Mesh) -> int:
-    """Numbers that a device keeps of a token's keys: layers * KV heads * head size."""
+    """Numbers that a device keeps of a token's keys: layers of the largest stage * KV heads * head size."""
     local = device_config(model.config, mesh)
-    return (local.num_layers // mesh.shape["stage"]) * (local.num_kv_heads // mesh.shape["tensor"]) * local.head_dim
+    layers = layers_per_stage(local.num_layers, mesh.shape["stage"])
+    return layers * (local.num_kv_heads // mesh.shape["tensor"]) * local.head_dim
 
 
 def available_bytes(device: jax.Device) -> int | None:

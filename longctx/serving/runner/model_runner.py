@@ -102,7 +102,7 @@ class MeshModelRunner:
         no_bias = LogitBias.row(SamplingParams())
         # All arrays are committed to devices: an uncommitted one would compile the first step twice.
         self.state = DeviceState(
-            PagedCache.empty(device_config(model.config, mesh), num_pages, page_size, dtype, pages, ranks),
+            PagedCache.empty(device_config(model.config, mesh), num_pages, page_size, dtype, pages, ranks, stages),
             self._put(np.zeros((each, slots, entries), np.int32), specs.table),
             None if specs.page_index is None else self._put(page_index, specs.page_index),
             None

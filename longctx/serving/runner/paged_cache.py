@@ -10,14 +10,15 @@ from jaxtyping import Shaped
 
 from longctx.kernels.bits import bits_dtype
 from longctx.models import LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
 
 
 class PagedCache(NamedTuple):
     """Keys and values `[layers * pages, page_size, K, H]`, 16-bit floats as their bits.
 
-    Layer i has the pages from `i * pages` on. Layers share one pool because XLA's CPU backend would copy the whole
-    pool to slice a layer out of it. Over a mesh, every stage holds the pages of its layers, and the pool is the
-    concatenation of the ranks' pages.
+    Layer i of a stage has the pages from `i * pages` on. Layers share one pool because XLA's CPU backend would copy the
+    whole pool to slice a layer out of it. Over a mesh, every stage holds the pages of as many layers as the largest
+    has, and the pool is the concatenation of the ranks' pages.
     """
 
     k: Shaped[Array, "layers_pages page_size K H"]
@@ -32,9 +33,11 @@ class PagedCache(NamedTuple):
         dtype: DTypeLike,
         device: Any = None,
         num_ranks: int = 1,
+        num_stages: int = 1,
     ) -> Self:
-        """Zeros on a device or in a sharding, with `num_pages` on each of `num_ranks` ranks."""
-        shape = (config.num_layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
+        """Zeros on a device or in a sharding, with `num_pages` on each of `num_ranks` ranks of each stage."""
+        layers = num_stages * layers_per_stage(config.num_layers, num_stages)
+        shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
         k, v = (jnp.zeros(shape, bits_dtype(dtype), device=device) for _ in range(2))
         return cls(k, v)
 
