@@ -111,8 +111,7 @@ class Chunker:
         for number, other in enumerate(others, 1):
             if other in step.shares or step.take_whole(other):
                 continue
-            if step.largest(other):
-                self._take(step, other, others[number:], 0, now)
+            self._take(step, other, others[number:], 0, now)
             if self.plan.context == 1 or step.is_full:
                 break
         return step.shares
@@ -151,34 +150,42 @@ class Chunker:
     def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], decodes: List[Chunk]) -> int:
         """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
 
-        What other ranks may read in the same time decides it too, as they wait: the most urgent prompt's chunk then
-        takes no longer than a step of all rows without context, by which they are busy.
+        Where other ranks have prompts too, and wait, it is no more than these can use: what all rows take without
+        context, or a chunk of the most urgent prompt that is still good.
         """
         targets = [s.tpot_target for s, *_ in decodes if s.tpot_target is not None]
-        spread = step.spread(head)
-        if self.chunking.adaptive and targets:
-            step.limit = min(targets) / self.plan.stage
-            return self._smallest(head.computed, _EFFICIENT) * spread
         has_others = self.plan.context > 1 and step.has_others(head, others)
-        if self.chunking.adaptive:
+        share = 0.0
+        if self.chunking.adaptive and targets:
+            step.limit, share = min(targets) / self.plan.stage, _EFFICIENT
+        elif self.chunking.adaptive:
             best = self._smallest(0 if has_others else head.computed, _BEST)
             step.tokens = min(best + step.rows, step.tokens)
-            step.limit = self.step_seconds / self.plan.stage
+            step.limit, share = self.step_seconds / self.plan.stage, _GOOD
+        least = self._smallest(head.computed, share) * step.spread(head) if share else 1
         if has_others:
-            step.limit = min(step.limit, step.full_seconds())
-        return self._smallest(head.computed, _GOOD) * spread if step.limit < math.inf else 1
+            good = min(self._smallest(head.computed, _GOOD) * step.spread(head), step.room(head))
+            step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
+        return least
 
     def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
         """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
-        lent, borrowers = self._lend(step, sequence, others, least, now)
+        least = min(least, step.room(sequence))
+        count = max(least, step.largest(sequence))
+        if not count:
+            return
+        borrowers = self._borrowers(step, sequence, others)
+        if borrowers:
+            self._find_due_shares(step, step.seconds_with(sequence, count), borrowers, now)
+        lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
             # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
-            kept = max(min(least, step.room(sequence)), step.largest(sequence, 1 - lent))
-            beside = step.beside(sequence, kept)
+            beside = step.beside(sequence, max(least, step.largest(sequence, 1 - lent)))
             beside.fill(borrowers)
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-        step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
+            count = max(min(least, step.room(sequence)), step.largest(sequence))
+        step.take(sequence, count)
 
     def _smallest(self, start: int, efficient: float) -> int:
         """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
@@ -186,10 +193,8 @@ class Chunker:
         least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
         return next(size for size, time in zip(self._sizes, seconds, strict=True) if efficient * time <= least * size)
 
-    def _lend(
-        self, step: StepBudget, head: Sequence, others: List[Sequence], least: int, now: float
-    ) -> tuple[float, list[Sequence]]:
-        """The share of the step that a prompt lends, and to whom: to those that need less than it."""
+    def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
+        """Who may share the ranks of a prompt: those that need less than it does."""
         borrowers = [
             s
             for s in others
@@ -198,21 +203,14 @@ class Chunker:
         if self.plan.context > 1:
             ranks = {*step.ranks(head)}
             borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
-        if not borrowers:
-            return 0.0, []
-        self._find_due_shares(step, head, borrowers, least, now)
-        return min(1.0, max(self.policy.share(s, now) for s in borrowers)), borrowers
+        return borrowers
 
-    def _find_due_shares(
-        self, step: StepBudget, head: Sequence, borrowers: List[Sequence], least: int, now: float
-    ) -> None:
-        """Set `due_share` of those that may share the steps of a longer prompt.
+    def _find_due_shares(self, step: StepBudget, seconds: float, borrowers: List[Sequence], now: float) -> None:
+        """Set `due_share` of those that may share the steps of a longer prompt, of so many seconds each.
 
-        It is what they and those that are due before them need of the steps until then, each as long as this one with
-        the longer prompt's chunk alone: of the rows, and of the seconds where these are limited. The first token comes
-        from the last stage, after the step that runs now.
+        It is what they and those that are due before them need of the steps until then: of the rows, and of the seconds
+        where these are limited. The first token comes from the last stage, and after the step that runs now.
         """
-        seconds = step.seconds_with(head, max(min(least, step.room(head)), step.largest(head)))
         rows, free = step.free_rows, step.free_seconds
         tokens = work = 0.0
         for sequence in sorted(borrowers, key=lambda s: (s.deadline, s.order)):
