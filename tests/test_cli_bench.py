@@ -133,7 +133,7 @@ def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys
         (["--prompt-tokens", "9", "--output-tokens", "9", "--page-size", "4", "--num-pages", "2"], "--num-pages must"),
         (["--plot", "figure.pdf"], "--plot must end in .png or .svg"),
         (["--json", "nowhere/results.json"], "--json: no such directory"),
-        (["--policy", "random"], "--policy must be one of fcfs, edf, srpf, lrs, ilrs, got 'random'"),
+        (["--policy", "random"], "--policy must be one of fcfs, edf, srpf, lrs, lrs_relative, ilrs, got 'random'"),
         (["--chunking", "static:many"], '--chunking must be "static", "static:N" or "adaptive"'),
         (["--max-share", "2"], "--max-share must be finite and 0 to 1"),
         (["--tpot", "0"], "--tpot must be above 0"),

@@ -22,7 +22,8 @@ class EngineConfig:
       max_running: the most sequences that run at a time.
       max_length: tokens of the longest sequence, prompt and output. None: the model's context.
       token_budget: the most rows of a step on a rank, decodes and prefill chunks together.
-      policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"ilrs"`, or a custom `Policy`.
+      policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"lrs_relative"`, `"ilrs"`, or a
+        custom `Policy`.
       chunking: `"static"` fills the token budget in every step, `"static:N"` N rows of it; `"adaptive"` as many as keep
         the TPOT targets of running decodes, by prediction.
       max_share: the largest share of a step that a long prompt leaves to short ones under `ilrs`, 0 to 1.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
 
 PERCENTILES = (50, 90, 99)
@@ -32,6 +33,7 @@ def summarize(record: Record) -> dict[str, Any]:
         "tpot": percentiles([served.tpot for served in record.served if served.tpot is not None]),
         "kept_ttft": share([served.kept_ttft for served in record.served]),
         "kept_tpot": share([served.metrics.kept_tpot for served in record.served]),
+        "idle_share": idle_shares(record.steps),
         **_prediction_errors(record),
         "engine": None if record.stats is None else dataclasses.asdict(record.stats),
     }
@@ -41,6 +43,16 @@ def share(kept: List[bool | None]) -> float | None:
     """The share of promises that were kept, each True or False; None is no promise."""
     promised = [x for x in kept if x is not None]
     return sum(promised) / len(promised) if promised else None
+
+
+def idle_shares(steps: List[StepMetrics]) -> list[float] | None:
+    """The share of steps' seconds that each context rank waits for slower ones, by prediction; None: one rank."""
+    steps = [step for step in steps if len(step.rank_seconds) > 1]
+    if not steps:
+        return None
+    seconds = np.maximum([step.seconds for step in steps], 1e-12)
+    shares: list[float] = np.average([step.idle_share for step in steps], axis=0, weights=seconds).tolist()
+    return shares
 
 
 def _prediction_errors(record: Record) -> dict[str, Any]:
@@ -81,6 +93,8 @@ def table(summary: dict[str, Any]) -> str:
         rows.append((name.upper(), shown))
     kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
     rows.append(("promises", ", ".join(kept) or "-"))
+    if summary["idle_share"] is not None:
+        rows.append(("ranks wait", "  ".join(f"{share:.1%}" for share in summary["idle_share"])))
     if summary["prediction_error"] is not None:
         mean, by_time = summary["prediction_error"], summary["prediction_error_by_time"]
         shown = f"off by {mean:.1%} in the mean, {by_time:.1%} weighted by time"
@@ -131,17 +145,23 @@ def plot(record: Record, path: Path) -> None:
 
     The upper row shows cumulative distributions of TTFT and TPOT, and running and waiting requests over time. The lower
     row, if steps were recorded, shows prefill chunks over time, predicted over measured seconds of steps, and relative
-    slack at admission and at the first token.
+    slack at admission and at the first token. With several context ranks a third row is the Gantt chart of their steps:
+    when each of them computes, by prediction, and when it waits for slower ones.
     """
     from matplotlib.figure import Figure  # pyplot would need a display and keep global state
 
     rows = 2 if record.steps else 1
-    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, 3, squeeze=False)
+    num_ranks = max((len(step.rank_seconds) for step in record.steps), default=1)
+    heights = [3.6] * rows + ([1.2 + 0.3 * num_ranks] if num_ranks > 1 else [])
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(rows)]
     _plot_requests(record, *axes[0])
     if record.steps:
         _plot_steps(record, *axes[1])
-    for each in axes.flat:
+    if num_ranks > 1:
+        plot_ranks(record.steps, figure.add_subplot(grid[rows, :]))
+    for each in figure.axes:
         each.grid(alpha=0.3)
     summary = summarize(record)
     kept = [f"{summary[key]:.1%} {name}" for key, name in _PROMISES if summary[key] is not None]
@@ -187,3 +207,21 @@ def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any
     slack_axes.axhline(0, color="grey", linewidth=1)
     slack_axes.set(title="Relative slack", xlabel="seconds", ylabel="of the time to the deadline")
     slack_axes.legend()
+
+
+def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:
+    """Draw the Gantt chart of context ranks: a bar for each step, as long as the rank computes in it, by prediction.
+
+    A step is drawn where it ran, from its end back by its seconds. What is left of it the rank waits for slower ones.
+    """
+    steps = [step for step in steps if len(step.rank_seconds) > 1]
+    start = min(step.finished - step.seconds for step in steps)
+    spans = [(step.finished - step.seconds - start, step.seconds) for step in steps]
+    for rank in range(len(steps[0].rank_seconds)):
+        busy = [(at, seconds * (1 - step.idle_share[rank])) for (at, seconds), step in zip(spans, steps, strict=True)]
+        axes.broken_barh(spans, (rank - 0.4, 0.8), color="0.85", linewidth=0)
+        axes.broken_barh(busy, (rank - 0.4, 0.8), color=f"C{rank}", linewidth=0)
+    labels = [f"rank {rank}, {share:.0%} idle" for rank, share in enumerate(idle_shares(steps) or [])]
+    axes.set(title="Ranks: compute, and wait (grey)", xlabel="seconds")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()

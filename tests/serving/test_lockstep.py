@@ -25,7 +25,7 @@ from longctx.serving.distributed.lockstep import Lockstep
         [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exchange="kvp", rank_tokens=12)]
     ),
     admission=st.sampled_from(["reserve", "optimistic"]),
-    policy=st.sampled_from(["fcfs", "ilrs", "lrs"]),
+    policy=st.sampled_from(["fcfs", "ilrs", "lrs", "lrs_relative"]),
     chunking=st.sampled_from(["static", "adaptive"]),
 )
 def test_all_processes_decide_alike(

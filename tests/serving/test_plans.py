@@ -48,7 +48,7 @@ PLANS = st.builds(
     run_ahead=st.integers(1, 4),
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
-    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
+    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
 )
 def test_random_workloads_give_the_oracles_tokens(

@@ -34,7 +34,7 @@ PLANS = [ParallelPlan(), ParallelPlan(3, rank_tokens=8), ParallelPlan(2, 2, exch
     plan=st.sampled_from(PLANS),
     num_pages=st.integers(24, 60),
     admission=st.sampled_from(["reserve", "optimistic"]),
-    policy=st.sampled_from(["fcfs", "ilrs", "lrs", "srpf", "edf"]),
+    policy=st.sampled_from(["fcfs", "ilrs", "lrs", "lrs_relative", "srpf", "edf"]),
     chunking=st.sampled_from(["static", "adaptive"]),
     prefix_cache=st.booleans(),
     run_ahead=st.integers(1, 3),

@@ -106,11 +106,25 @@ def test_chunks_shrink_as_the_context_grows() -> None:
 
 
 def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:
-    record, _ = serve([WorkloadRequest(0.0, 5000, 1)], chunking="adaptive", slo=Slo(tpot=0.011))
+    unbounded = Slo(tpot=0.011, step_seconds=None)
+    record, _ = serve([WorkloadRequest(0.0, 5000, 1)], chunking="adaptive", slo=unbounded)
     assert [count for s in record.steps for _, count in s.chunks] == [512] * 9 + [392]
     # 512 tokens reach 4,500 a second, and no chunk more than 4,700.
-    record, _ = serve([WorkloadRequest(0.0, 5000, 1)], chunking="adaptive", token_budget=8192)
+    record, _ = serve([WorkloadRequest(0.0, 5000, 1)], chunking="adaptive", token_budget=8192, slo=unbounded)
     assert {count for s in record.steps for _, count in s.chunks} == {512, 392}
+
+
+@pytest.mark.parametrize("step_seconds", [0.02, 0.1, 0.15])
+def test_without_decodes_a_step_takes_no_longer_than_those_who_come_may_wait(step_seconds: float) -> None:
+    """Unless that is less than a chunk needs for four fifths of the best one's speed."""
+    record, simulation = serve(
+        [WorkloadRequest(0.0, 60_000, 1)], chunking="adaptive", token_budget=2048, slo=Slo(step_seconds=step_seconds)
+    )
+    good = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.8)
+    sizes = [(at, count, step.predicted) for step in record.steps for at, count in step.chunks]
+    assert all(predicted <= step_seconds or count <= good(at) for at, count, predicted in sizes)
+    seconds = sum(step.seconds for step in record.steps)
+    assert seconds < DEVICE.prefill_seconds(0, 60_000, 2048) / 0.79
 
 
 @pytest.mark.parametrize("number", [64, 200])
@@ -135,7 +149,9 @@ def saturating(count: int) -> list[WorkloadRequest]:
     ]
 
 
-@pytest.mark.parametrize(("policy", "starves"), [("srpf", True), ("edf", False), ("lrs", False), ("ilrs", False)])
+@pytest.mark.parametrize(
+    ("policy", "starves"), [("srpf", True), ("edf", False), ("lrs", False), ("lrs_relative", False), ("ilrs", False)]
+)
 def test_who_starves(policy: str, starves: bool) -> None:
     """The long one takes 2.8 s alone and is due after 14; short ones are due after 1 s; the stream goes on for 330.
 
@@ -150,7 +166,7 @@ def test_who_starves(policy: str, starves: bool) -> None:
     if starves:
         assert long.first_token > end
     else:
-        assert long.first_token < (1.5 if policy == "edf" else 4) * long.ttft_deadline < end / 4
+        assert long.first_token < (1.5 if policy in ("edf", "lrs") else 4) * long.ttft_deadline < end / 4
 
 
 def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
@@ -166,7 +182,7 @@ def test_under_fcfs_a_short_one_waits_for_the_whole_long_one() -> None:
         waits[policy] = short.ttft
     assert waits.pop("fcfs") > alone - 0.2
     assert max(waits.values()) < 1.0
-    assert waits["ilrs"] <= waits["lrs"]
+    assert waits["ilrs"] <= waits["lrs_relative"]
 
 
 def test_priority_comes_before_urgency() -> None:
@@ -187,11 +203,12 @@ def test_more_than_can_be_done_of_a_mix() -> None:
         for i, (at, length) in enumerate(zip(arrivals, lengths, strict=True))
     ]
     medians = {}
-    for policy in ("fcfs", "edf", "lrs", "ilrs"):
+    for policy in ("fcfs", "edf", "lrs", "lrs_relative", "ilrs"):
         record, _ = serve(requests, policy=policy, chunking="adaptive", slo=Slo(tpot=0.1), max_running=256)
         alone = [DEVICE.prefill_seconds(0, x.metrics.prompt_tokens, BUDGET) for x in record.served]
         medians[policy] = float(np.median([x.ttft / t for x, t in zip(record.served, alone, strict=True)]))
-    assert medians["fcfs"] > medians["edf"] > medians["lrs"] > medians["ilrs"]
+    assert medians["fcfs"] > medians["edf"] > medians["lrs_relative"] > medians["ilrs"]
+    assert medians["fcfs"] > medians["lrs"] > medians["lrs_relative"]
 
 
 # What is known of a device changes.
@@ -271,8 +288,8 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
         else:
             assert shares.get(short, 0) == BUDGET - np.ceil((1 - min(max_share, used)) * BUDGET)
             assert shares[long] == BUDGET - shares.get(short, 0)
-    lrs = Chunker(make_policy("lrs", 1.0), DEVICE, Chunking(False, BUDGET))
-    assert tokens_of(lrs, [long, short], [], 12.0) == {long: BUDGET}
+    alone = Chunker(make_policy("lrs_relative", 1.0), DEVICE, Chunking(False, BUDGET))
+    assert tokens_of(alone, [long, short], [], 12.0) == {long: BUDGET}
 
 
 def test_by_predicted_time_where_chunks_are_adaptive() -> None:

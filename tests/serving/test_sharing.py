@@ -105,7 +105,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "srpf", "lrs", "ilrs"])
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"])
 def test_a_burst_computes_its_common_prefix_once(policy: str, plan: ParallelPlan) -> None:
     """Requests that arrive together, whose prompts begin alike."""
     engine = make_engine(60, 4, plan, policy=policy, max_running=6)
@@ -189,7 +189,7 @@ class Bursts(Workload):
 @given(
     seed=st.integers(0, 2**20),
     plan=st.sampled_from(PLANS),
-    policy=st.sampled_from(["fcfs", "srpf", "lrs", "ilrs"]),
+    policy=st.sampled_from(["fcfs", "srpf", "lrs", "lrs_relative", "ilrs"]),
     admission=st.sampled_from(["reserve", "optimistic"]),
     run_ahead=st.integers(1, 4),
 )

@@ -17,7 +17,7 @@ from longctx.serving import Slo
     run_ahead=st.integers(1, 8),
     admission=st.sampled_from(["reserve", "optimistic"]),
     prefix_cache=st.booleans(),
-    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "ilrs"]),
+    policy=st.sampled_from(["fcfs", "edf", "srpf", "lrs", "lrs_relative", "ilrs"]),
     chunking=st.sampled_from(["static", "static:7", "adaptive"]),
     max_share=st.sampled_from([0.0, 0.3, 1.0]),
 )

@@ -78,7 +78,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     scheduling = parser.add_argument_group("scheduling")
-    scheduling.add_argument("--policy", default=CHOICES["policy"], help="fcfs, edf, srpf, lrs or ilrs (the default)")
+    scheduling.add_argument(
+        "--policy", default=CHOICES["policy"], help="fcfs, edf, srpf, lrs, lrs_relative or ilrs (the default)"
+    )
     scheduling.add_argument(
         "--chunking", default=CHOICES["chunking"], help="static (the default), static:N or adaptive"
     )

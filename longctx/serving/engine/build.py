@@ -1,5 +1,6 @@
 """Builds the core of an engine, and what makes sequences for it, without JAX."""
 
+import math
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,6 +57,7 @@ def build_core(
         config.page_size,
         config.growing_buckets(2 if plan.context == 1 else 8),
         TenantShares(config.tenant_weights),
+        math.inf if config.slo.step_seconds is None else config.slo.step_seconds,
     )
     scheduler = Scheduler(
         chunker,

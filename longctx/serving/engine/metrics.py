@@ -85,6 +85,12 @@ class StepMetrics(NamedTuple):
     def prompt_tokens(self) -> int:
         return sum(count for _, count in self.chunks)
 
+    @property
+    def idle_share(self) -> tuple[float, ...]:
+        """The share of the step that each context rank waits for the slowest, by prediction."""
+        longest = max(self.rank_seconds, default=0.0)
+        return tuple(1 - seconds / longest if longest else 0.0 for seconds in self.rank_seconds)
+
 
 @dataclass(frozen=True)
 class EngineStats:

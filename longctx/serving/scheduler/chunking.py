@@ -16,9 +16,10 @@ from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.scheduler.tenants import TenantShares
 from longctx.serving.validation import shown
 
-# Shares of the tokens per second of the best chunk: below the first a chunk is a waste, above the second a larger one
-# gains nothing, but keeps whoever comes meanwhile waiting.
-_EFFICIENT, _BEST = 0.5, 0.95
+# Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
+# below the second, whoever else waits for it; above the last a larger one gains nothing, but keeps whoever comes
+# meanwhile waiting.
+_EFFICIENT, _GOOD, _BEST = 0.5, 0.8, 0.95
 
 
 class Chunking(NamedTuple):
@@ -57,12 +58,18 @@ class Chunker:
 
     With adaptive chunking a step takes the time that the tightest TPOT target of its decodes allows, by prediction; so
     chunks shrink as the context before them grows. They don't shrink below the smallest efficient chunk, whatever the
-    target, and without a target they are no larger than is of use. With static chunking, prompts share tokens. As ranks
-    wait for the slowest, no other prompt then makes a step longer than the most urgent one does, or than a full step of
-    tokens without context.
+    target. Without a target a step takes `step_seconds`, as those that come meanwhile wait for it; its chunks are no
+    larger than is of use. With static chunking, prompts share tokens.
+
+    Ranks wait for the slowest. So each of them is filled up to the time of the step, not to equal rows, by the most
+    urgent prompts that have their pages there (Mnemosyne, 7: KVP instances are scheduled independently for short
+    requests). The chunk of a long prompt on some ranks is no longer than what the others can read meanwhile.
 
     With several stages a token comes after as many steps, and a step takes the largest of the batches in the stages:
     so its time is a share of the target, and its rows don't grow by more than one bucket in as many steps.
+
+    Args:
+      step_seconds: of steps without decodes that have a target; see `Slo`.
     """
 
     def __init__(
@@ -74,10 +81,11 @@ class Chunker:
         page_size: int = 1,
         buckets: List[int] = (),
         tenants: TenantShares | None = None,
+        step_seconds: float = math.inf,
     ) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
         self.plan, self.page_size = plan or ParallelPlan(), page_size
-        self.tenants = tenants or TenantShares({})
+        self.tenants, self.step_seconds = tenants or TenantShares({}), step_seconds
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
         self._grown = -self.plan.stage  # how many batches ago rows grew
@@ -91,28 +99,21 @@ class Chunker:
         step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
         if step.tokens <= step.rows:
             return {}
-        ranked = by_urgency(self.policy, prompts, now, self.tenants)
-        head = next(ranked)
-        seconds, least = self._time(decodes), 1
-        if seconds < math.inf:
-            least = self._smallest(head.computed, _EFFICIENT)
-        elif self.chunking.adaptive:
-            step.tokens = min(self._smallest(head.computed, _BEST) + step.rows, step.tokens)
-        step.limit = seconds
-        others = list(ranked)
-        lent, borrowers = self._lend(step, head, others, now)
-        if lent > 0:
-            # Beside what the head keeps. It may end within that: then it lends nothing, and they get what is left.
-            beside = step.beside(head, max(min(least, step.room(head)), step.largest(head, 1 - lent)))
-            beside.fill(borrowers)
-            for borrower, share in beside.shares.items():
-                step.take_share(borrower, share)
-        step.take(head, max(min(least, step.room(head)), step.largest(head)))
-        takes_all = head in step.shares and step.shares[head].num_tokens == head.remaining
-        if self.plan.context > 1 and step.limit == math.inf:
-            step.limit = max(step.seconds, self.predictor.seconds(Work(step.tokens)))
-        if self.plan.context > 1 or takes_all:
-            step.fill(other for other in others if other not in step.shares)
+        head, *others = by_urgency(self.policy, prompts, now, self.tenants)
+        least = self._set_limit(step, head, others, decodes)
+        self._take(step, head, others, least, now)
+        if self.plan.context > 1:
+            if step.limit == math.inf:
+                step.limit = step.full_seconds()
+            step.limit = max(step.limit, step.seconds)  # that long all ranks wait
+        elif head not in step.shares or step.shares[head].num_tokens < head.remaining:
+            return step.shares
+        for number, other in enumerate(others, 1):
+            if other in step.shares or step.take_whole(other):
+                continue
+            self._take(step, other, others[number:], 0, now)
+            if self.plan.context == 1 or step.is_full:
+                break
         return step.shares
 
     def note(self, chunks: List[Chunk]) -> None:
@@ -146,12 +147,45 @@ class Chunker:
     def _bucket(self, rows: int) -> int:
         return min(bisect_left(self._buckets, rows), len(self._buckets) - 1) if rows else -1
 
-    def _time(self, decodes: List[Chunk]) -> float:
-        """Seconds that a step may take."""
-        if not self.chunking.adaptive:
-            return math.inf
+    def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], decodes: List[Chunk]) -> int:
+        """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
+
+        Where other ranks have prompts too, and wait, it is no more than these can use: what all rows take without
+        context, or a chunk of the most urgent prompt that is still good.
+        """
         targets = [s.tpot_target for s, *_ in decodes if s.tpot_target is not None]
-        return min(targets, default=math.inf) / self.plan.stage
+        has_others = self.plan.context > 1 and step.has_others(head, others)
+        share = 0.0
+        if self.chunking.adaptive and targets:
+            step.limit, share = min(targets) / self.plan.stage, _EFFICIENT
+        elif self.chunking.adaptive:
+            best = self._smallest(0 if has_others else head.computed, _BEST)
+            step.tokens = min(best + step.rows, step.tokens)
+            step.limit, share = self.step_seconds / self.plan.stage, _GOOD
+        least = self._smallest(head.computed, share) * step.spread(head) if share else 1
+        if has_others:
+            good = min(self._smallest(head.computed, _GOOD) * step.spread(head), step.room(head))
+            step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
+        return least
+
+    def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
+        """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
+        least = min(least, step.room(sequence))
+        count = max(least, step.largest(sequence))
+        if not count:
+            return
+        borrowers = self._borrowers(step, sequence, others)
+        if borrowers:
+            self._find_due_shares(step, step.seconds_with(sequence, count), borrowers, now)
+        lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
+        if lent > 0:
+            # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
+            beside = step.beside(sequence, max(least, step.largest(sequence, 1 - lent)))
+            beside.fill(borrowers)
+            for borrower, share in beside.shares.items():
+                step.take_share(borrower, share)
+            count = max(min(least, step.room(sequence)), step.largest(sequence))
+        step.take(sequence, count)
 
     def _smallest(self, start: int, efficient: float) -> int:
         """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
@@ -159,12 +193,29 @@ class Chunker:
         least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
         return next(size for size, time in zip(self._sizes, seconds, strict=True) if efficient * time <= least * size)
 
-    def _lend(
-        self, step: StepBudget, head: Sequence, others: List[Sequence], now: float
-    ) -> tuple[float, list[Sequence]]:
-        """The share of the step that the most urgent prompt lends, and to whom: to those that need less than it."""
-        borrowers = [s for s in others if s.prefill_remaining < head.prefill_remaining and s.priority == head.priority]
+    def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
+        """Who may share the ranks of a prompt: those that need less than it does."""
+        borrowers = [
+            s
+            for s in others
+            if s.prefill_remaining < head.prefill_remaining and s.priority == head.priority and s not in step.shares
+        ]
         if self.plan.context > 1:
             ranks = {*step.ranks(head)}
             borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
-        return min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0)), borrowers
+        return borrowers
+
+    def _find_due_shares(self, step: StepBudget, seconds: float, borrowers: List[Sequence], now: float) -> None:
+        """Set `due_share` of those that may share the steps of a longer prompt, of so many seconds each.
+
+        It is what they and those that are due before them need of the steps until then: of the rows, and of the seconds
+        where these are limited. The first token comes from the last stage, and after the step that runs now.
+        """
+        rows, free = step.free_rows, step.free_seconds
+        tokens = work = 0.0
+        for sequence in sorted(borrowers, key=lambda s: (s.deadline, s.order)):
+            left = max(0.0, sequence.deadline - now)
+            steps = max(1.0, left // seconds - self.plan.stage) if seconds > 0 else math.inf
+            tokens += sequence.remaining / step.spread(sequence)
+            work += sequence.prefill_remaining
+            sequence.due_share = max(tokens / rows, work / free) / steps if free > 0 else 1.0

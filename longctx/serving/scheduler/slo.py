@@ -16,6 +16,8 @@ class Slo:
       ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
       ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
       tpot: seconds between tokens at most; None: nothing is promised.
+      step_seconds: that a step may take with adaptive chunks where no decode has a target, by prediction, since whoever
+        comes meanwhile waits for it; a chunk of 80 % of the best one's speed may take longer. None: any.
 
     Raises:
       TypeError, ValueError: one is not a positive, finite number, or ttft_factor is below 1.
@@ -24,11 +26,12 @@ class Slo:
     ttft_factor: float = 5.0
     ttft_least: float = 1.0
     tpot: float | None = 0.2
+    step_seconds: float | None = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("ttft_factor", "ttft_least", "tpot"):
+        for name in ("ttft_factor", "ttft_least", "tpot", "step_seconds"):
             value = getattr(self, name)
-            if name != "tpot" or value is not None:
+            if name not in ("tpot", "step_seconds") or value is not None:
                 object.__setattr__(self, name, check_real(name, value, 0))
                 if getattr(self, name) == 0:
                     raise ValueError(f"{name} must be above 0")

@@ -80,15 +80,44 @@ class StepBudget:
     def fill(self, sequences: Iterable[Sequence]) -> None:
         """Take as much of each as there is room for. On one rank, once one gets less than all of it there is none."""
         for sequence in sequences:
-            if self._take_whole(sequence):
+            if self.take_whole(sequence):
                 continue
             self.take(sequence, self.largest(sequence))
-            if self._num_ranks == 1 or self._is_full():
+            if self._num_ranks == 1 or self.is_full:
                 return
 
     def ranks(self, sequence: Sequence) -> tuple[int, ...]:
-        """The ranks that compute the rest of a prompt."""
-        return self.share(sequence, sequence.remaining).ranks
+        """The ranks that compute a prompt's next tokens, as many as a step may have."""
+        return self.share(sequence, min(sequence.remaining, self._budget)).ranks
+
+    def has_others(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether others can use ranks that a prompt does not."""
+        ranks = {*self.ranks(sequence)}
+        return len(ranks) < self._num_ranks and any(not ranks.issuperset(self.ranks(other)) for other in others)
+
+    def spread(self, sequence: Sequence) -> int:
+        """Tokens of a prompt for one row of each rank."""
+        return self._num_ranks if self._is_sharded(sequence) else 1
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that the decodes leave."""
+        return self.tokens - self._begin
+
+    @property
+    def free_seconds(self) -> float:
+        """Seconds that the decodes leave; infinite without a limit."""
+        return self.limit - self._begun
+
+    def full_seconds(self) -> float:
+        """Predicted seconds of a step whose free rows all have tokens without context, on every rank."""
+        free = self.tokens - self.rows
+        return max(self._predictor.seconds(work.with_chunk(0, free, False)) for work in self._works)
+
+    def seconds_with(self, sequence: Sequence, count: int) -> float:
+        """Predicted seconds of the slowest rank with `count` more tokens of a prompt."""
+        works = self._with(sequence, self.share(sequence, count)) if count > 0 else []
+        return max(self.seconds, *(work.seconds for work in works), 0.0)
 
     def beside(self, sequence: Sequence, count: int) -> "StepBudget":
         """The same step with a chunk that is not taken yet."""
@@ -102,14 +131,15 @@ class StepBudget:
 
     def largest(self, sequence: Sequence, share: float = 1.0) -> int:
         """The most tokens of a prompt for which there is room, in `share` of what the decodes leave of the step."""
-        spread = self._num_ranks if self._is_sharded(sequence) else 1
-        most = min(self.room(sequence), math.ceil(share * (self.tokens - self._begin)) * spread)
+        most = min(self.room(sequence), math.ceil(share * self.free_rows) * self.spread(sequence))
         if self.limit == math.inf or most <= 0:
             return max(0, most)
         limit = self._begun + share * (self.limit - self._begun)
         if self._fits(sequence, most, limit):
             return most
-        low, high = 0, most  # low fits, high does not
+        if not self._fits(sequence, 1, limit):
+            return 0
+        low, high = 1, most  # low fits, high does not
         while high - low > 1:
             count = (low + high) // 2
             low, high = (count, high) if self._fits(sequence, count, limit) else (low, count)
@@ -147,7 +177,7 @@ class StepBudget:
             ranks = (*{*sequence.ranks, *(rank for rank, pages in enumerate(new) if pages)},)
         return Share(count, ranks if len(ranks) == 1 else tuple(sorted(ranks)), False)
 
-    def _take_whole(self, sequence: Sequence) -> bool:
+    def take_whole(self, sequence: Sequence) -> bool:
         """Take all of a prompt, if there is room for it."""
         share = self.share(sequence, sequence.remaining)
         if self._room(share.ranks, share.sharded) < share.num_tokens:
@@ -168,7 +198,8 @@ class StepBudget:
             self._works[rank], self._seconds[rank] = work, seconds
         self._place(*share)
 
-    def _is_full(self) -> bool:
+    @property
+    def is_full(self) -> bool:
         """Whether there is room for no row of any kind, on any rank."""
         left = self.tokens - -(-self._sharded // self._num_ranks)
         local = left - max(self._replicated) - min(self._local)

@@ -50,9 +50,8 @@ class OwnMetrics:
             seen["chunk_rows"].observe(count)
         if step.is_exact and step.predicted > 0:
             seen["step_seconds_over_predicted"].observe(step.seconds / step.predicted)
-        if len(step.rank_seconds) > 1 and (longest := max(step.rank_seconds)) > 0:
-            for rank, seconds in enumerate(step.rank_seconds):
-                self._idle[str(rank)] += step.seconds * (1 - seconds / longest)
+        for rank, share in enumerate(step.idle_share):
+            self._idle[str(rank)] += step.seconds * share
         flops, read = self._cost.flops(step), self._cost.bytes(step)
         self._flops += flops
         self._bytes += read
