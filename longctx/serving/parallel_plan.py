@@ -126,8 +126,3 @@ class ParallelPlan:
         tokens = max(rows, predicted_tokens) if self.rank_tokens is None else self.rank_tokens
         limit = math.inf if tokens == math.inf else max(1, int(tokens) // page_size)
         return Placer(self.context, self.placement == "interleave", limit)
-
-
-def is_sharded(plan: ParallelPlan, decodes: bool, remaining: int, rows: int) -> bool:
-    """Whether a sequence's next rows are sharded: all if pages interleave, else those of prompts longer than a step."""
-    return plan.shards_rows and (plan.placement == "interleave" or (not decodes and remaining > rows))

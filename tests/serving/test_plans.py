@@ -19,7 +19,7 @@ from longctx.models import Llama
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.engine.memory import MemoryEstimate, estimate, param_bytes
-from longctx.serving.executor import exchange_rule
+from longctx.serving.executor import messages
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
@@ -27,7 +27,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 
-exchange_rule._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
+messages._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
 
 PLANS = st.builds(
     ParallelPlan,

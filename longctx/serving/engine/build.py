@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from longctx.models.config import LlamaConfig
+from longctx.parallel.cost import Hardware, ModelShape
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
@@ -13,8 +14,9 @@ from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor, readable_tokens
+from longctx.serving.predictor.runtime import CurvePredictor, Predictor, readable_tokens
 from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.policy import make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.tenants import TenantShares
@@ -39,6 +41,7 @@ def build_core(
     num_pages: int,
     max_length: int,
     tokenizer: "Tokenizer | None" = None,
+    hardware: Hardware | None = None,
 ) -> Built:
     """The core of an engine.
 
@@ -46,18 +49,24 @@ def build_core(
       predictor: of its batches; it is corrected as batches run.
       num_pages: of each context rank.
       max_length: prompt and output of the longest sequence, in tokens.
+      hardware: a device and its link over `context`, by which exchanges are chosen; None: the predictor's.
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
     readable = readable_tokens(predictor, config.slo.tpot, plan.stage, max_length)
+    chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
+    heads = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
+    if hardware is None and isinstance(predictor, CurvePredictor) and predictor.exchange is not None:
+        hardware = predictor.exchange.hardware
     chunker = Chunker(
         make_policy(config.policy, config.max_share),
         Corrected(predictor),
-        Chunking.parse(config.chunking, config.token_budget, config.max_running),
+        chunking,
         plan,
         config.page_size,
         config.growing_buckets(2 if plan.context == 1 else 8),
         TenantShares(config.tenant_weights),
         math.inf if config.slo.step_seconds is None else config.slo.step_seconds,
+        ExchangeRule(plan, chunking.tokens, heads, hardware),
     )
     scheduler = Scheduler(
         chunker,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.scheduler.exchange_rule import Exchange
 from longctx.serving.scheduler.sequence import State, completion_of
 
 
@@ -24,6 +25,7 @@ class StepMetrics(NamedTuple):
       samples: tokens that were sampled.
       decode_keys: keys that its decodes attended to, their own included.
       rank_seconds: predicted seconds of each context rank, had it not to wait for the others.
+      exchange: of its sharded rows, and why; None: it has none.
       first_tokens: seconds since its arrival of each sequence that got its first token.
       gaps: seconds since its last token of each sequence that got another.
     """
@@ -40,6 +42,7 @@ class StepMetrics(NamedTuple):
     samples: int = 0
     decode_keys: int = 0
     rank_seconds: tuple[float, ...] = ()
+    exchange: Exchange | None = None
     first_tokens: tuple[float, ...] = ()
     gaps: tuple[float, ...] = ()
 
@@ -77,6 +80,7 @@ class StepMetrics(NamedTuple):
             samples,
             keys,
             batch.rank_seconds,
+            batch.exchange,
             tuple(first_tokens),
             tuple(gaps),
         )

@@ -20,6 +20,7 @@ from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import hardware_of
 from longctx.serving.recording.contents import RecordedRequest, request_of
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
@@ -62,12 +63,12 @@ class ModelReplay:
         if header.predictor is None or header.custom_policy is not None:
             raise ValueError("the recorded engine had a custom policy or predictor, which a log does not hold")
         self._log, config, plan = log, header.config, header.plan
+        mesh = mesh or make_mesh()
+        hardware = hardware_of(mesh.devices.flat[0])
         core, self._input_processor, self._sequence_maker = build_core(
-            model.config, config, plan, header.predictor, header.num_pages, header.max_length, tokenizer
+            model.config, config, plan, header.predictor, header.num_pages, header.max_length, tokenizer, hardware
         )
-        self._executor = DeviceExecutor.on_mesh(
-            model, params, config, plan, mesh or make_mesh(), header.num_pages, header.max_length
-        )
+        self._executor = DeviceExecutor.on_mesh(model, params, config, plan, mesh, header.num_pages, header.max_length)
         queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
         self._core = OrderedCore(core, queue, self._make, [self])
         self._decisions = DecisionDigest()

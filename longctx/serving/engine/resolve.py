@@ -56,6 +56,7 @@ class Resolved(NamedTuple):
             self.num_pages,
             self.max_length,
             self.tokenizer,
+            hardware_of(None if self.mesh is None else self.mesh.devices.flat[0]),
         )
 
 

@@ -59,7 +59,7 @@ class DeviceExecutor:
       model: of which the devices have the parameters.
       num_pages: of each rank.
       make_runner: of (slots, pages of the longest sequence, the largest bucket of each kind of rows).
-      hardware: by which exchanges are chosen.
+      hardware: whose elements keys and values are of.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DeviceExecutor:
     ) -> None:
         self._config, self._plan, self._num_pages, self._vocab_size = config, plan, num_pages, model.vocab_size
         entries, slots = -(-max_length // config.page_size), config.max_running
-        self.shapes = StepShapes(model, config, plan, num_pages, entries, hardware)
+        self.shapes = StepShapes(model, config, plan, num_pages, entries, hardware.bytes_per_element)
         self.runner = make_runner(slots, entries, self.shapes.largest)
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
@@ -184,10 +184,9 @@ class DeviceExecutor:
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
             layout.entries = self._tables.write(batch.tables, room)
-        sharded = [chunk for chunk in batch.chunks if chunk.sharded]
-        if sharded:
-            pending.pages = self._tables.most_pages([chunk.slot for chunk in sharded])
-            pending.exchange = self.shapes.choose_exchange(sharded)
+        if batch.exchange is not None:
+            pending.pages = self._tables.most_pages([chunk.slot for chunk in batch.chunks if chunk.sharded])
+            pending.exchange = batch.exchange.name
         return pending
 
     def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 
 from longctx.models.config import LlamaConfig
-from longctx.parallel.cost import Hardware
 from longctx.serving.config import EngineConfig
-from longctx.serving.executor.exchange_rule import ExchangeRule
+from longctx.serving.executor.messages import Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.batch import Chunk
 
 Rows = tuple[int, int, int]
 """Numbers of sharded, replicated and local rows."""
@@ -22,7 +20,7 @@ class StepShapes:
     Args:
       num_pages: of each rank.
       entries: pages of the longest sequence.
-      hardware: by which exchanges are chosen.
+      element_bytes: of keys and values.
     """
 
     def __init__(
@@ -32,12 +30,12 @@ class StepShapes:
         plan: ParallelPlan,
         num_pages: int,
         entries: int,
-        hardware: Hardware,
+        element_bytes: float,
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
         self._num_top = min(config.max_logprobs, model.vocab_size)
         self._buckets = _buckets(plan, config)
-        self._rule = ExchangeRule(plan, model, hardware, self._buckets, entries, config.page_size)
+        self._messages = Messages(plan, model, self._buckets, entries, config.page_size, element_bytes)
 
     @property
     def largest(self) -> Rows:
@@ -50,7 +48,7 @@ class StepShapes:
         for rows in itertools.product(*self._buckets):
             if any(rows) and self._is_needed(rows):
                 yield self._shape(rows)
-                for message in self._rule.messages(rows):
+                for message in self._messages.messages(rows):
                     yield self._shape(rows, "pass_kv", message)
 
     def holding(self, rows: Rows) -> Shape:
@@ -67,12 +65,8 @@ class StepShapes:
         """
         buckets = self._round_up(rows if any(rows) else (0, 0, 1))
         if exchange == "pass_kv":
-            return self._shape(buckets, *self._rule.of(buckets, pages))
+            return self._shape(buckets, *self._messages.of(buckets, pages))
         return self._shape(buckets)
-
-    def choose_exchange(self, chunks: list[Chunk]) -> str:
-        """The exchange of a batch's sharded chunks."""
-        return self._rule.choose(chunks)
 
     def _round_up(self, rows: Rows) -> Rows:
         sharded, replicated, local = (

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longctx.serving.predictor.work import Work
+from longctx.serving.scheduler.exchange_rule import Exchange
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -38,7 +39,7 @@ class Batch:
     """One step. Decodes come first in `chunks`. `tables` are written before it; `admitted` have new slots.
 
     `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take; `rank_seconds`
-    are those of each context rank.
+    are those of each context rank. `exchange` is that of its sharded rows; None: it has none.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Batch:
     work: Work = field(default_factory=Work)
     predicted: float = 0.0
     rank_seconds: tuple[float, ...] = ()
+    exchange: Exchange | None = None
 
     @property
     def num_tokens(self) -> int:

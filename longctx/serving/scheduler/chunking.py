@@ -10,6 +10,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.policy import Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
@@ -70,6 +71,7 @@ class Chunker:
 
     Args:
       step_seconds: of steps without decodes that have a target; see `Slo`.
+      rule: says whose rows are sharded; None: without predictions.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class Chunker:
         buckets: List[int] = (),
         tenants: TenantShares | None = None,
         step_seconds: float = math.inf,
+        rule: ExchangeRule | None = None,
     ) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
         self.plan, self.page_size = plan or ParallelPlan(), page_size
+        self.rule = rule or ExchangeRule(self.plan, chunking.tokens)
         self.tenants, self.step_seconds = tenants or TenantShares({}), step_seconds
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
@@ -134,7 +138,7 @@ class Chunker:
         self._grown = grown
 
     def _step(self, decodes: List[Chunk]) -> StepBudget:
-        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes)
+        return StepBudget(self.plan, self.page_size, self.predictor, self.chunking.tokens, decodes, self.rule)
 
     def _ramp(self, decodes: int) -> int:
         """Rows that the next batch may have: one bucket more than those in later stages, which pay for it too."""

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Iterable
 
-from longctx.serving.parallel_plan import ParallelPlan, is_sharded
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
+from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 
@@ -19,8 +20,8 @@ class Forecast:
       rows: of a step, at most.
     """
 
-    def __init__(self, predictor: Corrected, plan: ParallelPlan, rows: int, slo: Slo) -> None:
-        self._predictor, self._plan, self._rows, self._slo = predictor, plan, rows, slo
+    def __init__(self, predictor: Corrected, plan: ParallelPlan, rule: ExchangeRule, rows: int, slo: Slo) -> None:
+        self._predictor, self._plan, self._rule, self._rows, self._slo = predictor, plan, rule, rows, slo
         self._factor = predictor.prompt_factor
 
     @property
@@ -34,12 +35,11 @@ class Forecast:
 
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
-        decodes = sequence.state is State.DECODING
-        return is_sharded(self._plan, decodes, sequence.remaining, self._rows)
+        return self._rule.shards(sequence.state is State.DECODING, sequence.remaining)
 
     def prefill_seconds(self, start: int, stop: int) -> float:
         """Seconds of a prompt's tokens from `start` to `stop`, computed alone; all ranks compute sharded ones."""
-        sharded = is_sharded(self._plan, False, stop - start, self._rows)
+        sharded = self._rule.shards(False, stop - start)
         return self._predictor.prefill_seconds(start, stop, self._rows) / (self._plan.context if sharded else 1)
 
     def promise(self, sequence: Sequence) -> None:

@@ -48,9 +48,9 @@ class Outlook(NamedTuple):
 
 
 def copy_scheduler(scheduler: Scheduler) -> Scheduler:
-    """A copy to be run ahead: it plans the same steps. Predictor and policy are shared; no step may be in planning."""
+    """A copy to be run ahead: it plans the same steps. What does not change is shared; no step may be in planning."""
     chunker = scheduler.chunker
-    shared = (chunker.predictor, chunker.policy, chunker.plan, chunker.chunking)
+    shared = (chunker.predictor, chunker.policy, chunker.plan, chunker.chunking, chunker.rule)
     return copy.deepcopy(scheduler, {id(part): part for part in shared})
 
 

@@ -16,7 +16,6 @@ from typing import Literal
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.kv_cache.sessions import PartialPage
-from longctx.serving.parallel_plan import is_sharded
 from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
@@ -50,7 +49,7 @@ class Scheduler:
         placer = placer or Placer()
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
         self.running = Running(pool, page_size, max_running)
-        self.forecast = Forecast(chunker.predictor, self.plan, chunker.chunking.tokens, slo or Slo())
+        self.forecast = Forecast(chunker.predictor, self.plan, chunker.rule, chunker.chunking.tokens, slo or Slo())
         self.admission = Admission(
             self.running,
             placer,
@@ -118,7 +117,9 @@ class Scheduler:
         if not batch.chunks:
             assert not batch.admitted
             return None
-        works = work_by_rank(batch.chunks, self.plan.context, self._page_size)
+        batch.exchange = self.chunker.rule.choose(batch.chunks)
+        exchange = "" if batch.exchange is None else batch.exchange.name
+        works = work_by_rank(batch.chunks, self.plan.context, self._page_size, exchange)
         seconds = list(map(self.chunker.predictor.seconds, works))
         batch.predicted, batch.rank_seconds = max(seconds), tuple(seconds)
         batch.work = works[seconds.index(batch.predicted)]
@@ -139,7 +140,7 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
-        sharded = is_sharded(self.plan, True, 1, self.chunker.chunking.tokens)
+        sharded = self.chunker.rule.shards(True, 1)
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):
             start = sequence.computed

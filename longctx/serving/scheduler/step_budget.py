@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from longctx.serving.parallel_plan import ParallelPlan, is_sharded
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.rank_work import keys_by_rank, replicated_start, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -38,6 +39,7 @@ class StepBudget:
     Args:
       tokens: rows that a step may have, of all three kinds.
       decodes: chunks that are in the step already.
+      rule: says whose rows are sharded; None: without predictions.
 
     Attributes:
       limit: seconds that its slowest rank may take.
@@ -45,12 +47,18 @@ class StepBudget:
     """
 
     def __init__(
-        self, plan: ParallelPlan, page_size: int, predictor: Predictor, tokens: int, decodes: List[Chunk]
+        self,
+        plan: ParallelPlan,
+        page_size: int,
+        predictor: Predictor,
+        tokens: int,
+        decodes: List[Chunk],
+        rule: ExchangeRule | None = None,
     ) -> None:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
-        self._num_ranks = plan.context
+        self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens)
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
         for chunk in decodes:
             self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
@@ -121,7 +129,7 @@ class StepBudget:
 
     def beside(self, sequence: Sequence, count: int) -> "StepBudget":
         """The same step with a chunk that is not taken yet."""
-        other = StepBudget(self._plan, self._page_size, self._predictor, self.tokens, ())
+        other = StepBudget(self._plan, self._page_size, self._predictor, self.tokens, (), self._rule)
         other.limit, other._begin, other._begun = self.limit, self._begin, self._begun
         other._local, other._replicated, other._sharded = list(self._local), list(self._replicated), self._sharded
         other._works, other._seconds = list(self._works), list(self._seconds)
@@ -223,7 +231,7 @@ class StepBudget:
         return int(min(page * self._page_size - sequence.computed, sequence.remaining))
 
     def _is_sharded(self, sequence: Sequence) -> bool:
-        return self._plan.shards_rows and is_sharded(self._plan, False, sequence.remaining, self._budget)
+        return self._plan.shards_rows and self._rule.shards(False, sequence.remaining)
 
     def _place(self, count: int, ranks: tuple[int, ...], sharded: bool) -> None:
         if sharded:
