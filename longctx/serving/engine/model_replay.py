@@ -65,8 +65,11 @@ class ModelReplay:
         core, self._input_processor, self._sequence_maker = build_core(
             model.config, config, plan, header.predictor, header.num_pages, header.max_length, tokenizer
         )
+        topology, context = header.topology, None
+        if plan.context > 1 and topology is not None:
+            context = topology.hardware("context", params["embed"].dtype.itemsize)
         self._executor = DeviceExecutor.on_mesh(
-            model, params, config, plan, mesh or make_mesh(), header.num_pages, header.max_length
+            model, params, config, plan, mesh or make_mesh(), header.num_pages, header.max_length, context
         )
         queue = SubmitQueue(self._executor, time.monotonic, plan.stage)
         self._core = OrderedCore(core, queue, self._make, [self])

@@ -24,7 +24,7 @@ from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import CPU, hardware_of
+from longctx.serving.predictor.roofline import CPU
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
@@ -92,9 +92,10 @@ class DeviceExecutor:
         mesh: Mesh,
         num_pages: int,
         max_length: int,
+        hardware: Hardware | None = None,
     ) -> Self:
         make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
-        return cls(model.config, config, plan, num_pages, max_length, make, hardware_of(mesh.devices.flat[0]))
+        return cls(model.config, config, plan, num_pages, max_length, make, hardware or CPU)
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
