@@ -19,12 +19,14 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.parallel.mesh import AXES
+from longctx.parallel.topology import Topology
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, Slo
 from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
+_TOPOLOGY = {"topology must": "--topology must"}
 MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
 LOWER = {
     "params": "take more devices by --stage or --tensor, or --dtype bfloat16",
@@ -57,7 +59,21 @@ def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
     """Make the parallel plan from the flags; errors name the flags."""
     names = [field.name for field in fields(ParallelPlan)]
     with naming_flags(names):
-        return ParallelPlan(**{name: getattr(options, name) for name in names})
+        plan = ParallelPlan(**{name: getattr(options, name) for name in names})
+    topology = given_topology(options)
+    if topology is not None:  # now, before weights are loaded
+        with naming_flags(_TOPOLOGY):
+            topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+    return plan
+
+
+def given_topology(options: argparse.Namespace) -> Topology | None:
+    """The topology of `--topology`; None: it is to be found."""
+    text = getattr(options, "topology", None)
+    if text is None:
+        return None
+    with naming_flags(_TOPOLOGY):
+        return Topology.named(text)
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:
@@ -128,4 +144,4 @@ def make_engine(options: argparse.Namespace, model: Llama, params: Params, confi
         predictor = load_profile(options.profile, subject(model, params, config))
     with naming_flags():
         plan = parallel_plan(options) if hasattr(options, "stage") else None
-        return Engine(model, params, config, predictor=predictor, plan=plan, **more)
+        return Engine(model, params, config, predictor=predictor, plan=plan, topology=given_topology(options), **more)

@@ -74,6 +74,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--rank-tokens", type=int, metavar="N", help="the most tokens of a request on one rank before it grows"
     )
+    plan.add_argument(
+        "--topology",
+        metavar="NAME|FILE",
+        help="devices and links that costs are predicted from: h100-nvlink, h100-rdma, h100-tcp, a100-800g and others, "
+        "or a JSON file; default: found",
+    )
 
 
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:

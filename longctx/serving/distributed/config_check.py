@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
+from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.parallel_plan import ParallelPlan
@@ -27,6 +28,7 @@ def check_config(
     tokenizer: Tokenizer | None,
     max_length: int,
     num_pages: int,
+    topology: Topology,
 ) -> tuple[EngineConfig, int]:
     """Check that the engines of all processes are alike.
 
@@ -52,6 +54,7 @@ def check_config(
             "devices": None if mesh is None else [device.id for device in mesh.devices.flat],
             "tokenizer": None if tokenizer is None else [type(tokenizer).__name__, *sorted(tokenizer.eos_ids)],
             "max_length": max_length,
+            "topology": topology.to_dict(),
             "hash_key": None if secret is None else hashlib.blake2b(secret).hexdigest(),
         },
     )

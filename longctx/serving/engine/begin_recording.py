@@ -30,6 +30,7 @@ def begin_recording(recorder: Recorder, resolved: Resolved, params: Params | Non
         predictor=writable(resolved.predictor),
         dtype=None if params is None else str(params["embed"].dtype),
         is_private=recorder.is_private,
+        topology=resolved.topology,
         created=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
     )
     recorder.begin(header, core)

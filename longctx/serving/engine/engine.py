@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
+from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.process_group import ProcessGroup
@@ -54,15 +55,14 @@ class Engine:
       tokenizer: needed for prompts that are text, for text in outputs, and for stop strings.
       executor: runs the batches instead of the device, for tests; `params` may then be None.
       clock: seconds; what metrics and policies go by.
-      predictor: of this engine's batches, see `longctx.serving.profiler`. None: a roofline of the device. Either is
-        corrected by a factor as batches run.
-      monitor: is called with the `StepMetrics` of every step that has ended, after its results are taken. It may submit
-        and cancel, and can't run steps itself. If it raises, that is logged, and it is not called any more.
+      predictor: of its batches, see `longctx.serving.profiler`; None: a roofline. Batches that run correct either.
+      monitor: is called with the `StepMetrics` of every step that has ended. It may submit and cancel, and can't run
+        steps itself. If it raises, that is logged, and it is not called any more.
       plan: how the engine is spread over devices, see `ParallelPlan`. None: as the mesh says, pages growing.
       process_group: the processes that run the engine together, each with the same arguments, as from
         `longctx.serving.distributed.initialize`. The first one's engine takes requests; the others `follow`.
-      recorder: writes all that decisions follow from to a log, which `longctx replay` replays; see `open_recorder`. It
-        is for one engine, and for the first process alone.
+      recorder: writes a log for `longctx replay`, of one engine, in the first process; see `open_recorder`.
+      topology: what devices can do and which link each axis has; None: found from the mesh.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
@@ -88,15 +88,16 @@ class Engine:
         plan: ParallelPlan | None = None,
         process_group: ProcessGroup | None = None,
         recorder: Recorder | None = None,
+        topology: Topology | None = None,
     ) -> None:
         self._lockstep = Lockstep(process_group or ProcessGroup.alone())
-        resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group)
+        resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
         executor = executor or resolved.make_executor(params)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
         self._resolved, self._executor, self._clock = resolved, executor, clock
         self.config, self.plan, self.mesh = resolved.config, resolved.plan, resolved.mesh
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.topology = model, tokenizer, resolved.topology
         self.max_length, self.num_pages = resolved.max_length, resolved.num_pages
         self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor

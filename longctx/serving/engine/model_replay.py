@@ -65,6 +65,8 @@ class ModelReplay:
         self._log, config, plan = log, header.config, header.plan
         mesh = mesh or make_mesh()
         hardware = hardware_of(mesh.devices.flat[0])
+        if plan.context > 1 and header.topology is not None:
+            hardware = header.topology.hardware("context", params["embed"].dtype.itemsize)
         core, self._input_processor, self._sequence_maker = build_core(
             model.config, config, plan, header.predictor, header.num_pages, header.max_length, tokenizer, hardware
         )

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.parallel.mesh import AXES, make_mesh
+from longctx.parallel.topology import Topology, find_topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.config_check import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
@@ -18,7 +19,7 @@ from longctx.serving.engine.memory import default_pages, estimate, head_bytes, p
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import hardware_of, roofline
+from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.scheduler.slo import check_slo
 
@@ -38,13 +39,21 @@ class Resolved(NamedTuple):
     is_profiled: bool
     num_pages: int
     max_length: int
+    topology: Topology
+    element_bytes: int
 
     def make_executor(self, params: Params | None) -> Executor:
         """The executor that runs batches on the mesh; ValueError without parameters."""
         if params is None or self.mesh is None:
             raise ValueError("params must be given, unless an executor is")
         return DeviceExecutor.on_mesh(
-            self.model, params, self.config, self.plan, self.mesh, self.num_pages, self.max_length
+            self.model,
+            params,
+            self.config,
+            self.plan,
+            self.mesh,
+            self.num_pages,
+            self.max_length,
         )
 
     def make_core(self) -> Built:
@@ -56,7 +65,7 @@ class Resolved(NamedTuple):
             self.num_pages,
             self.max_length,
             self.tokenizer,
-            hardware_of(None if self.mesh is None else self.mesh.devices.flat[0]),
+            self.topology.hardware("context", self.element_bytes) if self.plan.context > 1 else None,
         )
 
 
@@ -69,6 +78,7 @@ def resolve(
     tokenizer: Tokenizer | None,
     predictor: Predictor | None,
     process_group: ProcessGroup | None,
+    topology: Topology | None = None,
 ) -> Resolved:
     """Check and complete the arguments of an `Engine`, which says what they are.
 
@@ -79,18 +89,38 @@ def resolve(
     plan, mesh = resolve_mesh(model, params, mesh, plan, process_group)
     max_length = config.longest_sequence(model.config.max_positions)
     num_pages = resolve_num_pages(model, params, config, max_length, mesh)
+    topology = resolve_topology(topology, plan, mesh)
     if process_group is not None and process_group.num_processes > 1:
         config, num_pages = check_config(
-            process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages
+            process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages, topology
         )
     is_profiled = predictor is not None
+    # Without parameters there are no devices to go by; CPUs compute in float32.
+    element_bytes = params["embed"].dtype.itemsize if params is not None else 4 if topology.device.name == "cpu" else 2
     if predictor is None:
-        hardware = hardware_of(None if mesh is None else mesh.devices.flat[0])
-        predictor = roofline(model.config, hardware, config.token_budget, stage=plan.stage, tensor=plan.tensor)
+        sizes = {axis: getattr(plan, axis) for axis in AXES}
+        predictor = roofline(model.config, topology, config.token_budget, element_bytes=element_bytes, **sizes)
     check_predictor(predictor, config.token_budget)
     if is_profiled:
         check_slo(config.slo, predictor)
-    return Resolved(model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length)
+    return Resolved(
+        model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
+    )
+
+
+def resolve_topology(topology: Topology | None, plan: ParallelPlan, mesh: Mesh | None) -> Topology:
+    """The given topology, or the one that is found from the mesh.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it has no link for an axis of the plan.
+    """
+    if topology is None:
+        return find_topology(mesh)
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a Topology, such as Topology.preset('h100-rdma'), got {topology!r}")
+    topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+    return topology
 
 
 def resolve_mesh(

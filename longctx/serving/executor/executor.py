@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from longctx.models import Llama, LlamaConfig
 from longctx.models.params import Params
-from longctx.parallel.cost import Hardware
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.executor.page_tables import PageTables
@@ -24,7 +23,6 @@ from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import CPU, hardware_of
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
@@ -59,7 +57,7 @@ class DeviceExecutor:
       model: of which the devices have the parameters.
       num_pages: of each rank.
       make_runner: of (slots, pages of the longest sequence, the largest bucket of each kind of rows).
-      hardware: whose elements keys and values are of.
+      element_bytes: of a number of keys and values.
     """
 
     def __init__(
@@ -70,11 +68,11 @@ class DeviceExecutor:
         num_pages: int,
         max_length: int,
         make_runner: Callable[[int, int, Rows], ModelRunner],
-        hardware: Hardware = CPU,
+        element_bytes: float = 4,
     ) -> None:
         self._config, self._plan, self._num_pages, self._vocab_size = config, plan, num_pages, model.vocab_size
         entries, slots = -(-max_length // config.page_size), config.max_running
-        self.shapes = StepShapes(model, config, plan, num_pages, entries, hardware.bytes_per_element)
+        self.shapes = StepShapes(model, config, plan, num_pages, entries, element_bytes)
         self.runner = make_runner(slots, entries, self.shapes.largest)
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
@@ -94,7 +92,7 @@ class DeviceExecutor:
         max_length: int,
     ) -> Self:
         make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
-        return cls(model.config, config, plan, num_pages, max_length, make, hardware_of(mesh.devices.flat[0]))
+        return cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()

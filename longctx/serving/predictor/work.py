@@ -18,6 +18,7 @@ class Work(NamedTuple):
       exchange: of the sharded rows: `"pass_kv"`, `"pass_q"` or `"all_gather"`; `""`: not known, or there are none.
       ring_cached: cached keys of the sharded chunks on the rank that has most of them, the fullest: what each message
         of a ring has room for, beside the new keys of one rank, `sharded`.
+      elsewhere: `pairs` of the other ranks. Where devices share processors, as those of a CPU do, they wait for them.
     """
 
     rows: int = 0
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     sharded: int = 0
     exchange: str = ""
     ring_cached: int = 0
+    elsewhere: int = 0
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> Self:
@@ -53,13 +55,13 @@ class Work(NamedTuple):
 
         A replicated chunk's keys on a rank are not all of its sequence's: see `rank_work.replicated_start`.
         """
-        rows, sampled, decode_keys, chunks, pairs, keys, merged, sharded, exchange, ring = self
-        rows, sampled, merged = rows + count, sampled + samples, merged + count * replicated
+        rows, sampled, decode_keys, chunks, pairs, keys, merged, *_ = self
+        rows, sampled, merged, rest = rows + count, sampled + samples, merged + count * replicated, self[7:]
         if count == 1:
-            return Work(rows, sampled, decode_keys + start + 1, chunks, pairs, keys, merged, sharded, exchange, ring)
+            return Work(rows, sampled, decode_keys + start + 1, chunks, pairs, keys, merged, *rest)
         chunks, keys = (*chunks, (start, count)), keys + start + count
         pairs += count * start + count * (count + 1) // 2
-        return Work(rows, sampled, decode_keys, chunks, pairs, keys, merged, sharded, exchange, ring)
+        return Work(rows, sampled, decode_keys, chunks, pairs, keys, merged, *rest)
 
     def with_sharded(
         self,

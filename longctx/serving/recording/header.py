@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from longctx import __version__
 from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.exchange import ExchangeCost
@@ -29,6 +30,7 @@ class Header:
       num_pages: of each context rank. `max_length`: tokens of the longest sequence.
       predictor: before correction; None: a custom one, which can't be written.
       is_private: whether contents are left out.
+      topology: by which exchanges were chosen.
     """
 
     model: LlamaConfig
@@ -43,6 +45,7 @@ class Header:
     dtype: str | None
     is_private: bool
     created: str
+    topology: Topology | None = None
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class Header:
                     "config": _config(contents["config"]),
                     "plan": ParallelPlan(**contents["plan"]),
                     "predictor": _predictor(contents["predictor"]),
+                    "topology": None if contents.get("topology") is None else Topology.from_dict(contents["topology"]),
                 }
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:

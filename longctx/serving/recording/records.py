@@ -110,7 +110,7 @@ class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
 
     index: int
     predicted: float
-    work: tuple[int, int, int, tuple[tuple[int, int], ...], int, int, int, int, str, int]
+    work: tuple[int, int, int, tuple[tuple[int, int], ...], int, int, int, int, str, int, int]
     chunks: tuple[LeftChunk, ...]
 
 

@@ -44,7 +44,11 @@ def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, ex
                 parts[rank].append((here, count, samples and rank == first))
                 replicated[rank] += count
     works = [Work.of(part)._replace(replicated=rows) for part, rows in zip(parts, replicated, strict=True)]
-    return _with_sharded(works, sharded, page_size, exchange) if sharded else works
+    if sharded:
+        works = _with_sharded(works, sharded, page_size, exchange)
+    pairs = [work.decode_keys + work.chunk_pairs for work in works]
+    total = sum(pairs)
+    return [work._replace(elsewhere=total - here) for work, here in zip(works, pairs, strict=True)]
 
 
 def _with_sharded(works: list[Work], chunks: list[Chunk], page_size: int, exchange: str) -> list[Work]:

@@ -1,0 +1,191 @@
+"""Predicted seconds of what ranks exchange, of FP8 weights and of the fullest rank; the limit of a rank."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.models import LlamaConfig, RowwiseFp8
+from longctx.parallel import Topology
+from longctx.parallel.cost import Hardware, predict_times
+from longctx.serving import EngineConfig, ParallelPlan, Slo
+from longctx.serving.predictor import CurvePredictor, Work
+from longctx.serving.predictor.exchange import ExchangeCost
+from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.runtime import readable_tokens
+from longctx.serving.scheduler.batch import Batch
+from longctx.simulation import Simulation
+from longctx.simulation.workloads import WorkloadRequest
+
+LLAMA_8B = LlamaConfig.preset("llama-3.1-8b")
+LLAMA_405B = LlamaConfig.preset("llama-3.1-405b")
+GTT = Topology.preset("meta-gtt")
+
+
+def gtt(context: int = 4) -> CurvePredictor:
+    """Llama 3 405B on the context parallelism paper's hosts."""
+    return roofline(LLAMA_405B, GTT, 512, tensor=8, context=context)
+
+
+def test_merges_of_replicated_rows_take_their_bytes() -> None:
+    """By hand. 16 heads of 128 with their lse are 8,256 bytes a row; a layer merges them, and there are 126."""
+    link = Topology(GTT.device, {"tensor": GTT.link("tensor"), "context": dataclasses.replace(GTT.link("context"))})
+    predictor = roofline(LLAMA_405B, link, 512, tensor=8, context=2)
+    reached, latency = 0.76 * 50e9, 75e-6
+    local, replicated = Work().with_chunk(9, 1, True), Work().with_chunk(9, 1, True, True)
+    merge = predictor.seconds(replicated) - predictor.seconds(local)
+    assert merge == pytest.approx(126 * (latency + 8256 / reached))
+    # Of many rows each rank merges a part, and sends it back: fewer bytes, two collectives.
+    local, replicated = Work().with_chunk(9, 512, True), Work().with_chunk(9, 512, True, True)
+    merge = predictor.seconds(replicated) - predictor.seconds(local)
+    gather, back = 512 * 8256 / reached, 256 * (8256 + 16 * (128 * 2 + 4)) / reached
+    assert merge == pytest.approx(126 * min(latency + gather, 2 * latency + back))
+
+
+def test_exchanges_of_sharded_rows_agree_with_the_choice() -> None:
+    """Differences between pass-KV and pass-Q are those of `predict_times`, but for the new keys, which the engine's
+    pass-Q gathers, and for attention, whose bytes and products add up here.
+    """
+    predictor, exchange = gtt(), gtt().exchange
+    assert exchange is not None
+    for new, cached in ((640, 127_360), (1280, 126_720), (2048, 125_952), (3200, 124_800)):
+        times = predict_times(new, cached, 4, exchange.model, exchange.hardware)
+        seconds = {
+            name: predictor.seconds(Work().with_sharded(cached, new, 4, cached // 4, exchange=name))
+            for name in ("pass_kv", "pass_q", "all_gather", "")
+        }
+        gather = 3 * new / 4 * 512 / (0.76 * 50e9) + 75e-6
+        expected = times["pass_kv"].total - times["pass_kv"].tokens - (times["pass_q"].total - times["pass_q"].tokens)
+        found = (seconds["pass_kv"] - seconds["pass_q"]) / 126 + gather
+        assert found == pytest.approx(expected, rel=0.1, abs=5e-5)
+        assert new > 2048 or seconds["pass_q"] < min(seconds["pass_kv"], seconds["all_gather"])
+        assert seconds[""] == min(seconds["pass_kv"], seconds["pass_q"])
+
+
+def test_nothing_cached_sends_no_query() -> None:
+    exchange = gtt().exchange
+    assert exchange is not None
+    full = Work().with_sharded(0, 4096, 4, 0, exchange="pass_q")
+    gather = 126 * (75e-6 + 3 * 1024 * 512 / (0.76 * 50e9))
+    assert exchange.seconds(full, 1.0) == pytest.approx(gather)
+    # Whose keys travel under attention costs what attention loses to it, and nothing else.
+    ring = Work().with_sharded(0, 131_072, 4, 0, exchange="pass_kv")
+    hop = 35e-6 + 32_768 * 512 / 26.5e9
+    assert exchange.seconds(ring, 126 * 4 * 10.0) == pytest.approx(126 * 3 * 0.12 * hop)
+    # Decodes of interleaved pages have keys on all ranks, though none of these travels.
+    decode = Work().with_sharded(100_000, 1, 4, exchange="pass_q")
+    assert exchange.seconds(decode, 0.0) > 126 * (75e-6 + 3 * 35e-6 + 75e-6)
+
+
+@given(
+    st.sampled_from([2, 3, 8]),
+    st.integers(0, 10**6),
+    st.integers(1, 8192),
+    st.sampled_from(["", "pass_kv", "pass_q", "all_gather"]),
+)
+def test_exchanges_never_save_time(ranks: int, cached: int, new: int, name: str) -> None:
+    predictor = gtt(ranks)
+    alone = dataclasses.replace(predictor, exchange=None)
+    sharded = Work().with_sharded(cached, new, ranks, -(-cached // ranks), True, name)
+    assert predictor.seconds(sharded) > alone.seconds(sharded)
+    replicated = Work().with_chunk(cached, new, True, True)
+    assert predictor.seconds(replicated) > alone.seconds(replicated)
+    assert predictor.seconds(Work().with_chunk(cached, new, True)) == alone.seconds(
+        Work().with_chunk(cached, new, True)
+    )
+
+
+def test_the_network_is_slower_than_a_host() -> None:
+    """The same plan on one host's NVLink, over RDMA and over TCP."""
+    seconds = [
+        roofline(LLAMA_8B, Topology.preset(name), 512, stage=2, context=4).seconds(work)
+        for work in (Work().with_sharded(64_000, 512, 4, 16_000), Work().with_chunk(16_000, 16, True, True))
+        for name in ("h100-nvlink", "h100-rdma", "h100-tcp")
+    ]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[3] < seconds[4] <= seconds[5]
+
+
+def test_quantised_weights_are_half_the_bytes_and_twice_the_rate() -> None:
+    in_fp8 = dataclasses.replace(LLAMA_405B, quantization=RowwiseFp8.of(126, "all"))
+    full, quantized = (
+        roofline(model, Topology.preset("h100-nvlink"), 8192, tensor=8) for model in (LLAMA_405B, in_fp8)
+    )
+    reduce = 2 * 126 * (10e-6 + 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9))
+    head = 128_256 * 16_384 * 2 / 8 / (0.6 * 3.35e12)
+    for rows, ratio in ((1, 2.0), (8192, 1979 / 989)):
+        sent = reduce + (rows - 1) * 2 * 126 * 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9)
+        before, after = (predictor.seconds(Work(rows)) - head - sent for predictor in (full, quantized))
+        assert before / after == pytest.approx(ratio, rel=1e-3)
+
+
+def test_uneven_stages_take_as_long_as_the_larger() -> None:
+    """126 layers are 32 on each of 4 stages, but for two of them, which have 31."""
+    sheet = dataclasses.replace(GPUS["H100"], latency=0.0)
+    whole, quarter = (roofline(LLAMA_405B, sheet, 512, tensor=8, stage=stage) for stage in (1, 4))
+    assert quarter.per_pair == pytest.approx(whole.per_pair * 32 / 126)
+
+
+def test_wrong_topologies_are_refused() -> None:
+    alone = Topology(GTT.device, {"tensor": GTT.link("tensor")})
+    with pytest.raises(ValueError, match="topology must have a link for the axis context, it has tensor"):
+        roofline(LLAMA_8B, alone, 512, tensor=8, context=2)
+    with pytest.raises(ValueError, match=r"efficiency is of a Hardware: a topology has shares of its own, got 0.5"):
+        roofline(LLAMA_8B, GTT, 512, efficiency=0.5)
+    assert roofline(LLAMA_8B, alone, 512, tensor=8).exchange is None
+
+
+def test_exchange_costs_are_plain_data() -> None:
+    cost = gtt().exchange
+    assert cost is not None
+    assert ExchangeCost.from_dict(dataclasses.asdict(cost)) == cost
+    assert cost.hardware == dataclasses.replace(GTT.hardware("context"))
+    assert Hardware(**dataclasses.asdict(cost.hardware)) == cost.hardware
+
+
+def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
+    """Llama 3 8B on 4 stages of 4 H100, 30 ms a token: a decode alone could read 1.66M tokens, where a step with a
+    chunk of 128 after as many takes 77 ms.
+    """
+    predictor = roofline(LLAMA_8B, GPUS["H100"], 512, stage=4, tensor=4)
+
+    def beside(tokens: float) -> float:
+        return 4 * predictor.seconds(Work(1, 1, 1).with_chunk(int(tokens), 128, False))
+
+    alone = readable_tokens(predictor, 0.03, 4, 10**7)
+    assert alone == pytest.approx(1.66e6, rel=0.01)
+    assert beside(alone) == pytest.approx(0.077, rel=0.01)
+    limit = readable_tokens(predictor, 0.03, 4, 10**7, chunk=128)
+    assert limit < alone / 2
+    assert beside(limit) <= 0.03 < beside(limit + 1)
+    for tight in (1e-4, 5e-3):  # no step with a chunk is so fast, or not even a decode is
+        assert readable_tokens(predictor, tight, 4, 10**7, chunk=512) == readable_tokens(predictor, tight, 4, 10**7)
+    assert readable_tokens(predictor, None, 4, 10**7, chunk=128) == float("inf")
+
+
+def test_a_decode_takes_as_long_as_the_fullest_rank() -> None:
+    """1,000,192 of a request's keys are on the first of two ranks. Counted evenly they would be 500,224."""
+    plan = ParallelPlan(context=2, tensor=8, exchange="kvp", rank_tokens=1_000_192)
+    config = EngineConfig(num_pages=16_000, token_budget=8192, max_running=2, max_length=1_010_000, slo=Slo(tpot=None))
+    predictor = roofline(LLAMA_8B, Topology.preset("h100-rdma"), 8192, tensor=8, context=2)
+    batches: list[tuple[Work, float]] = []
+
+    def seconds(batch: Batch) -> float:
+        batches.append((batch.work, batch.predicted))
+        return batch.predicted
+
+    model = dataclasses.replace(LLAMA_8B, max_positions=2_000_000)
+    simulation = Simulation(model, config, predictor, plan, seconds)
+    simulation.run([WorkloadRequest(0.0, 1_000_447, 2)])
+    work, predicted = batches[-1]
+    assert (work.rows, work.replicated, work.decode_keys) == (1, 1, 1_000_192)
+    even = predictor.seconds(Work().with_chunk(500_223, 1, True, True))
+    assert predicted > 1.2 * even
+    assert predicted == pytest.approx(predictor.seconds(work))
+    # A chunk that is read by both ranks is predicted by the fuller one too.
+    chunks = [(work, predicted) for work, predicted in batches if work.replicated > 1]
+    assert chunks
+    assert all(work.chunk_pairs >= work.rows * 990_000 for work, _ in chunks)
+    assert all(a <= b for (_, a), (_, b) in itertools.pairwise(chunks[:-1]))
