@@ -28,6 +28,9 @@ gpu_device_info {
   l2_cache_size: 52428800
   memory_bandwidth: 3352320000000
   device_memory_size: 84942979072
+  runtime_version: "12.9.0"
+  driver_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
 }
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"

@@ -49,7 +49,8 @@ class Case:
     def __str__(self) -> str:
         """Its name as a pytest id."""
         tied = "tied" if self.tied else "untied"
-        return f"{self.family}-{self.heads}:{self.kv_heads}-{tied}-{self.rope}"
+        layers = "" if self.layers == 3 else f"-{self.layers}"
+        return f"{self.family}-{self.heads}:{self.kv_heads}-{tied}-{self.rope}{layers}"
 
     def build(self, seed: int = 0) -> transformers.PreTrainedModel:
         config_class, model_class = {
