@@ -27,7 +27,7 @@ from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_w
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
 PLAN = ParallelPlan(stage=2, tensor=8)
 BUDGET = 4096
-POLICIES = ("fcfs", "edf", "lrs", "ilrs")
+POLICIES = ("fcfs", "edf", "lrs", "lrs_relative", "ilrs")
 LONG = 100_000  # tokens of a prompt that counts as long
 
 

@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
-from longctx.cli import COMMANDS
+import pytest
+
+from longctx.cli import COMMANDS, _parse
 from longctx.cli.arguments import engine, sampling
 from longctx.cli.engine_flags import engine_config, parallel_plan, sampling_params
 from longctx.models.builtin import TINY
@@ -60,3 +63,37 @@ def test_choices_are_all_that_the_engine_takes() -> None:
         "exchange": list(EXCHANGES),
         "placement": list(PLACEMENTS),
     }
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sub = parser.add_subparsers().add_parser("serve")
+    for add in (engine.add_engine_arguments, engine.add_plan_arguments, engine.add_scheduling_arguments):
+        add(sub)
+    sub.add_argument("--config", type=Path)
+    return _parse(parser, {"serve": sub}, ["serve", *arguments])
+
+
+@pytest.mark.parametrize("name", engine.PRESETS)
+def test_presets_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
+    """What the command line or a file says comes before them."""
+    options = parse("--preset", name)
+    assert engine_config(options) == getattr(EngineConfig, name)()
+    assert parallel_plan(options) == getattr(ParallelPlan, name, ParallelPlan)()
+    options = parse(
+        "--preset", name, "--policy=srpf", "--token-budget", "256", "--context", "2", "--chunking=static:99"
+    )
+    changes = {"policy": "srpf", "token_budget": 256, "chunking": "static:99"}
+    assert engine_config(options) == dataclasses.replace(getattr(EngineConfig, name)(), **changes)
+    assert parallel_plan(options) == dataclasses.replace(getattr(ParallelPlan, name, ParallelPlan)(), context=2)
+    file = tmp_path / "flags.toml"
+    file.write_text(f'preset = "{name}"\nchunking = "static:77"\n')
+    assert engine_config(parse("--config", str(file))).chunking == "static:77"
+    assert engine_config(parse("--config", str(file), "--chunking", "adaptive")).chunking == "adaptive"
+    assert engine_config(parse("--config", str(file))).token_budget == getattr(EngineConfig, name)().token_budget
+
+
+def test_what_is_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--preset", "orca")
+    assert "--preset: invalid choice: 'orca'" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from longctx import __version__
+from longctx.cli.arguments.engine import PRESETS, flag
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 
 COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay", "serve")
@@ -70,15 +71,20 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _parse(
     parser: argparse.ArgumentParser, parsers: dict[str, argparse.ArgumentParser], arguments: list[str]
 ) -> argparse.Namespace:
-    """Parse the command line; of a command that takes them, the flags of a `--config` file too."""
+    """Parse the command line; of a command that takes them, the flags of `--preset` and of a `--config` file too."""
     options = parser.parse_args(arguments)
-    file = getattr(options, "config", None)
-    if file is None:
-        return options
-    from longctx.cli.config_file import config_arguments  # few commands have one
-
     at = next(i for i, argument in enumerate(arguments) if argument in parsers)
-    more = config_arguments(parsers[arguments[at]], file, arguments[at + 1 :])
+    file = getattr(options, "config", None)
+    if file is not None:
+        from longctx.cli.config_file import config_arguments  # few commands have one
+
+        more = config_arguments(parsers[arguments[at]], file, arguments[at + 1 :])
+        arguments = [*arguments[: at + 1], *more, *arguments[at + 1 :]]
+        options = parser.parse_args(arguments)
+    preset = getattr(options, "preset", None)
+    if preset is None:
+        return options
+    more = [f"{flag(name)}={value}" for name, value in PRESETS[preset].items()]
     return parser.parse_args([*arguments[: at + 1], *more, *arguments[at + 1 :]])
 
 

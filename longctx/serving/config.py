@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Self
 
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
@@ -14,7 +14,7 @@ MAX_RUN_AHEAD = 8
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine. None of them changes an answer.
+    """Sizes and rules of an engine. None of them changes an answer. `medha`, `sarathi` and `meta` are the papers' own.
 
     Attributes:
       page_size: tokens of a page.
@@ -98,6 +98,36 @@ class EngineConfig:
             if not buckets or buckets[-1] != self.token_budget:
                 raise ValueError(f"buckets must end at token_budget={self.token_budget}, got {self.buckets}")
             object.__setattr__(self, "buckets", buckets)
+
+    @classmethod
+    def medha(cls, **overrides: Any) -> Self:
+        """Medha's scheduling; it goes with `ParallelPlan.medha`. `overrides` are arguments of `EngineConfig`.
+
+        Prompts by relative slack, short ones in the steps of long ones (4.2). Adaptive chunks of up to 4,096 tokens
+        (3.2, 3.3) within a target of 30 ms for every step (Mnemosyne, 6.2; Medha, 4.2, batch packing). Deadlines are a
+        multiple of the time that a prompt is predicted to take alone (4.2). Decodes are never preempted (4.2).
+        """
+        paper: dict[str, Any] = {"policy": "ilrs", "chunking": "adaptive", "token_budget": 4096, "admission": "reserve"}
+        return cls(**paper | {"slo": Slo(tpot=0.03, step_seconds=0.03)} | overrides)
+
+    @classmethod
+    def sarathi(cls, chunk: int = 512, **overrides: Any) -> Self:
+        """Sarathi-Serve's scheduling: first come first served, and `chunk` rows in every step, decodes first.
+
+        Medha compares with chunks of 512 and 2,048 (5.1). Its paper has stages and tensor parallelism, no `context`.
+        """
+        paper: dict[str, Any] = {"policy": "fcfs", "chunking": "static", "token_budget": chunk}
+        return cls(**paper | overrides)
+
+    @classmethod
+    def meta(cls, chunk: int = 32_768, **overrides: Any) -> Self:
+        """The setting of the context parallelism paper; it goes with `ParallelPlan.meta`.
+
+        One prompt after the other, each of up to `context * chunk` tokens in one step. The paper prefills whole prompts
+        with a batch of one: 128k tokens over 1 to 16 hosts, and 1M over 8 and 16 (4.2), which takes chunks of 65,536.
+        """
+        paper: dict[str, Any] = {"policy": "fcfs", "chunking": "static", "token_budget": chunk}
+        return cls(**paper | overrides)
 
     def longest_sequence(self, max_positions: int) -> int:
         """`max_length`, or the model's context; ValueError if that is shorter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.validation import check_integer, check_real
@@ -61,6 +61,22 @@ class ParallelPlan:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
         if self.rank_tokens is not None:
             object.__setattr__(self, "rank_tokens", check_integer("rank_tokens", self.rank_tokens, 1))
+
+    @classmethod
+    def medha(cls, stage: int = 1, context: int = 1, tensor: int = 1, **overrides: Any) -> Self:
+        """Medha's and Mnemosyne's plan: SPP, KVP and TP. `overrides` are arguments of `ParallelPlan`.
+
+        Requests start on one rank and grow to others; the states of their rows are merged (Medha, 3.4 and 3.5).
+        """
+        return cls(stage, context, tensor, **{"exchange": "kvp", "placement": "grow"} | overrides)
+
+    @classmethod
+    def meta(cls, context: int = 1, tensor: int = 1, **overrides: Any) -> Self:
+        """The plan of the context parallelism paper: CP over hosts, TP within them.
+
+        Keys and values are spread evenly, those of decodes too (3.6), and the exchange is chosen in each step (3.4).
+        """
+        return cls(1, context, tensor, **{"placement": "interleave"} | overrides)
 
     @property
     def num_devices(self) -> int:

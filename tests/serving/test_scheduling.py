@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig
-from longctx.serving import Engine, EngineConfig, Metrics, Request, SamplingParams, Slo
+from longctx.serving import Engine, EngineConfig, Metrics, ParallelPlan, Request, SamplingParams, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.chunking import Chunker, Chunking
@@ -292,6 +292,23 @@ def test_short_prompts_share_a_step_by_what_they_have_used_of_their_slack() -> N
     assert tokens_of(alone, [long, short], [], 12.0) == {long: BUDGET}
 
 
+@pytest.mark.parametrize(("tokens", "number"), [(60, 1), (60, 4), (200, 1)])
+def test_a_fresh_short_prompt_gets_what_it_needs_to_be_in_time(tokens: int, number: int) -> None:
+    """A step of the long prompt takes 0.3 to 0.5 s, and it is due soon, so that short ones, which are due after 1 s,
+    come first only when they have used up 0.8 s. With what they have used up of their slack when they come, 2 to 5 % of
+    a step, they would be late.
+    """
+    long = WorkloadRequest(0.0, 100_000, 1)
+    requests = [WorkloadRequest(20.0 + 3.1 * (i // number), tokens, 1, number=i + 1) for i in range(8 * number)]
+    record, _ = serve([long, *requests], policy="ilrs", slo=Slo(ttft_factor=1.2))
+    (first,) = of_length(record, 100_000)
+    assert first.finished is not None
+    assert first.kept_ttft
+    short = of_length(record, tokens, tokens)
+    assert max(metrics.arrival for metrics in short) < first.finished
+    assert all(metrics.kept_ttft for metrics in short)
+
+
 def test_by_predicted_time_where_chunks_are_adaptive() -> None:
     """The long one's tokens take longer each: half of the time is not half of the tokens."""
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)
@@ -352,6 +369,41 @@ def test_a_device_that_takes_no_time() -> None:
     )
     decode = Chunk(Sequence("d", 2, 10, 100, tpot_target=0.1), 0, 19, 1, True, True)
     assert tokens_of(chunker, [prompt(0, 100)], [decode], 0.0).popitem()[1] == 100
+
+
+# The papers' settings.
+
+
+def test_settings_of_the_papers() -> None:
+    """A long prompt, a decode and short prompts: whole prompts, static chunks, and steps within a target."""
+    requests = [WorkloadRequest(0.0, 100, 400), WorkloadRequest(0.1, 60_000, 1, number=1)]
+    requests += [WorkloadRequest(2.0 + 2.0 * i, 200, 1, number=i + 2) for i in range(10)]
+    settings = {
+        "medha": (EngineConfig.medha, ParallelPlan.medha(context=2, rank_tokens=16_384)),
+        "sarathi": (functools.partial(EngineConfig.sarathi, 1024), ParallelPlan()),
+        "meta": (functools.partial(EngineConfig.meta, 30_016), ParallelPlan.meta(context=2)),
+    }
+    longest, short = {}, {}
+    for name, (make, plan) in settings.items():
+        config = make(page_size=64, num_pages=2048, prefix_cache=False)
+        record = Simulation(MODEL.config, config, DEVICE, plan).run(requests)
+        assert len(record.served) == len(requests)
+        mixed = [step for step in record.steps if step.decodes and step.chunks]
+        longest[name] = max(step.seconds for step in mixed)
+        short[name] = max(x.ttft for x in record.served if x.metrics.prompt_tokens == 200)
+        if name == "sarathi":
+            assert max(step.prompt_tokens + step.decodes for step in record.steps) == 1024
+        if name == "meta":
+            assert (0, 60_000) in [chunk for step in record.steps for chunk in step.chunks]
+    assert longest["medha"] < longest["sarathi"] < longest["meta"]
+    assert short["medha"] < 0.5 < short["sarathi"]
+    assert EngineConfig.medha(policy="srpf", slo=Slo()) == EngineConfig(
+        policy="srpf", chunking="adaptive", token_budget=4096
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
+        EngineConfig.medha(chunks=5)
+    with pytest.raises(ValueError, match="token_budget must have a row for each of max_running=64, got 32"):
+        EngineConfig.sarathi(32)
 
 
 # What is promised.

@@ -20,7 +20,21 @@ SIZES: dict[str, int | None] = {
     "run_ahead": 2,
 }
 CHOICES: dict[str, Any] = {"admission": "reserve", "policy": "ilrs", "chunking": "static", "max_share": 0.5}
-SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2}
+SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2, "step_seconds": 0.1}
+PRESETS: dict[str, dict[str, Any]] = {
+    "medha": {
+        "policy": "ilrs",
+        "chunking": "adaptive",
+        "token_budget": 4096,
+        "tpot": 0.03,
+        "step_seconds": 0.03,
+        "placement": "grow",
+        "exchange": "kvp",
+    },
+    "sarathi": {"policy": "fcfs", "chunking": "static", "token_budget": 512},
+    "meta": {"policy": "fcfs", "chunking": "static", "token_budget": 32_768, "placement": "interleave"},
+}
+"""Settings of the papers: those of `EngineConfig` and `ParallelPlan` of the same names."""
 
 
 def flag(name: str) -> str:
@@ -85,6 +99,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     scheduling = parser.add_argument_group("scheduling")
     scheduling.add_argument(
+        "--preset", choices=list(PRESETS), help="a paper's scheduling, placement and exchange; other flags come before"
+    )
+    scheduling.add_argument(
         "--policy", default=CHOICES["policy"], help="fcfs, edf, srpf, lrs, lrs_relative or ilrs (the default)"
     )
     scheduling.add_argument(
@@ -97,7 +114,12 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="share of a step for short prompts, ilrs",
     )
-    abouts = ("TTFT target: times the prompt alone", "TTFT target: at least, seconds", "TPOT target, seconds")
+    abouts = (
+        "TTFT target: times the prompt alone",
+        "TTFT target: at least, seconds",
+        "TPOT target, seconds",
+        "of a step with adaptive chunks while nobody decodes",
+    )
     for (name, default), about in zip(SLO.items(), abouts, strict=True):
         scheduling.add_argument(
             flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"

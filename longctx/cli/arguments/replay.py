@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--policy", help="fcfs, edf, srpf, lrs, lrs_relative or ilrs")
     other.add_argument("--chunking", help="static, static:N or adaptive")
     other.add_argument("--max-share", type=float, metavar="X", help="share of a step for short prompts, ilrs")
-    other.add_argument("--slo", metavar="NAME=X[,NAME=X]", help="ttft_factor, ttft_least, tpot: default targets")
+    other.add_argument(
+        "--slo", metavar="NAME=X[,NAME=X]", help="ttft_factor, ttft_least, tpot, step_seconds: default targets"
+    )
     other.add_argument("--num-pages", type=int, metavar="N", help="pages on each context rank")
     other.add_argument("--token-budget", type=int, metavar="N", help="rows of a step")
     other.add_argument("--max-running", type=int, metavar="N", help="sequences that run at a time")

@@ -159,18 +159,17 @@ class Chunker:
         """
         targets = [s.tpot_target for s, *_ in decodes if s.tpot_target is not None]
         has_others = self.plan.context > 1 and step.has_others(head, others)
-        share = 0.0
+        context, spread, efficient = step.context(head), step.spread(head), 0.0
         if self.chunking.adaptive and targets:
-            step.limit, share = min(targets) / self.plan.stage, _EFFICIENT
+            step.limit, efficient = min(targets) / self.plan.stage, _EFFICIENT
         elif self.chunking.adaptive:
-            best = self._smallest(0 if has_others else head.computed, _BEST)
+            best = self._smallest(0 if has_others else context, _BEST)
             step.tokens = min(best + step.rows, step.tokens)
-            step.limit, share = self.step_seconds / self.plan.stage, _GOOD
-        least = self._smallest(head.computed, share) * step.spread(head) if share else 1
+            step.limit, efficient = self.step_seconds / self.plan.stage, _GOOD
         if has_others:
-            good = min(self._smallest(head.computed, _GOOD) * step.spread(head), step.room(head))
+            good = min(self._smallest(context, _GOOD) * spread, step.room(head))
             step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
-        return least
+        return self._smallest(context, efficient) * spread if efficient else 1
 
     def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
         """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""

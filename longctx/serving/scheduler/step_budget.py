@@ -107,6 +107,13 @@ class StepBudget:
         """Tokens of a prompt for one row of each rank."""
         return self._num_ranks if self._is_sharded(sequence) else 1
 
+    def context(self, sequence: Sequence) -> int:
+        """Tokens that a row of a prompt's next chunk attends to before the chunk, on the rank that has most of them."""
+        _, ranks, sharded = self.share(sequence, 1)
+        if sharded or len(ranks) == 1:
+            return sequence.computed
+        return max(keys_by_rank(sequence, sequence.computed, self._page_size))
+
     @property
     def free_rows(self) -> int:
         """Rows that the decodes leave."""
