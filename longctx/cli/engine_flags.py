@@ -135,13 +135,8 @@ def check_memory(
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:
     """Make an engine from the flags, with the predictor of `--profile` and the plan of the devices' flags."""
-    predictor = None
+    predictor, plan = None, parallel_plan(options) if hasattr(options, "stage") else None
     if getattr(options, "profile", None) is not None:
-        if hasattr(options, "stage") and parallel_plan(options).num_devices > 1:
-            raise ValueError(
-                "--profile describes an engine on one device: it can't be used with --stage, --context or --tensor"
-            )
-        predictor = load_profile(options.profile, subject(model, params, config))
+        predictor = load_profile(options.profile, subject(model, params, config, plan))
     with naming_flags():
-        plan = parallel_plan(options) if hasattr(options, "stage") else None
         return Engine(model, params, config, predictor=predictor, plan=plan, topology=given_topology(options), **more)

@@ -1,6 +1,7 @@
 """`longctx profile`: measure an engine's steps and fit a runtime predictor to them."""
 
 import argparse
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,17 +11,19 @@ from longctx.cli.engine_flags import (
     check_memory,
     engine_config,
     make_engine,
+    parallel_plan,
+    plan_mesh,
 )
 from longctx.cli.files import check_output
 from longctx.cli.prompt_progress import show_compiling
 from longctx.cli.terminal import Console
 from longctx.models import load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
-from longctx.serving import ParallelPlan
-from longctx.serving.predictor import RuntimePredictor
+from longctx.serving.predictor import Predictor, RuntimePredictor
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.fit import Measurement, relative_errors
-from longctx.serving.profiler import longest_context, measure, profile, random_shapes, subject
+from longctx.serving.predictor.mesh import MeshPredictor
+from longctx.serving.profiler import links, longest_context, measure, profile, random_shapes, subject
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,15 +36,19 @@ def run(options: argparse.Namespace) -> int:
     options.model = resolve_model(options.model, options.quiet)
     model, dtype = read_model(options.model, options.dtype)
     config = engine_config(options, max_length=options.max_length)
-    check_memory(console, model, config, ParallelPlan(), None, dtype)
-    model, params = load_checkpoint(options.model, dtype=dtype)
-    engine = make_engine(options, model, params, config)
+    plan = parallel_plan(options)
+    mesh = plan_mesh(plan)
+    check_memory(console, model, config, plan, mesh, dtype)
+    model, params = load_checkpoint(options.model, mesh, dtype)
+    engine = make_engine(options, model, params, config, mesh=mesh)
+    about = subject(model, params, config, plan)
     room = longest_context(engine)
     context = min(16_384, room) if options.max_context is None else options.max_context
     if context > room:
         raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")
 
-    show_compiling(engine.warm_up, console)
+    if plan.context == 1:
+        show_compiling(engine.warm_up, console)  # on several ranks there are more programs than are measured
     with console.bar(desc="measuring", unit="batch") as bar:
 
         def progress(done: int, total: int) -> None:
@@ -49,32 +56,48 @@ def run(options: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         predictor, measured = profile(engine, context, options.repeats, progress)
-    notes = {"jax": jax.__version__, "max_context": context, "fitted": _error_summary(predictor, measured)}
-    save_profile(
-        options.out, predictor, subject(model, params, config), notes
-    )  # so that it is kept if the evaluation fails
+    notes: dict[str, Any] = {
+        "jax": jax.__version__,
+        "max_context": context,
+        "fitted": _error_summary(predictor, measured),
+    }
+    notes["links"] = links(engine)
+    save_profile(options.out, predictor, about, notes)  # so that it is kept if the evaluation fails
     if options.check:
         shapes = random_shapes(engine, context, options.check)
         notes["held_out"] = _error_summary(predictor, measure(engine, shapes, options.repeats))
-    save_profile(options.out, predictor, subject(model, params, config), notes)
+    save_profile(options.out, predictor, about, notes)
     print(table(predictor))
     for name, errors in notes.items():
-        if isinstance(errors, dict):
+        if name in ("fitted", "held_out"):
             shown = f"mean {errors['mean']:.1%}, {errors['by_time']:.1%} weighted by time, at most"
             print(f"error, {name.replace('_', ' '):<9} {shown} {errors['largest']:.1%}, of {errors['batches']} batches")
     return 0
 
 
-def _error_summary(predictor: RuntimePredictor, measured: list[Measurement]) -> dict[str, float]:
+def _error_summary(predictor: Predictor, measured: list[Measurement]) -> dict[str, float]:
     errors, seconds = np.abs(relative_errors(predictor, measured)), [time for _, time in measured]
     by_time = float(np.average(errors, weights=seconds))
     return {"mean": float(errors.mean()), "by_time": by_time, "largest": float(errors.max()), "batches": len(errors)}
 
 
-def table(predictor: RuntimePredictor) -> str:
+def table(predictor: RuntimePredictor | MeshPredictor) -> str:
     """A table of the coefficients, with a line for each program."""
+    if isinstance(predictor, MeshPredictor):
+        return _mesh_table(predictor)
     lines = [f"{'rows':>6}  {'fixed, ms':>9}  {'a sample, us':>12}  a tile of so many tokens, for each key, ns"]
     for program in predictor.programs:
         tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
         lines.append(f"{program.rows:>6}  {1e3 * program.fixed:>9.2f}  {1e6 * program.per_sample:>12.1f}  {tiles}")
+    return "\n".join(lines)
+
+
+def _mesh_table(predictor: MeshPredictor) -> str:
+    """The same of several context ranks, with a line for each kind of steps."""
+    rows = ", ".join(map(str, predictor.buckets))
+    lines = [f"{'rows are':<10}  fixed, ms  sharded, replicated and local rows ({rows}), ms  a key of a tile, ns"]
+    for program in predictor.programs:
+        buckets = "  ".join("/".join(f"{1e3 * cost:.2f}" for cost in costs) for costs in program.per_bucket)
+        tiles = "  ".join(f"{size}: {1e9 * x:,.0f}" for size, x in zip(program.tiles, program.per_key, strict=True))
+        lines.append(f"{program.kind:<10}  {1e3 * program.fixed:>9.2f}  {buckets}  {tiles}")
     return "\n".join(lines)

@@ -3,7 +3,12 @@
 import argparse
 from pathlib import Path
 
-from longctx.cli.arguments.engine import add_compile_arguments, add_engine_arguments, add_model_arguments
+from longctx.cli.arguments.engine import (
+    add_compile_arguments,
+    add_engine_arguments,
+    add_model_arguments,
+    add_plan_arguments,
+)
 
 SUMMARY = "Measure an engine's steps and fit the runtime predictor that scheduling uses."
 
@@ -23,3 +28,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_compile_arguments(parser)
     add_engine_arguments(parser)
+    add_plan_arguments(parser)

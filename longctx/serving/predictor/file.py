@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx.serving.predictor.mesh import MeshPredictor
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
 
 _FORMAT = "longctx profile 1"
 
 
 def save_profile(
-    path: Path, predictor: RuntimePredictor, subject: Mapping[str, Any], notes: Mapping[str, Any] | None = None
+    path: Path,
+    predictor: RuntimePredictor | MeshPredictor,
+    subject: Mapping[str, Any],
+    notes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a predictor as JSON; `subject` describes the measured engine, `notes` is any further plain data."""
     contents = {"format": _FORMAT, "subject": dict(subject), "predictor": dataclasses.asdict(predictor)}
@@ -21,7 +25,7 @@ def save_profile(
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
-def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
+def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor | MeshPredictor:
     """Read the predictor of a profile that was measured on this subject.
 
     Raises:
@@ -33,7 +37,11 @@ def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor:
         if contents["format"] != _FORMAT:
             raise ValueError(f"its format is {contents['format']!r}")
         measured, fields = dict(contents["subject"]), dict(contents["predictor"])
-        predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
+        predictor: RuntimePredictor | MeshPredictor
+        if "buckets" in fields:
+            predictor = MeshPredictor.from_dict(fields)
+        else:
+            predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
     expected = json.loads(json.dumps(dict(subject)))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from scipy.optimize import nnls
 
+from longctx.serving.predictor.mesh import MeshPredictor, MeshProgram, features, kind_of
 from longctx.serving.predictor.runtime import Predictor, Program, RuntimePredictor, keys_by_tile
 from longctx.serving.predictor.work import Work
 
@@ -48,6 +49,34 @@ def _fit_program(rows: int, measured: Sequence[Measurement], sizes: Sequence[int
     features = np.array([(1, *keys_by_tile(tiles, work), work.samples) for work, _ in measured], float)
     fixed, *per_key, per_sample = fit_non_negative(features, seconds)
     return Program(rows, fixed, tiles, tuple(per_key), per_sample)
+
+
+def fit_mesh(measured: Sequence[Measurement], buckets: Sequence[int], tiles: Sequence[int]) -> MeshPredictor:
+    """Fit the predictor of an engine over several context ranks likewise, a program for each kind that was measured.
+
+    Args:
+      measured: the work of the slowest rank of each batch, and the seconds.
+      buckets: numbers of rows of each kind that steps are compiled for, ascending.
+      tiles: as of `fit`.
+
+    Raises:
+      ValueError: a time is not positive and finite, a batch has more rows than any bucket, or its exchange is missing.
+    """
+    by_kind: dict[str, list[Measurement]] = {}
+    for work, seconds in measured:
+        if not 0 < seconds < np.inf:
+            raise ValueError(f"measured seconds must be positive and finite, got {seconds}")
+        if work.rows > buckets[-1]:
+            raise ValueError(f"measured has a batch of {work.rows} rows, more than the largest of buckets={buckets}")
+        if work.sharded and not work.exchange:
+            raise ValueError("measured must say the exchange of batches with sharded rows")
+        by_kind.setdefault(kind_of(work), []).append((work, seconds))
+    programs = []
+    for kind, batches in by_kind.items():
+        counted = np.array([features(work, tuple(buckets), tuple(tiles)) for work, _ in batches], float)
+        numbers = fit_non_negative(counted, np.array([seconds for _, seconds in batches]))
+        programs.append(MeshProgram.of(kind, tuple(buckets), tuple(tiles), numbers))
+    return MeshPredictor(tuple(buckets), tuple(programs))
 
 
 def fit_non_negative(features: np.ndarray, seconds: np.ndarray) -> list[float]:

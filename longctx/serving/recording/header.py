@@ -12,12 +12,15 @@ from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.exchange import ExchangeCost
+from longctx.serving.predictor.mesh import MeshPredictor
 from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_text, shown
 
 FORMAT = "longctx log 1"
 NAME = "header.json"
+Writable = RuntimePredictor | CurvePredictor | MeshPredictor
+"""Predictors that a header can hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Header:
     plan: ParallelPlan
     num_pages: int
     max_length: int
-    predictor: RuntimePredictor | CurvePredictor | None
+    predictor: Writable | None
     dtype: str | None
     is_private: bool
     created: str
@@ -101,9 +104,9 @@ class Header:
             raise ValueError(f"{path} is not as this version of longctx writes it: {error}") from None
 
 
-def writable(predictor: Predictor) -> RuntimePredictor | CurvePredictor | None:
+def writable(predictor: Predictor) -> Writable | None:
     """A predictor that a header can hold; None: it is another."""
-    return predictor if type(predictor) in (RuntimePredictor, CurvePredictor) else None  # type: ignore[return-value]
+    return predictor if isinstance(predictor, Writable) else None
 
 
 def custom_policy(config: EngineConfig) -> str | None:
@@ -123,7 +126,7 @@ def _config(fields: dict[str, Any]) -> EngineConfig:
     )
 
 
-def _predictor(fields: dict[str, Any] | None) -> RuntimePredictor | CurvePredictor | None:
+def _predictor(fields: dict[str, Any] | None) -> Writable | None:
     if fields is None:
         return None
     fields = dict(fields)
@@ -132,6 +135,8 @@ def _predictor(fields: dict[str, Any] | None) -> RuntimePredictor | CurvePredict
         exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
         knots = {name: tuple(fields[name]) for name in ("rows", "linear")}
         return CurvePredictor(**fields | knots | {"exchange": exchange})
+    if kind == "MeshPredictor":
+        return MeshPredictor.from_dict(fields)
     if kind != "RuntimePredictor":
         raise ValueError(f"its predictor is a {kind!r}")
     programs = [
