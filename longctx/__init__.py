@@ -9,6 +9,7 @@ The names that are used most, each loaded when it is first used:
 * Llama, Mistral, Qwen2.5 and Qwen3 checkpoints (`longctx.models`): `Llama`, `LlamaConfig`, `load_checkpoint`,
   `load_tokenizer`, `save_checkpoint`
 * the engine (`longctx.serving`): `Engine`, `EngineConfig`, `Output`, `ParallelPlan`, `Request`, `SamplingParams`
+* flags for XLA on GPUs: `xla_flags`
 
 Each package exports more than is listed here.
 """

@@ -1,5 +1,6 @@
 """What `longctx` exports, each loaded when it is first used."""
 
+from .gpu_flags import xla_flags as xla_flags
 from .kernels import attention as attention
 from .kernels import merge_state as merge_state
 from .kernels import merge_states as merge_states

@@ -33,7 +33,7 @@ print(seconds, *sorted({HEAVY} & set(sys.modules)))
 @pytest.mark.parametrize(
     "statement",
     [
-        "import longctx; dir(longctx)",
+        "import longctx; dir(longctx); longctx.xla_flags()",
         "import longctx.parallel.cost, longctx.parallel.choose, longctx.parallel.varseq",
         "from longctx.models.config import LlamaConfig; LlamaConfig.preset('llama-3-8b').to_hf()",
         "from longctx.models import ByteTokenizer, LlamaConfig, load_tokenizer; import longctx.models.builtin",

@@ -10,6 +10,7 @@ from typing import NoReturn
 from longctx import __version__
 from longctx.cli.arguments.engine import PRESETS, flag
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
+from longctx.gpu_flags import set_xla_flags
 
 COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay", "serve")
 
@@ -54,6 +55,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         sub.set_defaults(command=module)
         parsers[name] = sub
     options = _parse(parser, parsers, sys.argv[1:] if arguments is None else list(arguments))
+    set_xla_flags()  # before JAX starts
     # Only now, so that `--help` doesn't wait for JAX.
     command = importlib.import_module(f"longctx.cli.{options.command}")
     if hasattr(options, "no_compile_cache"):

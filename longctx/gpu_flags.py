@@ -1,0 +1,67 @@
+"""Flags for XLA on GPUs, with which a step is captured in command buffers (CUDA graphs).
+
+A captured kernel costs the host nothing: it launches one graph for all of them. Source: context parallelism paper,
+section 4.3, and Mnemosyne, section 5, which run decodes and mixed batches as CUDA graphs. docs/command_buffers.md has
+what is captured, and what is not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+
+_COMMANDS = "xla_gpu_enable_command_buffer"
+_FLAGS = {
+    # The loop over layers. Unrolled, else its body would be a graph of its own, updated and launched for each layer.
+    _COMMANDS: "+WHILE",
+    "xla_gpu_command_buffer_unroll_loops": "true",
+}
+# A collective inside a conditional node can't be instantiated (github.com/NVIDIA/nccl, issue 1986), and the sampler's
+# branches have collectives. So the branch is outside, and what is in it is captured.
+_COLLECTIVES = "+COLLECTIVES,-CONDITIONAL"
+# A process that is given a flag that its XLA doesn't know ends at once.
+_KNOWN_TO = ((0, 10), (0, 11))  # versions of jaxlib
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def xla_flags(collectives: bool = False) -> str:
+    """Flags for the environment variable `XLA_FLAGS`, to be set before JAX starts.
+
+    With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
+    effect on CPUs. They are for jaxlib 0.10 and 0.11.
+
+    Args:
+      collectives: capture collectives too, which XLA does not by default: hangs and slower steps have been reported
+        (docs/command_buffers.md).
+    """
+    flags = dict(_FLAGS)
+    if collectives:
+        flags[_COMMANDS] += f",{_COLLECTIVES}"
+    return _text(flags)
+
+
+def set_xla_flags() -> None:
+    """Put `xla_flags()` into the environment of this process, if JAX has a CUDA plugin and knows them.
+
+    Flags that `XLA_FLAGS` has already stay as they are. It has no effect once JAX has made its devices.
+    """
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if given and not given.startswith("--"):
+        return  # the name of a file of flags
+    platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
+    if platforms != [""] and not {"cuda", "gpu"} & {*platforms}:
+        return
+    if not any(map(importlib.util.find_spec, _PLUGINS)) or _version_of_jaxlib() not in _KNOWN_TO:
+        return
+    own = {flag.partition("=")[0].lstrip("-") for flag in given.split()}
+    missing = _text({name: value for name, value in _FLAGS.items() if name not in own})
+    os.environ["XLA_FLAGS"] = f"{missing} {given}".strip()
+
+
+def _text(flags: dict[str, str]) -> str:
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+def _version_of_jaxlib() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])

@@ -1,0 +1,68 @@
+"""What of a step for H100 is captured in command buffers, and what is not."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from thunks import Sequence, Thunk, thunks_of
+
+from longctx import xla_flags
+
+# XLA captures no fewer, as a graph must be launched too.
+LEAST = 5
+
+
+def between_collectives(thunks: list[Thunk]) -> list[list[Thunk]]:
+    """Runs of thunks that aren't captured and follow each other, without collectives, which are in none."""
+
+    def is_collective(thunk: Thunk) -> bool:
+        return thunk.kind in COLLECTIVES or "AsyncStart" in thunk.within
+
+    groups = itertools.groupby(thunks, lambda thunk: (thunk.is_captured or is_collective(thunk), thunk.within))
+    return [[*group] for (is_other, _), group in groups if not is_other]
+
+
+COLLECTIVES = {"AllGather", "AllReduce", "AllToAll", "CollectivePermute", "AsyncDone"}
+
+
+def test_a_step_on_one_gpu_is_one_command_buffer(tmp_path: Path) -> None:
+    """With the loop over layers, both attention kernels of a layer, and the branch that samples."""
+    found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), xla_flags())
+    assert found.outermost == ["CommandBuffer"]
+    assert all(thunk.is_captured for thunk in found.leaves)
+    kernels = [thunk for thunk in found.leaves if thunk.kind == "CustomCall"]
+    assert len(kernels) == 2
+    assert all(thunk.within == ("CommandBuffer", "While") for thunk in kernels)
+    assert any("Conditional" in thunk.within for thunk in found.leaves)
+
+
+@pytest.mark.slow
+def test_without_the_flags_a_layer_is_a_command_buffer(tmp_path: Path) -> None:
+    found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), "")
+    assert found.outermost == ["CommandBuffer", "While", "CommandBuffer"]
+    assert [thunk for thunk in found.leaves if not thunk.is_captured] == [Thunk("CustomKernel", ("While",))]  # i < 4
+
+
+def check_pallas(found: Sequence) -> None:
+    assert [thunk.kind for thunk in found.leaves].count("CustomCall") >= 6  # of sharded, replicated and local rows
+
+
+@pytest.mark.slow
+def test_on_a_mesh_all_but_collectives_is_captured(tmp_path: Path) -> None:
+    found = thunks_of(tmp_path, (2, 2, 2), (16, 16, 32), xla_flags())
+    check_pallas(found)
+    assert not any(thunk.is_captured for thunk in found.leaves if thunk.kind in COLLECTIVES)
+    runs = between_collectives(found.leaves)
+    assert max(map(len, runs)) < LEAST
+    assert sum(thunk.is_captured for thunk in found.leaves) > 2 * sum(map(len, runs))
+
+
+@pytest.mark.slow
+def test_collectives_are_captured_if_asked_for(tmp_path: Path) -> None:
+    """The branch that samples is outside, as a graph can't have collectives in a conditional node."""
+    found = thunks_of(tmp_path, (1, 2, 2), (16, 16, 32), xla_flags(collectives=True))
+    check_pallas(found)
+    assert [kind for kind in found.outermost if kind not in ("CommandBuffer", "CustomKernel")] == ["Conditional"]
+    outside = [thunk for thunk in found.leaves if not thunk.is_captured]
+    assert len(outside) < LEAST
+    assert not any(thunk.kind in COLLECTIVES for thunk in outside)

@@ -1,0 +1,86 @@
+"""Flags for XLA: what they are, who sets them, and that they do no harm without a GPU."""
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+import longctx
+from longctx.cli import main
+from longctx.gpu_flags import set_xla_flags
+from longctx.models.builtin import TINY
+
+COMMANDS, UNROLL = "--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_command_buffer_unroll_loops=true"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")  # which it has again after the test, whatever the test sets
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA plugin is installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "jax_cuda12_plugin" else None)
+
+
+def test_flags_are_text_for_the_environment() -> None:
+    assert longctx.xla_flags() == f"{COMMANDS} {UNROLL}"
+    assert longctx.xla_flags(collectives=True) == f"{COMMANDS},+COLLECTIVES,-CONDITIONAL {UNROLL}"
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+def test_flags_do_no_harm_on_a_cpu(collectives: bool) -> None:
+    """XLA would end a process whose flags it doesn't know."""
+    environment = os.environ | {"XLA_FLAGS": longctx.xla_flags(collectives), "JAX_PLATFORMS": "cpu"}
+    program = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.stdout == "2\n", result.stderr
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_command_line_sets_them_where_jax_has_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(TINY)]) == 0
+    assert os.environ["XLA_FLAGS"] == longctx.xla_flags()
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("--xla_gpu_autotune_level=0", f"{COMMANDS} {UNROLL} --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_enable_command_buffer=", f"{UNROLL} --xla_gpu_enable_command_buffer="),
+        ("--xla_gpu_command_buffer_unroll_loops", f"{COMMANDS} --xla_gpu_command_buffer_unroll_loops"),
+        (f"{UNROLL} {COMMANDS}", f"{UNROLL} {COMMANDS}"),
+        ("/etc/flags.txt", "/etc/flags.txt"),
+    ],
+)
+def test_ones_own_flags_win(own: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", own)
+    set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("platforms", "is_set"), [("", True), ("cuda,cpu", True), ("cpu", False), ("tpu,cpu", False)])
+def test_they_are_for_gpus(platforms: str, is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    set_xla_flags()
+    assert bool(os.environ["XLA_FLAGS"]) == is_set
+
+
+def test_without_a_cuda_plugin_they_are_not_set() -> None:
+    set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_jaxlib_that_may_not_know_them_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) in ((0, 10), (0, 11))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.99.1.dev20990101+g0")
+    set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == ""

@@ -1,0 +1,96 @@
+"""Thunks of a step compiled for H100s, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
+
+As a program, `python thunks.py FOLDER STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL` compiles a step with the flags of
+the environment. A process reads `XLA_FLAGS` once, so other flags take another process.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from abstract_step import compile_step, make_shape
+from h100 import h100_mesh
+
+from longctx.models import LlamaConfig
+from longctx.parallel.mesh import AXES
+
+# With heads that the Mosaic GPU kernel takes.
+CONFIG = LlamaConfig(1024, 512, 1024, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=128, max_positions=1 << 20)
+_LINE = re.compile(r"^( *)\d+: k(\w+)")
+
+
+class Thunk(NamedTuple):
+    """A thunk that runs something itself, unlike a loop, a branch or a command buffer.
+
+    Attributes:
+      kind: such as `"CustomKernel"`, a kernel of XLA's, or `"CustomCall"`, one of Pallas'.
+      within: kinds of the thunks that it is in, the outermost first.
+    """
+
+    kind: str
+    within: tuple[str, ...]
+
+    @property
+    def is_captured(self) -> bool:
+        return "CommandBuffer" in self.within
+
+
+class Sequence(NamedTuple):
+    """The thunks of a program.
+
+    Attributes:
+      outermost: kinds of the thunks that are in no other.
+      leaves: all that have none in them, in order.
+    """
+
+    outermost: list[str]
+    leaves: list[Thunk]
+
+
+def thunks_of(folder: Path, sizes: tuple[int, int, int], rows: tuple[int, int, int], flags: str) -> Sequence:
+    """The thunks of a step on a mesh, compiled with some flags in another process."""
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
+    command = [sys.executable, __file__, *map(str, (*sizes, *rows))]
+    environment = os.environ | {"XLA_FLAGS": f"{flags} {dump}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (file,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return parse(file.read_text())
+
+
+def parse(text: str) -> Sequence:
+    """Parse the sequence as XLA writes it, with what is in a thunk indented below it."""
+    lines = [(len(match[1]), match[2]) for match in map(_LINE.match, text.splitlines()) if match]
+
+    def walk() -> Iterator[tuple[str, tuple[str, ...], bool]]:
+        above: list[tuple[int, str]] = []
+        for at, (indent, kind) in enumerate(lines):
+            while above and above[-1][0] >= indent:
+                above.pop()
+            yield kind, tuple(name for _, name in above), at + 1 == len(lines) or lines[at + 1][0] <= indent
+            above.append((indent, kind))
+
+    found = [*walk()]
+    return Sequence(
+        [kind for kind, within, _ in found if not within],
+        [Thunk(kind, within) for kind, within, is_leaf in found if is_leaf],
+    )
+
+
+def main() -> None:
+    *sizes, sharded, replicated, local = map(int, sys.argv[1:])
+    mesh, rows = h100_mesh(**dict(zip(AXES, sizes, strict=True))), (sharded, replicated, local)
+    # On one device no `jax.shard_map` gives the kernels their mesh.
+    with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
+        compile_step(mesh, make_shape(mesh, rows), jnp.bfloat16, CONFIG, sections=rows)
+
+
+if __name__ == "__main__":
+    main()
