@@ -217,10 +217,11 @@ def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:
     steps = [step for step in steps if len(step.rank_seconds) > 1]
     start = min(step.finished - step.seconds for step in steps)
     spans = [(step.finished - step.seconds - start, step.seconds) for step in steps]
+    edge = {"edgecolor": "white", "linewidth": 0.5 if len(steps) < 100 else 0}
     for rank in range(len(steps[0].rank_seconds)):
         busy = [(at, seconds * (1 - step.idle_share[rank])) for (at, seconds), step in zip(spans, steps, strict=True)]
-        axes.broken_barh(spans, (rank - 0.4, 0.8), color="0.85", linewidth=0)
-        axes.broken_barh(busy, (rank - 0.4, 0.8), color=f"C{rank}", linewidth=0)
+        axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor="0.85", **edge)
+        axes.broken_barh(busy, (rank - 0.4, 0.8), facecolor=f"C{rank % 10}", **edge)
     labels = [f"rank {rank}, {share:.0%} idle" for rank, share in enumerate(idle_shares(steps) or [])]
     axes.set(title="Ranks: compute, and wait (grey)", xlabel="seconds")
     axes.set_yticks(range(len(labels)), labels)

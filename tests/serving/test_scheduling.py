@@ -135,6 +135,23 @@ def test_static_chunks_fill_their_rows(number: int) -> None:
     assert set(rows[:-1]) == {number}
 
 
+def test_short_prompts_wait_for_shorter_steps_where_nobody_decodes() -> None:
+    """30,000 tokens at a time, and short prompts at random, none of which decodes. Long ones take a little longer."""
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(0.5, 100)).tolist()
+    requests = [WorkloadRequest(at, int(rng.integers(20, 300)), 1, number=i) for i, at in enumerate(arrivals)]
+    requests += [WorkloadRequest(15.0 * i, 30_000, 1, number=100 + i) for i in range(4)]
+    requests.sort(key=lambda request: request.arrival)
+    waits, longs = {}, {}
+    for step_seconds in (None, 0.1):
+        record, _ = serve(requests, chunking="adaptive", token_budget=1024, slo=Slo(step_seconds=step_seconds))
+        waits[step_seconds] = np.percentile([x.ttft for x in of_length(record, 0, 300) if x.ttft], [50, 99])
+        longs[step_seconds] = np.mean([x.ttft for x in of_length(record, 30_000) if x.ttft])
+    assert waits[0.1][0] < 0.85 * waits[None][0]
+    assert waits[0.1][1] < 0.65 * waits[None][1]
+    assert longs[0.1] < 1.2 * longs[None]
+
+
 # Starvation and head-of-line blocking.
 
 
