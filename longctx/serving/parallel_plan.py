@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -132,13 +133,16 @@ class ParallelPlan:
                 "divides both, a larger context the latter"
             )
 
-    def placer(self, page_size: int, rows: int, predicted_tokens: float) -> Placer:
+    def placer(self, page_size: int, rows: int, readable_tokens: Callable[[float | None], float]) -> Placer:
         """The placer of pages.
 
         Args:
           rows: token budget of a step, the least limit of tokens on a rank.
-          predicted_tokens: tokens on one rank that a decode can read within its TPOT target.
+          readable_tokens: of a TPOT target, tokens on one rank with which a decode keeps it, by prediction.
         """
-        tokens = max(rows, predicted_tokens) if self.rank_tokens is None else self.rank_tokens
-        limit = math.inf if tokens == math.inf else max(1, int(tokens) // page_size)
+
+        def limit(tpot: float | None) -> float:
+            tokens = max(rows, readable_tokens(tpot)) if self.rank_tokens is None else self.rank_tokens
+            return math.inf if tokens == math.inf else int(tokens) // page_size
+
         return Placer(self.context, self.placement == "interleave", limit)

@@ -1,4 +1,6 @@
-"""Placement of pages on context ranks: counts are exact, and what fits is placed."""
+"""Placement of pages on context ranks: counts are exact, and pages go where there is room."""
+
+import math
 
 import numpy as np
 from hypothesis import given
@@ -19,21 +21,50 @@ def test_placement_counts_equal_the_ranks_of_its_pages(stop: int, first: int, ho
         assert placement.until(first, some) == other
 
 
+@given(pages=st.integers(1, 60), seed=st.integers(0, 1000))
+def test_interleaved_pages_are_placed_where_all_fit(pages: int, seed: int) -> None:
+    available = np.random.default_rng(seed).integers(0, 40, 3).tolist()
+    placement = Placer(3, interleave=True).place(seed, Need(0, pages, (0, 0, 0), None), available)
+    counts = Interleaved(3, seed % 3).counts(0, pages)
+    assert (placement is None) == any(x > y for x, y in zip(counts, available, strict=True))
+    assert placement is None or placement.counts(0, pages) == counts
+
+
 @given(
-    pages=st.integers(1, 60),
-    limit=st.sampled_from([1, 3, 10, np.inf]),
+    pages=st.integers(1, 100),
+    limit=st.sampled_from([1, 3, 10, math.inf]),
     seed=st.integers(0, 1000),
-    interleave=st.booleans(),
+    later=st.booleans(),
 )
-def test_placed_pages_fit_and_fitting_pages_are_placed(pages: int, limit: float, seed: int, interleave: bool) -> None:
+def test_a_sequence_grows_where_there_is_room(pages: int, limit: float, seed: int, later: bool) -> None:
     rng = np.random.default_rng(seed)
-    available, load = rng.integers(0, 40, 3).tolist(), rng.random(3).tolist()
-    placement = Placer(3, interleave, limit).place(0, Need(0, pages, (0, 0, 0), None), available, load)
-    if placement is None:
-        assert interleave or sum(available) < pages
+    available, load = rng.integers(0, 40, 4).tolist(), rng.random(4).tolist()
+    held = rng.integers(0, 12, 4).tolist() if later else [0] * 4
+    need = Need(sum(held), sum(held) + pages, tuple(held), int(rng.integers(4)) if later else None)
+    run = Placer(4).next_run(need, available, lambda: load, limit)
+    if run is None:
+        assert not any(available)
         return
-    needed = placement.counts(0, pages)
-    assert sum(needed) == pages
-    assert all(x <= y for x, y in zip(needed, available, strict=True))
-    if not interleave and limit * 3 >= pages and min(available) >= limit:
-        assert max(needed) <= limit
+    rank, count = run
+    assert 0 < count <= min(pages, available[rank])
+    room = [min(x, limit - y) for x, y in zip(available, held, strict=True)]
+    if need.last is not None and room[need.last] > 0:
+        assert rank == need.last
+    elif max(room) > 0:
+        assert count <= room[rank]
+        fitting = [i for i in range(4) if room[i] >= min(pages, limit)]
+        assert not fitting or load[rank] == min(load[i] for i in fitting)
+    else:  # every rank has its limit, or no memory: one more round
+        assert held[rank] // limit == min(held[i] // limit for i in range(4) if available[i])
+
+
+def test_limits_follow_the_tpot_target_and_are_remembered() -> None:
+    asked = []
+
+    def limit(tpot: float | None) -> float:
+        asked.append(tpot)
+        return math.inf if tpot is None else 100 * tpot
+
+    placer = Placer(2, limit=limit)
+    assert [placer.limit(tpot) for tpot in (None, 0.5, 0.001, 0.5, None)] == [math.inf, 50, 1, 50, math.inf]
+    assert asked == [None, 0.5, 0.001]

@@ -14,8 +14,8 @@ from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import CurvePredictor, Predictor, readable_tokens
-from longctx.serving.scheduler.chunking import Chunker, Chunking
+from longctx.serving.predictor.runtime import CurvePredictor, Predictor
+from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.policy import make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
@@ -52,7 +52,6 @@ def build_core(
       hardware: a device and its link over `context`, by which exchanges are chosen; None: the predictor's.
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
-    readable = readable_tokens(predictor, config.slo.tpot, plan.stage, max_length)
     chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
     heads = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
     if hardware is None and isinstance(predictor, CurvePredictor) and predictor.exchange is not None:
@@ -75,7 +74,11 @@ def build_core(
         config.max_running,
         config.admission,
         config.slo,
-        plan.placer(config.page_size, config.token_budget, readable),
+        plan.placer(
+            config.page_size,
+            config.token_budget,
+            lambda tpot: limit_of_rank(predictor, chunking, tpot, plan.stage, max_length),
+        ),
     )
     sessions = Sessions(page_hash, num_pages * plan.context)
     return Built(

@@ -172,4 +172,5 @@ def _complete(metrics: Metrics, sequence: Sequence, now: float) -> None:
     """Fill in what is known when a sequence ends."""
     metrics.finished = max(now, metrics.arrival)
     metrics.preemptions, metrics.recomputed_tokens = sequence.preemptions, sequence.recomputed
+    metrics.passed_by = sequence.passed_by
     metrics.ttft_deadline, metrics.tpot_target = sequence.ttft_budget, sequence.tpot_target

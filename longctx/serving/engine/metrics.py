@@ -28,6 +28,8 @@ class StepMetrics(NamedTuple):
       exchange: of its sharded rows, and why; None: it has none.
       first_tokens: seconds since its arrival of each sequence that got its first token.
       gaps: seconds since its last token of each sequence that got another.
+      blocked: ids of requests that found no room in memory when it was planned: those that run and wait to grow, and
+        the most urgent one that waits. Smaller ones may pass them for a bounded time (docs/scheduling.md).
     """
 
     number: int
@@ -45,6 +47,7 @@ class StepMetrics(NamedTuple):
     exchange: Exchange | None = None
     first_tokens: tuple[float, ...] = ()
     gaps: tuple[float, ...] = ()
+    blocked: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, step: EndedStep) -> Self:
@@ -83,6 +86,7 @@ class StepMetrics(NamedTuple):
             batch.exchange,
             tuple(first_tokens),
             tuple(gaps),
+            blocked=tuple(completion_of(sequence).request_id for sequence in batch.blocked),
         )
 
     @property

@@ -46,9 +46,14 @@ class PagePool:
 
     The first `per_rank` pages live on context rank 0, the next on rank 1, and so on. Promises (`reserve`) are counts:
     pages themselves are allocated as they are needed, so that a step's work depends on what the step adds and not on
-    how long a sequence is.
+    how long a sequence is. A promise may leave the rank open (`promise`).
+
+    Holders have numbers, so that a pool knows which pages each of them holds alone: those that it would give back.
 
     Attributes:
+      reserved: pages promised of each rank.
+      promised: pages promised of whichever rank.
+      num_alone: pages that have one holder.
       listener: is told of what can be found, if there is one.
     """
 
@@ -57,11 +62,14 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, got {per_rank}")
         self.per_rank, self.num_ranks, self.num_pages = per_rank, num_ranks, per_rank * num_ranks
         self.reserved = [0] * num_ranks
+        self.promised = self.num_alone = 0
         self.num_evicted = 0
         self.num_returned = 0  # how often pages became available
         self.listener: PageListener | None = None
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
+        self._holders = [0] * self.num_pages  # the sum of the numbers of a page's holders: with one left, its number
+        self._alone: dict[int, list[int]] = {}  # pages of each rank that a holder holds alone
         self._key_of: list[Key | None] = [None] * self.num_pages
         self._page_of: dict[Key, int] = {}
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
@@ -70,8 +78,9 @@ class PagePool:
         """For looking ahead, without going through every page."""
         memo[id(self)] = twin = copy.copy(self)
         twin.listener = None
-        for name in ("reserved", "_references", "_key_of", "_page_of"):
+        for name in ("reserved", "_references", "_holders", "_key_of", "_page_of"):
             setattr(twin, name, getattr(self, name).copy())
+        twin._alone = {holder: pages.copy() for holder, pages in self._alone.items()}
         twin._free = [free.copy() for free in self._free]
         twin._idle = [idle.copy() for idle in self._idle]
         return twin
@@ -85,11 +94,22 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        return sum(map(self.available, range(self.num_ranks)))
+        """Pages that can still be promised, on all ranks together."""
+        return sum(self.by_rank) - self.promised
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Pages of each rank that can still be reserved."""
+        return [self.available(rank) for rank in range(self.num_ranks)]
 
     @property
     def num_reserved(self) -> int:
-        return sum(self.reserved)
+        """Pages that are promised, of given ranks or of any."""
+        return sum(self.reserved) + self.promised
+
+    def alone(self, holder: int) -> list[int]:
+        """How many pages of each rank a holder holds alone."""
+        return self._alone.get(holder) or [0] * self.num_ranks
 
     @property
     def num_held(self) -> int:
@@ -117,7 +137,12 @@ class PagePool:
             assert 0 <= count <= self.reserved[rank]
             self.reserved[rank] -= count
 
-    def allocate(self, rank: int, reserved: bool) -> int:
+    def promise(self, count: int) -> None:
+        """Promise pages of whichever rank; a negative number takes promises back."""
+        assert -self.promised <= count <= self.num_available
+        self.promised += count
+
+    def allocate(self, rank: int, reserved: bool, holder: int = 0) -> int:
         """A page of a rank, held once, with nothing of use in it: a free one, else the least recently used idle one."""
         self.reserved[rank] -= reserved
         assert self.available(rank) > 0, f"no page is available on rank {rank}"
@@ -129,6 +154,8 @@ class PagePool:
             self.num_evicted += 1
         assert self._references[page] == 0
         self._references[page] = 1
+        self._holders[page] = holder
+        self._count_alone(holder, rank, 1)
         return page
 
     def find(self, key: Key) -> int | None:
@@ -137,24 +164,46 @@ class PagePool:
     def is_idle(self, page: int) -> bool:
         return page in self._idle[self.rank_of(page)]
 
-    def share(self, page: int) -> None:
-        """Hold a page that is held or idle once more."""
-        if self._references[page] == 0:
-            del self._idle[self.rank_of(page)][page]
-        self._references[page] += 1
+    def is_held_alone(self, page: int) -> bool:
+        """Whether a page has one holder."""
+        return self._references[page] == 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def share(self, page: int, holder: int = 0) -> None:
+        """Hold a page that is held or idle once more."""
+        rank, references = self.rank_of(page), self._references[page]
+        if references == 0:
+            del self._idle[rank][page]
+            self._count_alone(holder, rank, 1)
+        elif references == 1:
+            self._count_alone(self._holders[page], rank, -1)
+        self._references[page] += 1
+        self._holders[page] += holder
+
+    def release(self, pages: Sequence[int], holder: int = 0) -> None:
         """Give back the pages of one sequence, in order. Those with a key become idle, the first the most recent."""
         self.num_returned += 1
         for page in reversed(pages):
             assert self._references[page] > 0, f"page {page} is not held"
+            rank = self.rank_of(page)
             self._references[page] -= 1
-            if self._references[page] == 0:
-                rank = self.rank_of(page)
+            self._holders[page] -= holder
+            if self._references[page] == 1:
+                self._count_alone(self._holders[page], rank, 1)
+            elif self._references[page] == 0:
+                self._count_alone(holder, rank, -1)
                 if self._key_of[page] is not None:
                     self._idle[rank][page] = None
                 else:
                     self._free[rank].append(page)
+        if not any(self.alone(holder)):
+            self._alone.pop(holder, None)
+
+    def _count_alone(self, holder: int, rank: int, change: int) -> None:
+        pages = self._alone.get(holder)
+        if pages is None:
+            pages = self._alone[holder] = [0] * self.num_ranks
+        pages[rank] += change
+        self.num_alone += change
 
     def register(self, page: int, key: Key) -> bool:
         """Let a held page be found by a key, unless another page already is; whether it is found by it now."""

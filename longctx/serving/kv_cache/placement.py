@@ -7,9 +7,13 @@ Source: growth, Mnemosyne 4.4 (figure 10); the balancer, Medha 4.3; dealing, con
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Protocol
+
+# TPOT targets whose limits are remembered.
+_REMEMBERED = 256
 
 
 class Placement(Protocol):
@@ -53,7 +57,11 @@ class Interleaved:
 
 @dataclass
 class Grown:
-    """Runs `(first, rank)`: from page `first` on pages are on that rank, until the next run begins."""
+    """Runs `(first, rank)`: from page `first` on pages are on that rank, until the next run begins.
+
+    A sequence that grows gets one run more when it needs it: pages after those that it is promised are not placed yet,
+    and count as on the last rank.
+    """
 
     num_ranks: int
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -87,7 +95,7 @@ class Grown:
 class Need:
     """Pages `first` to `stop - 1` of a sequence.
 
-    `held`: how many of its pages before these, found in the cache, each rank has; `last` is the rank of the last one.
+    `held`: how many of its pages before these each rank has, or is promised; `last` is the rank of the last one.
     """
 
     first: int
@@ -97,69 +105,71 @@ class Need:
 
 
 class Placer:
-    """Places new sequences by the load and the free memory of each rank.
+    """Places pages by the load and the free memory of each rank.
 
     Args:
       num_ranks: of the `context` axis.
-      interleave: place pages round over all ranks; else they stay on one rank until it is full or has `limit` pages of
-        the sequence, and grow to the next.
+      interleave: place pages round over all ranks; else they stay on one rank until it is full or has its limit of the
+        sequence's pages, and grow to the next.
+      limit: pages of one sequence on a rank, before it grows: as a function of its TPOT target in seconds, or None if
+        it has none.
     """
 
-    def __init__(self, num_ranks: int = 1, interleave: bool = False, limit: float = math.inf) -> None:
-        self.num_ranks, self.interleave, self.limit = num_ranks, interleave, limit
+    def __init__(
+        self, num_ranks: int = 1, interleave: bool = False, limit: Callable[[float | None], float] = lambda _: math.inf
+    ) -> None:
+        self.num_ranks, self.interleave, self._limit = num_ranks, interleave, limit
+        self._limits: dict[float | None, float] = {}
 
-    def place(self, order: int, need: Need, available: List[int], load: List[float]) -> Placement | None:
-        """The placement of a sequence; None if there is not enough memory now.
+    @property
+    def grows(self) -> bool:
+        """Whether sequences grow from rank to rank, and get pages as they do; else all when they begin."""
+        return self.num_ranks > 1 and not self.interleave
+
+    def limit(self, tpot: float | None) -> float:
+        """The most pages on a rank, if others have room, of a sequence with this TPOT target: at least 1."""
+        found = self._limits.get(tpot)
+        if found is None:
+            if len(self._limits) >= _REMEMBERED:
+                self._limits.clear()
+            found = self._limits[tpot] = max(1, self._limit(tpot))
+        return found
+
+    def place(self, order: int, need: Need, available: List[int]) -> Placement | None:
+        """The placement of all pages of a sequence that does not grow; None if there is not enough memory now.
 
         Args:
           order: of the sequence's arrival, which staggers interleaved pages.
           available: pages on each rank.
-          load: seconds of work that each rank has.
         """
-        if self.interleave or self.num_ranks == 1:
-            home = order % self.num_ranks if need.last is None else (need.last - need.first + 1) % self.num_ranks
-            placement: Placement | None = Interleaved(self.num_ranks, home)
-        else:
-            placement = self._grow(need, list(available), load)
-        if placement is None:
-            return None
+        home = order % self.num_ranks if need.last is None else (need.last - need.first + 1) % self.num_ranks
+        placement = Interleaved(self.num_ranks, home)
         counts = placement.counts(need.first, need.stop)
         return placement if all(x <= y for x, y in zip(counts, available, strict=True)) else None
 
-    def _grow(self, need: Need, available: list[int], load: List[float]) -> Grown | None:
-        placement, number = Grown(self.num_ranks), need.first
-        held, limit = list(need.held), self.limit
-        while number < need.stop or not placement.runs:
-            rank = self._next(need, number, held, limit, available, load, placement)
-            if rank is None:
-                if not any(available):
-                    return None
-                limit += self.limit  # every rank has its share: once more round
-                continue
-            count = max(int(min(available[rank], limit - held[rank], need.stop - number)), 0)
-            placement.grow(number, rank)
-            available[rank] -= count
-            held[rank] += count
-            number += count
-        return placement
+    def next_run(
+        self, need: Need, available: List[int], load: Callable[[], List[float]], limit: float
+    ) -> tuple[int, int] | None:
+        """Where a sequence goes on to grow: a rank, and how many pages it gets there; None if none is available.
 
-    def _next(
-        self,
-        need: Need,
-        number: int,
-        held: list[int],
-        limit: float,
-        available: List[int],
-        load: List[float],
-        placement: Grown,
-    ) -> int | None:
-        """The rank to go on with: where the sequence's pages are, else one that can take them all, the least busy."""
-        room = [min(pages, limit - mine) for pages, mine in zip(available, held, strict=True)]
-        rest = need.stop - number
-        if rest == 0:
-            return need.last if need.last is not None else load.index(min(load))
-        if not placement.runs and need.last is not None and room[need.last] > 0:
-            return need.last
-        fitting = [rank for rank in range(self.num_ranks) if room[rank] > 0]
-        wanted = min(rest, self.limit)
-        return min(fitting, key=lambda rank: (room[rank] < wanted, load[rank], -room[rank], rank), default=None)
+        It stays on its last rank while there is room within the limit. Else it takes the rank with the least work among
+        those that have room for all that it needs there, or if none has, among all. Where every rank has its limit of
+        the sequence's pages, or no memory, the limit rises.
+
+        Args:
+          available: pages on each rank.
+          load: gives the seconds of work that each rank has.
+          limit: see `limit`.
+        """
+        most = min(limit, need.stop)  # as good as no limit
+        if not any(pages > 0 for pages in available):
+            return None
+        rounds = 1 + min(mine // most for pages, mine in zip(available, need.held, strict=True) if pages > 0)
+        room = [min(pages, rounds * most - mine) for pages, mine in zip(available, need.held, strict=True)]
+        if need.last is not None and room[need.last] > 0:
+            rank = need.last
+        else:
+            wanted = min(need.stop - need.first, most)
+            fitting, seconds = [rank for rank in range(self.num_ranks) if room[rank] > 0], load()
+            rank = min(fitting, key=lambda rank: (room[rank] < wanted, seconds[rank], -room[rank], rank))
+        return rank, int(min(room[rank], need.stop - need.first))

@@ -8,6 +8,7 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 
 _WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
+_DIGITS = 9  # of a ratio that count: what is equal but for rounding is predicted alike
 
 
 class Corrected:
@@ -37,8 +38,9 @@ class Corrected:
         """Add the measured time of a batch."""
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
+            ratio = round(seconds / predicted, _DIGITS)
             for window in (self._all, self._prompts if work.chunks else self._decodes):
-                window.add(seconds / predicted, predicted)
+                window.add(ratio, predicted)
             self._correct()
 
     def _correct(self) -> None:

@@ -22,10 +22,11 @@ class Metrics:
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
       preemptions: how often it was preempted (optimistic admission).
-      recomputed_tokens: tokens whose keys and values were thrown away by that.
+      recomputed_tokens: tokens that were computed again because of that: those that it no longer found in the cache.
       ttft_deadline, tpot_target: what was promised when it came, by its request or by default: seconds, both.
       slack: when it was admitted, the share that was left of the time to its deadline after its prompt (Medha, 4.2).
       longest_gap: seconds, at most, between two of its tokens.
+      passed_by: how many less urgent sequences got memory while it found none.
     """
 
     arrival: float
@@ -42,6 +43,7 @@ class Metrics:
     ttft_deadline: float | None = None
     tpot_target: float | None = None
     slack: float | None = None
+    passed_by: int = 0
 
     @property
     def ttft(self) -> float | None:

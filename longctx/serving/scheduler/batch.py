@@ -38,6 +38,9 @@ class TableRun(NamedTuple):
 class Batch:
     """One step. Decodes come first in `chunks`. `tables` are written before it; `admitted` have new slots.
 
+    `blocked` had no room when it was planned: those that run and wait for memory to grow, and the first of those that
+    wait to be admitted.
+
     `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take; `rank_seconds`
     are those of each context rank. `exchange` is that of its sharded rows; None: it has none.
     """
@@ -46,6 +49,7 @@ class Batch:
     chunks: list[Chunk] = field(default_factory=list)
     tables: list[TableRun] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    blocked: list[Sequence] = field(default_factory=list)
     work: Work = field(default_factory=Work)
     predicted: float = 0.0
     rank_seconds: tuple[float, ...] = ()

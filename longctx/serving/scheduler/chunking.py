@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.runtime import Predictor, readable_tokens
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
@@ -54,6 +55,25 @@ class Chunking(NamedTuple):
         return cls(name == "adaptive", tokens)
 
 
+def limit_of_rank(predictor: Predictor, chunking: Chunking, tpot: float | None, stages: int, most: int) -> float:
+    """The longest context of a rank with which decodes keep a TPOT target beside the chunks that run: tokens.
+
+    Args:
+      most: tokens that there may be; the result is infinite if it exceeds them, see `readable_tokens`.
+    """
+    alone = min(most, readable_tokens(predictor, tpot, stages, most))
+    chunk = _smallest_chunk(predictor, chunking, int(alone), _EFFICIENT) if chunking.adaptive else chunking.tokens
+    return readable_tokens(predictor, tpot, stages, most, chunk)
+
+
+def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
+    """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
+    sizes = sorted({*(1 << i for i in range(chunking.tokens.bit_length())), chunking.tokens})
+    seconds = [predictor.seconds(Work().with_chunk(start, size, False)) for size in sizes]
+    least = min(time / size for size, time in zip(sizes, seconds, strict=True))
+    return next(size for size, time in zip(sizes, seconds, strict=True) if efficient * time <= least * size)
+
+
 class Chunker:
     """Fills steps with chunks of prompts.
 
@@ -93,7 +113,6 @@ class Chunker:
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
         self._grown = -self.plan.stage  # how many batches ago rows grew
-        self._sizes = sorted({*(1 << i for i in range(chunking.tokens.bit_length())), chunking.tokens})
 
     def pack(self, prompts: List[Sequence], decodes: List[Chunk], now: float) -> dict[Sequence, Share]:
         """The share of each prompt that gets one, beside the decodes."""
@@ -191,10 +210,7 @@ class Chunker:
         step.take(sequence, count)
 
     def _smallest(self, start: int, efficient: float) -> int:
-        """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
-        seconds = [self.predictor.seconds(Work().with_chunk(start, size, False)) for size in self._sizes]
-        least = min(time / size for size, time in zip(self._sizes, seconds, strict=True))
-        return next(size for size, time in zip(self._sizes, seconds, strict=True) if efficient * time <= least * size)
+        return _smallest_chunk(self.predictor, self.chunking, start, efficient)
 
     def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
         """Who may share the ranks of a prompt: those that need less than it does."""

@@ -55,6 +55,18 @@ class Forecast:
         start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
         sequence.prefill_remaining = self.prefill_seconds(start, sequence.length)
 
+    def rank_load(self, prompts: Iterable[Sequence]) -> list[float]:
+        """Seconds of prompts that each rank has to compute: of the rest of each, on all ranks that compute it next."""
+        load = [0.0] * self._plan.context
+        for sequence in prompts:
+            assert sequence.placement is not None
+            ranks = sequence.ranks or (sequence.placement.rank(0),)
+            if self.is_sharded(sequence):
+                ranks = tuple(range(self._plan.context))
+            for rank in ranks:
+                load[rank] += sequence.prefill_remaining
+        return load
+
     def heed_correction(self, *queues: Iterable[Sequence]) -> None:
         """Predict all prompts anew where the device turns out to be slower or faster than predicted.
 

@@ -1,8 +1,12 @@
-"""Who gives memory back when a decode finds no page (optimistic admission)."""
+"""Who gives slot and memory back under optimistic admission: to a decode without a page, to whoever is more urgent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as List
 
-from longctx.serving.kv_cache.placement import Grown, Placer
+from longctx.serving.kv_cache.placement import Grown
+from longctx.serving.scheduler.forecast import Forecast
+from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 
@@ -13,14 +17,22 @@ def dispensability(sequence: Sequence) -> tuple[bool, int, int]:
 
 
 class Preemption:
-    """Makes room for decodes.
+    """Makes room for decodes, and for prompts that are more urgent than others that run.
 
     Args:
       preempt: takes slot and pages of a sequence, which goes back to the waiting ones.
     """
 
-    def __init__(self, running: Running, placer: Placer, preempt: Callable[[Sequence], None]) -> None:
-        self._running, self._pool, self._placer, self._preempt = running, running.pool, placer, preempt
+    def __init__(
+        self,
+        running: Running,
+        growth: Growth,
+        forecast: Forecast,
+        policy: Policy,
+        preempt: Callable[[Sequence], None],
+    ) -> None:
+        self._running, self._pool, self._growth = running, running.pool, growth
+        self._forecast, self._policy, self._preempt = forecast, policy, preempt
 
     def make_room(self, sequence: Sequence) -> bool:
         """See to it that a decode can have a page; False if it was itself preempted for that.
@@ -37,18 +49,65 @@ class Preemption:
                 return False
         return True
 
+    def make_way(
+        self,
+        sequence: Sequence,
+        now: float,
+        fits: Callable[[List[Sequence]], bool],
+        spared: Collection[Sequence] = (),
+    ) -> bool:
+        """Preempt prompts for a more urgent one, the least urgent first; False, and nobody is, if that can't help.
+
+        A prompt gives way only if after computing again what it has computed it still has more slack than the other one
+        has now, or if its priority is lower; and not again before it has computed what it lost, and as much besides. So
+        two never take turns at preempting each other, and what is computed twice is less than what is computed once.
+
+        Args:
+          fits: whether the sequence has room when some others are preempted.
+          spared: who is not preempted.
+
+        Source: Medha, 4.2: prompts give way to more urgent ones, decodes are never interrupted.
+        """
+        order = self._order(sequence, now)
+        others = [other for other in self._running.prefilling if other is not sequence and other not in spared]
+        others = [other for other in others if order < self._order(other, now) and self._may_lose(other, sequence, now)]
+        others.sort(key=lambda other: (self._order(other, now), other.order), reverse=True)
+        victims: list[Sequence] = []
+        for other in others:
+            victims.append(other)
+            if fits(victims):
+                break
+        else:
+            return False
+        for other in victims[-2::-1]:  # without whom it fits as well
+            fewer = [victim for victim in victims if victim is not other]
+            victims = fewer if fits(fewer) else victims
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _order(self, sequence: Sequence, now: float) -> tuple[int, float]:
+        return -sequence.priority, self._policy.urgency(sequence, now)
+
+    def _may_lose(self, victim: Sequence, sequence: Sequence, now: float) -> bool:
+        """Whether a prompt can afford to be preempted for another one."""
+        if victim.computed < victim.protected:
+            return False
+        if victim.priority < sequence.priority:
+            return True
+        slack, other = (s.deadline - now - s.prefill_remaining for s in (victim, sequence))
+        return slack - self._forecast.prefill_seconds(0, victim.computed) > other
+
     def _next_rank(self, sequence: Sequence) -> int:
-        """The rank of its next page: as placed, or if memory is short there, one that has some."""
-        number, placement, pool = len(sequence.pages), sequence.placement, self._pool
+        """The rank of its next page: as placed, or where it grows to."""
+        number, placement = len(sequence.pages), sequence.placement
         assert placement is not None
         rank = placement.rank(number)
         if sequence.reserved[rank] or not isinstance(placement, Grown):
             return rank
-        if pool.available(rank) and placement.counts(0, number)[rank] < self._placer.limit:
-            return rank
-        others = [other for other in range(pool.num_ranks) if other != rank and pool.available(other)]
-        if others:
-            rank = min(others, key=lambda other: (other in sequence.ranks, -pool.available(other)))
+        run = self._growth.next_run(sequence, 1)
+        if run is not None and run[0] != rank:
+            rank = run[0]
             sequence.placement = Grown(placement.num_ranks, [run for run in placement.runs if run[0] < number])
             sequence.placement.grow(number, rank)
         return rank

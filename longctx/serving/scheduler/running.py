@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from longctx.serving.kv_cache.page_pool import PageListener, PagePool
-from longctx.serving.kv_cache.placement import Placement
+from longctx.serving.kv_cache.placement import Grown, Placement
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
 
@@ -60,23 +60,49 @@ class Running:
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def begin_prefill(self, sequence: Sequence, found: list[int], placement: Placement, total: int) -> None:
-        """Give a waiting sequence a slot, pages found in the cache, and promises of the others, `total` in all."""
+    def begin_prefill(self, sequence: Sequence, found: list[int], placement: Placement, stop: int, total: int) -> None:
+        """Give a waiting sequence a slot, pages found in the cache, and promises of those before page `stop`.
+
+        `total` is how many it may need; it grows to have those after `stop`.
+        """
         for page in found:
-            self.pool.share(page)
+            self.pool.share(page, sequence.order)
         sequence.slot = self.slots.free.pop()
         sequence.pages, sequence.placement = found, placement
         sequence.rank_pages = [0] * self.pool.num_ranks
         for page in found:
             sequence.rank_pages[self.pool.rank_of(page)] += 1
         sequence.ranks = tuple(rank for rank, count in enumerate(sequence.rank_pages) if count)
-        sequence.reserved = placement.counts(len(found), total)
+        sequence.reserved = placement.counts(len(found), stop)
         self.pool.reserve(sequence.reserved)
+        sequence.claim, sequence.reach = total - stop, stop * self.page_size
         sequence.to(State.PREFILLING)
         bisect.insort(self.prefilling, sequence, key=arrival_order)
 
+    def promise_run(self, sequence: Sequence, rank: int, count: int) -> None:
+        """Promise a sequence that grows its next pages, all on one rank."""
+        placement = sequence.placement
+        assert isinstance(placement, Grown)
+        placement.grow(len(sequence.pages) + sum(sequence.reserved), rank)
+        if sequence.promised:
+            assert sequence.promised >= count
+            sequence.promised -= count
+            self.pool.promise(-count)
+        else:
+            sequence.claim -= count
+        sequence.reserved[rank] += count
+        sequence.reach += count * self.page_size
+        self.pool.reserve([count if other == rank else 0 for other in range(self.pool.num_ranks)])
+
+    def promise_rest(self, sequence: Sequence) -> None:
+        """Promise a sequence all that it may still need, on whichever ranks: it never waits for memory again."""
+        self.pool.promise(sequence.claim)
+        sequence.promised += sequence.claim
+        sequence.claim = 0
+
     def begin_decode(self, sequence: Sequence) -> None:
         """A prompt is planned to its end: its sequence decodes from the next step on."""
+        assert not sequence.claim
         self.prefilling.remove(sequence)
         sequence.to(State.DECODING)
         bisect.insort(self.decoding, sequence, key=_priority_order)
@@ -92,7 +118,7 @@ class Running:
             rank = placement.rank(number)
             reserved = sequence.reserved[rank] > 0
             sequence.reserved[rank] -= reserved
-            sequence.pages.append(self.pool.allocate(rank, reserved))
+            sequence.pages.append(self.pool.allocate(rank, reserved, sequence.order))
             sequence.rank_pages[rank] += 1
             if rank not in sequence.ranks:
                 sequence.ranks = tuple(sorted((*sequence.ranks, rank)))
@@ -124,9 +150,11 @@ class Running:
         assert sequence.slot is not None
         self.slots.give_back(sequence.slot, free_from)
         self.pool.unreserve(sequence.reserved)
-        self.pool.release(sequence.pages)
+        self.pool.promise(-sequence.promised)
+        self.pool.release(sequence.pages, sequence.order)
         sequence.slot, sequence.reserved, sequence.pages = None, [], []
         sequence.ranks, sequence.rank_pages = (), []
+        sequence.claim = sequence.promised = 0
         sequence.registered = sequence.computed = sequence.ready = 0
 
 

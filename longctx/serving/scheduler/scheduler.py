@@ -10,6 +10,7 @@ Source: continuous batching with chunked prefill after Mnemosyne, sections 4.1 a
 it into the pipeline at once), and Medha, sections 3.1, 4.1 and 4.3.
 """
 
+import functools
 from collections.abc import Sequence as List
 from typing import Literal
 
@@ -20,6 +21,8 @@ from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
+from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.running import Running
@@ -46,20 +49,29 @@ class Scheduler:
         slo: Slo | None = None,
         placer: Placer | None = None,
     ) -> None:
-        placer = placer or Placer()
+        placer, self._is_optimistic = placer or Placer(), admission == "optimistic"
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
         self.running = Running(pool, page_size, max_running)
         self.forecast = Forecast(chunker.predictor, self.plan, chunker.rule, chunker.chunking.tokens, slo or Slo())
+        self.growth = Growth(
+            self.running,
+            placer,
+            self.forecast,
+            chunker.chunking.tokens * (self.plan.context if self.plan.shards_rows else 1),
+            self._is_optimistic,
+        )
+        self._preemption = Preemption(self.running, self.growth, self.forecast, chunker.policy, self._preempt)
         self.admission = Admission(
             self.running,
             placer,
             chunker.policy,
             chunker.tenants,
             self.forecast,
-            optimistic=admission == "optimistic",
+            self.growth,
+            self._preemption,
+            self._is_optimistic,
         )
         self.waiting = self.admission.waiting
-        self._preemption = Preemption(self.running, placer, self._preempt)
         self._all_ranks = tuple(range(self.plan.context))
         self._page_size = page_size
         self.num_preempted = 0
@@ -110,8 +122,9 @@ class Scheduler:
         self.forecast.heed_correction(self.waiting, self.running.prefilling)
         self._plan_decodes(batch)
         self.running.slots.wake(batch.index)
+        self._grow_prompts(batch, now)
         self.admission.admit(batch, now)
-        prompts = [sequence for sequence in self.running.prefilling if sequence.ready <= batch.index]
+        prompts = [s for s in self.running.prefilling if s.ready <= batch.index and s.plannable > 0]
         for sequence, share in self.chunker.pack(prompts, batch.chunks, now).items():
             self._plan_prompt(batch, sequence, share)
         if not batch.chunks:
@@ -148,7 +161,9 @@ class Scheduler:
                 continue  # its token is still in the stages, or all is planned, or it was preempted for one before it
             assert sequence.slot is not None
             if start == len(sequence.pages) * page_size:
-                if not self._preemption.make_room(sequence):
+                if sequence.promised and not any(sequence.reserved):
+                    self.growth.place_promised(sequence)
+                elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
             ranks = self._all_ranks if sharded else sequence.ranks
@@ -157,6 +172,21 @@ class Scheduler:
             sequence.length += 1
             sequence.in_flight += 1
             sequence.ready = ready
+
+    def _grow_prompts(self, batch: Batch, now: float) -> None:
+        """Promise prompts what they need in this step, the most urgent first; others may give way to them."""
+        due = [sequence for sequence in self.running.prefilling if self.growth.is_due(sequence)]
+        for sequence in by_urgency(self.chunker.policy, due, now, self.chunker.tenants) if due else ():
+            if sequence.state is not State.PREFILLING or self.growth.grow(sequence):
+                sequence.blocked_since = None
+                continue  # preempted for another one of these, or it has what it needs
+            fits = functools.partial(self.growth.could_grow, sequence)
+            if self._is_optimistic and self._preemption.make_way(sequence, now, fits) and self.growth.grow(sequence):
+                sequence.blocked_since = None
+                continue
+            if sequence.blocked_since is None:
+                sequence.blocked_since = now
+            batch.blocked.append(sequence)
 
     def _plan_prompt(self, batch: Batch, sequence: Sequence, share: Share) -> None:
         """Add a prompt's next tokens to the batch."""
@@ -187,7 +217,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preempted += 1
         sequence.preemptions += 1
-        sequence.recomputed += sequence.computed
+        sequence.lost = sequence.computed
+        sequence.prefix_hit_tokens = sequence.registered * self._page_size if sequence.may_share else 0
         self._release(sequence)
         self.forecast.update(sequence)
         sequence.to(State.WAITING)

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import math
 from dataclasses import dataclass, field
 
 from longctx.serving.kv_cache.page_pool import Key
@@ -56,6 +57,9 @@ class Sequence:
     ranks: tuple[int, ...] = ()  # that its pages are on
     rank_pages: list[int] = field(default_factory=list)  # how many of them each rank has; empty: none has any
     reserved: list[int] = field(default_factory=list)  # pages of each rank
+    claim: int = 0  # pages that it may still need, and is not promised: it grows
+    promised: int = 0  # pages of whichever rank
+    reach: float = math.inf  # tokens that it has pages or promises of given ranks for
     ready: int = 0  # the first step that its next rows may be in
     registered: int = 0  # pages that have been offered for sharing, or were shared
     length: int = 0
@@ -63,7 +67,11 @@ class Sequence:
     in_flight: int = 0
     cached: int | None = None  # tokens found in the cache when first admitted
     preemptions: int = 0
-    recomputed: int = 0  # tokens whose keys and values were thrown away
+    recomputed: int = 0  # tokens that it lost by that: they were not in the cache any more
+    lost: int = 0  # tokens that it had computed when it was preempted, until it runs again
+    protected: int = 0  # computed tokens up to which nobody more urgent may preempt it
+    blocked_since: float | None = None  # when it first had no room, though it came before all others
+    passed_by: int = 0  # how many less urgent ones were admitted meanwhile
 
     # What policies read: seconds, promised and predicted.
     deadline: float = 0.0  # when its first token is due
@@ -93,6 +101,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next can be sampled."""
         return self.length - self.computed
+
+    @property
+    def plannable(self) -> int:
+        """Of `remaining`, those that may be planned: the last one once all pages that it may need are promised."""
+        return int(min(self.remaining - (self.claim > 0), self.reach - self.computed))
 
     @property
     def is_drained(self) -> bool:

@@ -96,7 +96,7 @@ class StepBudget:
 
     def ranks(self, sequence: Sequence) -> tuple[int, ...]:
         """The ranks that compute a prompt's next tokens, as many as a step may have."""
-        return self.share(sequence, min(sequence.remaining, self._budget)).ranks
+        return self.share(sequence, min(sequence.plannable, self._budget)).ranks
 
     def has_others(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether others can use ranks that a prompt does not."""
@@ -161,8 +161,8 @@ class StepBudget:
         return self.room(sequence, low)
 
     def room(self, sequence: Sequence, count: int | None = None) -> int:
-        """Rows that there are for a prompt, which needs no more than `count`, or than it has."""
-        count = sequence.remaining if count is None else count
+        """Rows that there are for a prompt, which needs no more than `count`, or than it may compute now."""
+        count = sequence.plannable if count is None else count
         while count > 0:
             _, ranks, sharded = self.share(sequence, count)
             room = self._room(ranks, sharded)
@@ -194,6 +194,8 @@ class StepBudget:
 
     def take_whole(self, sequence: Sequence) -> bool:
         """Take all of a prompt, if there is room for it."""
+        if sequence.plannable < sequence.remaining:
+            return False
         share = self.share(sequence, sequence.remaining)
         if self._room(share.ranks, share.sharded) < share.num_tokens:
             return False

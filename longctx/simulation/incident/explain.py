@@ -125,8 +125,10 @@ class Explainer:
             return Cause("prefix", (name_of(leader),), text)
         blocked = admission.blocked
         if blocked is not None:
-            needs = f"needs {admission.total_pages(blocked):,} pages, and {pool.num_available:,} can be promised"
-            if blocked is sequence:
+            own = sequence.blocked_since is not None
+            pages = admission.total_pages(sequence if own else blocked)
+            needs = f"needs {pages:,} pages, and {pool.num_available:,} can be promised"
+            if own:
                 return Cause("pages", (), f"{again}no memory: it {needs}")
             text = f"{again}{name_of(blocked)} waits for memory, and nobody overtakes it: it {needs}"
             return self._behind("behind", [blocked], sequence, text)
@@ -135,6 +137,9 @@ class Explainer:
         return Cause("queue", (), f"{again}those before it were looked at first")
 
     def _why_passed_over(self, scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Cause:
+        if sequence in batch.blocked:
+            needs = f"may need {sequence.claim:,} more pages, and {scheduler.pool.num_available:,} are there"
+            return Cause("pages", (), f"no memory to grow: it {needs}")
         others = [chunk.sequence for chunk in batch.chunks if not chunk.decodes]
         if not others:
             return Cause("full", (), "no room beside the decodes of others: the token budget or their TPOT")
