@@ -109,7 +109,7 @@ class BareScheduler:
             assert sequence.promised >= 0
             if sequence.claim or sequence.promised or sequence.state is State.PREFILLING:
                 known = len(sequence.pages) + sum(sequence.reserved) + sequence.claim + sequence.promised
-                assert known == self.scheduler.admission.total_pages(sequence)
+                assert known == self.scheduler.planner.total_pages(sequence)
             assert not (self.is_optimistic and sequence.promised)
         assert pool.promised == sum(sequence.promised for sequence in running)
         assert pool.reserved == [sum(s.reserved[rank] for s in running) for rank in range(pool.num_ranks)]

@@ -1,15 +1,14 @@
 """Which waiting sequences get a slot and pages, and when."""
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.placement import Grown, Need, Placement, Placer
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.page_planner import PagePlan, PagePlanner
 from longctx.serving.scheduler.policy import Policy, by_urgency, relative_slack
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
@@ -40,15 +39,6 @@ class _Blocked:
     until: float
 
 
-class _Plan(NamedTuple):
-    """Where the pages of a sequence will be: those `found` in the cache, and others up to `stop` of `total`."""
-
-    found: list[int]
-    placement: Placement
-    stop: int
-    total: int
-
-
 class Admission:
     """Admits sequences in the policy's order while slots and memory last.
 
@@ -57,9 +47,10 @@ class Admission:
     waits for pages of its prefix (`PrefixWaits`) is passed over.
 
     Args:
+      planner: plans where their pages will be.
       growth: promises pages to those that grow.
       preemption: makes way for the most urgent, if admission is optimistic.
-      optimistic: promise a sequence the pages of its prompt; else all pages that it may ever need.
+      optimistic: prompts give way to more urgent ones.
 
     Attributes:
       waiting: in order of arrival.
@@ -68,7 +59,7 @@ class Admission:
     def __init__(
         self,
         running: Running,
-        placer: Placer,
+        planner: PagePlanner,
         policy: Policy,
         tenants: TenantShares,
         forecast: Forecast,
@@ -76,7 +67,7 @@ class Admission:
         preemption: Preemption,
         optimistic: bool,
     ) -> None:
-        self._running, self._pool, self._placer = running, running.pool, placer
+        self._running, self._pool, self._planner = running, running.pool, planner
         self._growth, self._preemption = growth, preemption
         self._policy, self._tenants, self._forecast, self._optimistic = policy, tenants, forecast, optimistic
         self.waiting: list[Sequence] = []
@@ -91,28 +82,6 @@ class Admission:
     def waits_for(self, sequence: Sequence) -> Sequence | None:
         """Who computes the pages of a prefix that a sequence waits for."""
         return self._waits.leader_of(sequence)
-
-    def total_pages(self, sequence: Sequence) -> int:
-        """Pages that must be there for a sequence to be admitted: all that it may ever need, or its prompt's."""
-        # All that it may ever compute, or only what it has to before it can sample.
-        reach = sequence.prompt_length + sequence.max_tokens - 1
-        return self._running.pages_of(min(sequence.length, reach) if self._optimistic else reach)
-
-    def check(self, prompt_length: int, max_tokens: int) -> None:
-        """Check that a request could be admitted by an empty engine.
-
-        Raises:
-          ValueError: the pool is too small for one of its completions.
-        """
-        pool, pages = self._pool, self._running.pages_of(prompt_length + max_tokens - 1)
-        need, ranks = Need(0, pages, (0,) * pool.num_ranks, None), [pool.per_rank] * pool.num_ranks
-        fits = pages <= pool.num_pages if self._placer.grows else self._placer.place(0, need, ranks) is not None
-        if not fits:
-            raise ValueError(
-                f"prompt and max_tokens need {pages} pages of {self._running.page_size} tokens, "
-                f"more than the {pool.num_pages} that the engine has"
-                + (f", {pool.per_rank} on each rank" if pool.num_ranks > 1 else "")
-            )
 
     def add(self, sequence: Sequence) -> None:
         """Let a new or preempted sequence wait."""
@@ -142,7 +111,7 @@ class Admission:
                 break
             if not slots.free:
                 if not blocked:
-                    self._make_way(batch, sequence, now, needs_slot=True)
+                    self._free_slot(batch, sequence, now)
                 if not slots.free:
                     break
             shared, plan = list[int](), None
@@ -151,12 +120,11 @@ class Admission:
                 if self._waits.begin(sequence, len(shared), now):
                     passed_over += 1
                     continue
-                plan = self._plan(sequence, shared)
-                if plan is None and not blocked and self._make_way(batch, sequence, now):
-                    shared = find_prefix(self._pool, sequence, self._running.page_size)
-                    plan = self._plan(sequence, shared)
+                plan = self._planner.plan(sequence, shared)
+                if plan is None and not blocked:
+                    plan = self._make_way(batch, sequence, shared, now)
             if plan is not None:
-                self._admit(batch, sequence, plan, len(shared), now)
+                self._admit(batch, sequence, plan, now)
                 order = self._order(sequence, now)
                 for other in (*(s for s in batch.blocked if self._order(s, now) < order), *blocked):
                     other.passed_by += 1
@@ -170,20 +138,25 @@ class Admission:
                 break
         batch.blocked += blocked[:1]
 
-    def _make_way(self, batch: Batch, sequence: Sequence, now: float, needs_slot: bool = False) -> bool:
-        """Preempt prompts for the most urgent sequence; it may have to wait for the slot until it has rested."""
+    def _make_way(self, batch: Batch, sequence: Sequence, shared: list[int], now: float) -> PagePlan | None:
+        """Preempt prompts for the most urgent sequence, if that gives it room: where its pages will be then."""
         if not self._optimistic:
-            return False
-
-        def fits(victims: Collection[Sequence]) -> bool:
-            shared = find_prefix(self._pool, sequence, self._running.page_size)
-            return self._plan(sequence, shared, victims) is not None
-
-        done = self._preemption.make_way(sequence, now, fits, spared=batch.admitted)
+            return None
+        last = {s: self._pool.rank_of(s.pages[-1]) for s in self._running.prefilling if s.pages}
+        fits = lambda victims: self._planner.plan(sequence, shared, victims) is not None  # noqa: E731
+        victims = self._preemption.make_way(sequence, now, fits, spared=batch.admitted)
+        if not victims:
+            return None
         self._running.slots.wake(batch.index)
-        if needs_slot and not self._running.slots.free:
+        # The end of what a victim has computed is lost with the least harm.
+        return self._planner.plan(sequence, shared, begin=last.get(victims[0]))
+
+    def _free_slot(self, batch: Batch, sequence: Sequence, now: float) -> None:
+        """Preempt a prompt for the most urgent sequence, if it has room then. Its slot may have to rest at first."""
+        shared = find_prefix(self._pool, sequence, self._running.page_size)
+        self._make_way(batch, sequence, shared, now)
+        if not (self._running.slots.free or self._running.slots.resting):
             self._remember_blocked(sequence, len(sequence.keys), now)
-        return done
 
     def _remember_blocked(self, sequence: Sequence, found: int, now: float) -> None:
         missing = sequence.keys[found] if found < len(sequence.keys) else None
@@ -199,10 +172,8 @@ class Admission:
 
     def _is_too_large(self, sequence: Sequence) -> bool:
         """Whether a sequence has no room, as far as that is known without looking its prefix up."""
-        if self._placer.grows:
-            return False
         cached = sequence.prefix_hit_tokens // self._running.page_size
-        return self.total_pages(sequence) - cached - 1 > self._pool.num_available
+        return self._planner.least_pages(sequence) - cached - 1 > self._pool.num_available
 
     def _by_urgency(self, now: float) -> Iterator[Sequence]:
         """Whoever may be admitted next, first."""
@@ -220,24 +191,12 @@ class Admission:
             return not self._optimistic and next(self._by_urgency(now)) is blocked.sequence
         return True
 
-    def _plan(self, sequence: Sequence, shared: list[int], without: Collection[Sequence] = ()) -> _Plan | None:
-        """Where the pages of a sequence would be if some others were preempted; None if there is not enough memory."""
-        total = self.total_pages(sequence)
-        partial = self._find_partial_page(sequence, len(shared))
-        found = shared if partial is None else [*shared, partial]
-        plan = self._place(sequence, found, total, without)
-        if plan is None and not self._running:
-            # Nobody will give memory back: the pages that were found lie where the rest has no room.
-            plan = self._place(sequence, [], total, without)
-        return plan
-
-    def _admit(self, batch: Batch, sequence: Sequence, plan: _Plan, num_shared: int, now: float) -> None:
-        found, placement, stop, total = plan
-        num_shared = min(num_shared, len(found))
-        self._running.begin_prefill(sequence, found, placement, stop, total)
-        sequence.registered = num_shared
-        sequence.computed = num_shared * self._running.page_size
-        if len(found) > num_shared and sequence.partial_page is not None:
+    def _admit(self, batch: Batch, sequence: Sequence, plan: PagePlan, now: float) -> None:
+        found, page_size = plan.found, self._running.page_size
+        self._running.begin_prefill(sequence, found, plan.placement, plan.stop, plan.total)
+        sequence.registered, sequence.computed = plan.num_full, plan.num_full * page_size
+        if len(found) > plan.num_full:
+            assert sequence.partial_page is not None
             self._pool.forget(found[-1])  # it is written to from now on
             sequence.computed += sequence.partial_page.tokens
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
@@ -257,74 +216,3 @@ class Admission:
         self.waiting.remove(sequence)
         self._waits.forget(sequence)
         self._tenants.charge(sequence)
-
-    def _place(self, sequence: Sequence, found: list[int], total: int, without: Collection[Sequence]) -> _Plan | None:
-        """The placement of its pages from those that were found on, all or as far as it is promised them at once."""
-        pool = self._pool
-        available, held, shared = pool.by_rank, [0] * pool.num_ranks, 0
-        for other in without:
-            given = zip(pool.alone(other.order), other.reserved, strict=True)
-            available = [pages + sum(more) for pages, more in zip(available, given, strict=True)]
-        for page in found:
-            rank, is_alone = pool.rank_of(page), pool.is_held_alone(page)
-            held[rank] += 1
-            shared += is_alone
-            available[rank] -= pool.is_idle(page) or (is_alone and bool(without))
-        if min(available) < 0:
-            return None  # idle pages that were found may be promised to others
-        if self._optimistic:
-            # Nothing is promised to decodes: running sequences shall not be preempted at once for a new one.
-            for other in self._running:
-                if other not in without:
-                    assert other.placement is not None
-                    available[other.placement.rank(len(other.pages))] -= 1
-        need = Need(len(found), total, tuple(held), pool.rank_of(found[-1]) if found else None)
-        if self._placer.grows:
-            return self._begin_growth(sequence, found, need, available, shared, without)
-        placement = self._placer.place(sequence.order, need, [max(0, pages) for pages in available])
-        return None if placement is None else _Plan(found, placement, total, total)
-
-    def _begin_growth(
-        self,
-        sequence: Sequence,
-        found: list[int],
-        need: Need,
-        available: list[int],
-        shared: int,
-        without: Collection[Sequence],
-    ) -> _Plan | None:
-        """The first pages of a sequence that grows: all, or if they are more than its limit, those of one rank."""
-        rest, limit = need.stop - need.first, self._growth.limit(sequence)
-        # A prompt of which one token is left could compute nothing if it had to wait for the rest.
-        first = min(rest, limit) if sequence.length - need.first * self._running.page_size > 1 else rest
-        free = sum(available) - self._pool.promised
-        if self._growth.grantable(sequence, rest, free, shared, without) < first:
-            return None
-        placement, number, held, last = Grown(self._pool.num_ranks), need.first, list(need.held), need.last
-        if not first:
-            assert last is not None
-            placement.grow(number, last)
-        while number < need.first + first:
-            here = Need(number, need.first + first, tuple(held), last)
-            run = self._placer.next_run(here, available, self._growth.rank_load, limit)
-            assert run is not None, "pages that are available are on no rank"
-            last, count = run
-            placement.grow(number, last)
-            held[last] += count
-            available[last] -= count
-            number += count
-            if rest > first:
-                break
-        return _Plan(found, placement, number, need.stop)
-
-    def _find_partial_page(self, sequence: Sequence, num_full: int) -> int | None:
-        """The partial page of its session, if all pages before it were found. Whoever holds it hides it from others."""
-        page = sequence.partial_page
-        if (
-            page is None
-            or not sequence.may_share
-            or num_full != page.number
-            or num_full * self._running.page_size + page.tokens >= sequence.length
-        ):
-            return None
-        return self._pool.find(page.key)

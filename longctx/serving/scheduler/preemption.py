@@ -55,12 +55,14 @@ class Preemption:
         now: float,
         fits: Callable[[List[Sequence]], bool],
         spared: Collection[Sequence] = (),
-    ) -> bool:
-        """Preempt prompts for a more urgent one, the least urgent first; False, and nobody is, if that can't help.
+    ) -> list[Sequence]:
+        """Preempt prompts for a more urgent one, the least urgent first; nobody if that can't help. Returns who was.
 
-        A prompt gives way only if after computing again what it has computed it still has more slack than the other one
-        has now, or if its priority is lower; and not again before it has computed what it lost, and as much besides. So
-        two never take turns at preempting each other, and what is computed twice is less than what is computed once.
+        More urgent is who has a higher priority, who comes first by the policy, or who needs less and by the policy may
+        share a step of the longer prompt. A prompt of the same priority gives way only if it has more slack than the
+        other one even after computing again what it has computed; and none does again before it has computed what it
+        lost, and as much besides. So two never take turns at preempting each other, and nobody computes more than twice
+        its prompt again.
 
         Args:
           fits: whether the sequence has room when some others are preempted.
@@ -68,9 +70,8 @@ class Preemption:
 
         Source: Medha, 4.2: prompts give way to more urgent ones, decodes are never interrupted.
         """
-        order = self._order(sequence, now)
         others = [other for other in self._running.prefilling if other is not sequence and other not in spared]
-        others = [other for other in others if order < self._order(other, now) and self._may_lose(other, sequence, now)]
+        others = [other for other in others if self._gives_way(other, sequence, now)]
         others.sort(key=lambda other: (self._order(other, now), other.order), reverse=True)
         victims: list[Sequence] = []
         for other in others:
@@ -78,23 +79,27 @@ class Preemption:
             if fits(victims):
                 break
         else:
-            return False
+            return []
         for other in victims[-2::-1]:  # without whom it fits as well
             fewer = [victim for victim in victims if victim is not other]
             victims = fewer if fits(fewer) else victims
         for victim in victims:
             self._preempt(victim)
-        return True
+        return victims
 
     def _order(self, sequence: Sequence, now: float) -> tuple[int, float]:
         return -sequence.priority, self._policy.urgency(sequence, now)
 
-    def _may_lose(self, victim: Sequence, sequence: Sequence, now: float) -> bool:
-        """Whether a prompt can afford to be preempted for another one."""
-        if victim.computed < victim.protected:
+    def _gives_way(self, victim: Sequence, sequence: Sequence, now: float) -> bool:
+        """Whether a prompt may be preempted for another one, see `make_way`."""
+        if victim.computed < victim.protected or victim.priority > sequence.priority:
             return False
         if victim.priority < sequence.priority:
             return True
+        needs_less = sequence.prefill_remaining < victim.prefill_remaining
+        may_share = needs_less and self._policy.share(sequence, now) > 0
+        if not may_share and self._policy.urgency(sequence, now) >= self._policy.urgency(victim, now):
+            return False
         slack, other = (s.deadline - now - s.prefill_remaining for s in (victim, sequence))
         return slack - self._forecast.prefill_seconds(0, victim.computed) > other
 

@@ -22,6 +22,7 @@ from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.page_planner import PagePlanner
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.rank_work import work_by_rank
@@ -61,9 +62,10 @@ class Scheduler:
             self._is_optimistic,
         )
         self._preemption = Preemption(self.running, self.growth, self.forecast, chunker.policy, self._preempt)
+        self.planner = PagePlanner(self.running, placer, self.growth, self._is_optimistic)
         self.admission = Admission(
             self.running,
-            placer,
+            self.planner,
             chunker.policy,
             chunker.tenants,
             self.forecast,
@@ -78,8 +80,8 @@ class Scheduler:
         self.num_steps = 0
 
     def check(self, prompt_length: int, max_tokens: int) -> None:
-        """See `Admission.check`."""
-        self.admission.check(prompt_length, max_tokens)
+        """See `PagePlanner.check`."""
+        self.planner.check(prompt_length, max_tokens)
 
     def count_cached(self, keys: List[Key]) -> int:
         """Tokens of the longest prefix of such pages that is in the cache."""

@@ -126,7 +126,7 @@ class Explainer:
         blocked = admission.blocked
         if blocked is not None:
             own = sequence.blocked_since is not None
-            pages = admission.total_pages(sequence if own else blocked)
+            pages = scheduler.planner.total_pages(sequence if own else blocked)
             needs = f"needs {pages:,} pages, and {pool.num_available:,} can be promised"
             if own:
                 return Cause("pages", (), f"{again}no memory: it {needs}")
