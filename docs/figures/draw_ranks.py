@@ -18,7 +18,7 @@ from longctx.simulation.report import plot_ranks
 from longctx.simulation.workloads import WorkloadRequest
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
-PLAN = ParallelPlan.medha(context=4, tensor=8)
+PLAN = ParallelPlan.medha(context=4, tensor=8, rank_tokens=1_000_000)
 LONG, BUDGET, SECONDS = 1_000_000, 4096, 0.8
 
 mpl.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})

@@ -24,7 +24,7 @@ FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
 
 def serve(requests: list[WorkloadRequest], ranks: int, **options: object) -> Record:
     options = {"token_budget": BUDGET, "num_pages": 8192, "prefix_cache": False} | options
-    plan = ParallelPlan(context=ranks, exchange="kvp")
+    plan = ParallelPlan(context=ranks, exchange="kvp", rank_tokens=LONG)
     return Simulation(MODEL, EngineConfig(**options), DEVICE, plan).run(requests)  # type: ignore[arg-type]
 
 

@@ -129,13 +129,13 @@ class Chunker:
             if step.limit == math.inf:
                 step.limit = step.full_seconds()
             step.limit = max(step.limit, step.seconds)  # that long all ranks wait
-        elif head not in step.shares or step.shares[head].num_tokens < head.remaining:
+        elif not step.has_all(head):
             return step.shares
         for number, other in enumerate(others, 1):
             if other in step.shares or step.take_whole(other):
                 continue
             self._take(step, other, others[number:], 0, now)
-            if self.plan.context == 1 or step.is_full:
+            if step.is_full or (self.plan.context == 1 and not step.has_all(other)):
                 break
         return step.shares
 

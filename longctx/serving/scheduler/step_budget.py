@@ -86,12 +86,12 @@ class StepBudget:
         self._add(sequence, share, self._with(sequence, share))
 
     def fill(self, sequences: Iterable[Sequence]) -> None:
-        """Take as much of each as there is room for. On one rank, once one gets less than all of it there is none."""
+        """Take as much of each as there is room for. On one rank, once one gets less than it may there is none."""
         for sequence in sequences:
             if self.take_whole(sequence):
                 continue
             self.take(sequence, self.largest(sequence))
-            if self._num_ranks == 1 or self.is_full:
+            if self.is_full or (self._num_ranks == 1 and not self.has_all(sequence)):
                 return
 
     def ranks(self, sequence: Sequence) -> tuple[int, ...]:
@@ -102,6 +102,10 @@ class StepBudget:
         """Whether others can use ranks that a prompt does not."""
         ranks = {*self.ranks(sequence)}
         return len(ranks) < self._num_ranks and any(not ranks.issuperset(self.ranks(other)) for other in others)
+
+    def has_all(self, sequence: Sequence) -> bool:
+        """Whether a prompt got all tokens that it may compute now."""
+        return sequence in self.shares and self.shares[sequence].num_tokens == sequence.plannable
 
     def spread(self, sequence: Sequence) -> int:
         """Tokens of a prompt for one row of each rank."""
