@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from numbers import Real
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,12 +22,36 @@ class EmpiricalRule:
     Logarithms are natural. Don't use the paper's own coefficients, -1.059, 1.145 and 12.112: they choose pass-Q in all
     14 rows of its table 4, and (as alpha is negative) for every full prefill of 93,000 tokens or more.
 
+    Raises:
+      ValueError: a coefficient is no finite number.
+
     Source: context parallelism paper, appendix D.
     """
 
     alpha: float
     beta: float
     gamma: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, got {value!r}")
+            object.__setattr__(self, field.name, float(value))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `"ALPHA,BETA,GAMMA"`; ValueError if it is not three finite numbers."""
+        try:
+            alpha, beta, gamma = map(float, text.split(","))
+        except ValueError:
+            raise ValueError(f"there must be three numbers, separated by commas, got {text!r}") from None
+        return cls(alpha, beta, gamma)
+
+    @property
+    def name(self) -> str:
+        """`"empirical:ALPHA,BETA,GAMMA"`, as a plan's `exchange` has it."""
+        return f"empirical:{self.alpha!r},{self.beta!r},{self.gamma!r}"
 
     def h(self, new_tokens: int, cached_tokens: int) -> float:
         """The value of h for T new and P cached tokens."""

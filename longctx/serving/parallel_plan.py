@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from longctx.parallel.choose import EmpiricalRule, paper_rule
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.validation import check_integer, check_real
 
 if TYPE_CHECKING:
     from longctx.models import LlamaConfig
 
-EXCHANGES = ("auto", "kvp", "pass_q", "pass_kv")
+EXCHANGES = ("auto", "kvp", "pass_q", "pass_kv", "all_gather", "algorithm_1", "algorithm_5", "empirical")
 PLACEMENTS = ("grow", "interleave")
 
 
@@ -31,11 +32,16 @@ class ParallelPlan:
         (Mnemosyne, section 4.3).
       context: ranks that pages are sharded over.
       tensor: devices that share heads, feed-forward and vocabulary.
-      exchange: how the rows of a request that spans ranks are computed. `"kvp"`: replicated on all of its ranks, whose
-        states are merged (Mnemosyne, section 4.4). `"pass_q"`, `"pass_kv"`: sharded over all ranks in zigzag, with
-        queries, or keys and values, going round a ring (context parallelism paper, section 3.5); rows of decodes and of
-        prompts that fit into one rank's step use `"kvp"` under `"grow"`. `"auto"`: in each step the one of these two
-        that `choose_ring` predicts to be faster.
+      exchange: how the rows of a request that spans ranks are computed.
+        `"kvp"`: replicated on all of its ranks, whose states are merged (Mnemosyne, section 4.4).
+        `"pass_q"`, `"pass_kv"`, `"all_gather"`: sharded over all ranks in zigzag, with queries, or keys and values,
+        going round a ring, or with all keys gathered (context parallelism paper, section 3.5). Under `"grow"` rows of
+        decodes and of prompts that fit into one rank's step use `"kvp"`; under `"interleave"` decodes go by pass-Q
+        (algorithm 4).
+        `"algorithm_1"`, `"algorithm_5"`, `"empirical"`: in each step pass-KV or pass-Q, by that rule of the paper; the
+        last is appendix D's, with coefficients fitted to its table 4. An `EmpiricalRule` has coefficients of its own,
+        and so has `"empirical:ALPHA,BETA,GAMMA"`, which it becomes.
+        `"auto"`: in each step the one of all four that takes least by prediction, on the engine's topology.
       placement: `"grow"`: pages stay on one rank up to its limit, then on one more (Mnemosyne, section 4.4).
         `"interleave"`: pages go round robin over all ranks, those of decodes too (context parallelism paper, section
         3.6).
@@ -49,15 +55,17 @@ class ParallelPlan:
     stage: int = 1
     context: int = 1
     tensor: int = 1
-    exchange: Literal["auto", "kvp", "pass_q", "pass_kv"] = "auto"
+    exchange: str | EmpiricalRule = "auto"
     placement: Literal["grow", "interleave"] = "grow"
     rank_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("stage", "context", "tensor"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
-        if self.exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {self.exchange!r}")
+        if isinstance(self.exchange, EmpiricalRule):
+            object.__setattr__(self, "exchange", self.exchange.name)
+        elif self.exchange not in EXCHANGES:
+            self._check_coefficients()
         if self.placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
         if self.rank_tokens is not None:
@@ -87,6 +95,26 @@ class ParallelPlan:
     def shards_rows(self) -> bool:
         """Whether some rows are sharded over `context`."""
         return self.context > 1 and self.exchange != "kvp"
+
+    @functools.cached_property
+    def empirical_rule(self) -> EmpiricalRule | None:
+        """The rule of appendix D, if the plan chooses by one."""
+        name, _, coefficients = str(self.exchange).partition(":")
+        if name != "empirical":
+            return None
+        return EmpiricalRule.parse(coefficients) if coefficients else paper_rule()
+
+    def _check_coefficients(self) -> None:
+        about = f"exchange must be one of {', '.join(EXCHANGES)}, or empirical:ALPHA,BETA,GAMMA, got {self.exchange!r}"
+        if not isinstance(self.exchange, str):
+            raise TypeError(about)
+        name, colon, coefficients = self.exchange.partition(":")
+        if name != "empirical" or not colon:
+            raise ValueError(about)
+        try:
+            EmpiricalRule.parse(coefficients)
+        except ValueError as error:
+            raise ValueError(f"{about}: {error}") from None
 
     def check(self, model: LlamaConfig, num_devices: int, device_bytes: float | None = None, tokens: int = 0) -> None:
         """Check that a model and a number of devices suit this plan, before there is either.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.metrics import StepMetrics
@@ -30,6 +31,7 @@ class Simulation:
       predictor: what the scheduler goes by, and unless `seconds` is given, how long batches take.
       plan: of the devices. None: one device.
       seconds: that a batch takes in one stage.
+      topology: by which exchanges are chosen where the predictor does not know them.
 
     Raises:
       ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
@@ -42,6 +44,7 @@ class Simulation:
         predictor: Predictor,
         plan: ParallelPlan | None = None,
         seconds: Callable[[Batch], float] | None = None,
+        topology: Topology | None = None,
     ) -> None:
         if config.num_pages is None:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
@@ -50,7 +53,7 @@ class Simulation:
         max_length = config.longest_sequence(model.max_positions)
         check_predictor(predictor, config.token_budget)
         self.core, self._input_processor, self._sequence_maker = build_core(
-            model, config, plan, predictor, config.num_pages, max_length
+            model, config, plan, predictor, config.num_pages, max_length, topology=topology
         )
         self._vocab_size = model.vocab_size
         self.executor = VirtualExecutor(

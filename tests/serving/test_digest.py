@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.serving.distributed.digest import DecisionDigest, describe, plan_bytes
-from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
+from longctx.serving.scheduler.batch import Batch, Chunk, Exchange, TableRun
 
 SMALL = st.integers(0, 3)
 CHUNKS = st.lists(
@@ -34,13 +34,14 @@ CHUNKS = st.lists(
     max_size=3,
 )
 TABLES = st.lists(st.builds(TableRun, SMALL, SMALL, st.lists(SMALL, max_size=3)), max_size=2)
-BATCHES = st.builds(Batch, SMALL, CHUNKS, TABLES)
+EXCHANGES = st.sampled_from([None, *(Exchange(name, "for a reason") for name in ("kvp", "pass_kv", "pass_q"))])
+BATCHES = st.builds(Batch, SMALL, CHUNKS, TABLES, exchange=EXCHANGES)
 
 
 def decision(batch: Batch) -> Any:
     """What a batch decides: a decode's row is not another than a prompt's last."""
     chunks = [chunk._replace(decodes=False) for chunk in batch.chunks]
-    return batch.index, chunks, batch.tables
+    return batch.index, chunks, batch.tables, batch.exchange
 
 
 @given(BATCHES, BATCHES)
@@ -54,7 +55,8 @@ def test_plans_are_described(batch: Batch) -> None:
     assert text.startswith(f"  step {batch.index} computes ")
     for chunk in batch.chunks:
         assert f"slot {chunk.slot}: {chunk.num_tokens} from {chunk.start} on ranks {list(chunk.ranks)}" in text
-    assert text.endswith(f"; tables {[(run.slot, run.first, *run.pages) for run in batch.tables]}")
+    tables = f"; tables {[(run.slot, run.first, *run.pages) for run in batch.tables]}"
+    assert text.endswith(tables if batch.exchange is None else f"{tables}; {batch.exchange.name}")
 
 
 def digest_of_an_example() -> str:

@@ -75,9 +75,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
     plan.add_argument(
         "--exchange",
-        choices=["auto", "kvp", "pass_q", "pass_kv"],
+        metavar="RULE",
         default="auto",
-        help="exchange across --context; default: auto",
+        help="exchange across --context: auto (the default), kvp, pass_q, pass_kv, all_gather, algorithm_1, "
+        "algorithm_5, empirical or empirical:ALPHA,BETA,GAMMA",
     )
     plan.add_argument(
         "--placement",

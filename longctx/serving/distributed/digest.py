@@ -11,6 +11,7 @@ from longctx.serving.scheduler.batch import Batch
 
 _NUM_SHOWN = 8
 _DIGEST_BYTES = 8
+_EXCHANGES = ("", "kvp", "pass_q", "pass_kv", "all_gather")
 
 
 class DecisionDigest:
@@ -61,7 +62,9 @@ class DecisionDigest:
 def describe(plan: bytes) -> str:
     """A plan, as from `plan_bytes`, as a line of text."""
     index, count = struct.unpack_from("<2q", plan)
-    numbers = iter(unpack("q", plan[: len(plan) - 2 * count])[2:])
+    flags = len(plan) - 2 * count
+    exchange = plan[-1] if flags % 8 else 0
+    numbers = iter(unpack("q", plan[: flags // 8 * 8])[2:])
     take = lambda size: list(islice(numbers, size))  # noqa: E731
     ranks: list[list[int]] = []
     if count:
@@ -78,7 +81,8 @@ def describe(plan: bytes) -> str:
     for slot in numbers:
         first, size = take(2)
         tables.append((slot, first, *take(size)))
-    return f"  step {index} computes {rows or 'nothing'}; tables {tables}"
+    by = f"; {_EXCHANGES[exchange]}" if exchange else ""
+    return f"  step {index} computes {rows or 'nothing'}; tables {tables}{by}"
 
 
 def plan_bytes(batch: Batch) -> bytes:
@@ -100,6 +104,8 @@ def plan_bytes(batch: Batch) -> bytes:
     for slot, first, pages in batch.tables:
         numbers += slot, first, len(pages)
         numbers += pages
+    if batch.exchange is not None:
+        flags += bytes([_EXCHANGES.index(batch.exchange.name)])
     return pack("q", numbers) + flags  # a byte each, at the end
 
 

@@ -5,7 +5,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from longctx.models.config import LlamaConfig
-from longctx.parallel.cost import Hardware, ModelShape
+from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
@@ -14,7 +14,8 @@ from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import CurvePredictor, Predictor
+from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.policy import make_policy
@@ -41,7 +42,8 @@ def build_core(
     num_pages: int,
     max_length: int,
     tokenizer: "Tokenizer | None" = None,
-    hardware: Hardware | None = None,
+    topology: Topology | None = None,
+    element_bytes: float = 2,
 ) -> Built:
     """The core of an engine.
 
@@ -49,13 +51,19 @@ def build_core(
       predictor: of its batches; it is corrected as batches run.
       num_pages: of each context rank.
       max_length: prompt and output of the longest sequence, in tokens.
-      hardware: a device and its link over `context`, by which exchanges are chosen; None: the predictor's.
+      topology: by which exchanges are chosen, unless the predictor knows them. None: then they are not predicted.
+      element_bytes: of keys and values.
+
+    Raises:
+      ValueError: the plan chooses exchanges by a rule that needs a topology, and there is none.
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
     chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
-    heads = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
-    if hardware is None and isinstance(predictor, CurvePredictor) and predictor.exchange is not None:
-        hardware = predictor.exchange.hardware
+    costs: Predictor | None = predictor
+    if plan.context > 1 and getattr(predictor, "exchange", None) is None:
+        sizes = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
+        rows = config.token_budget
+        costs = None if topology is None else roofline(model, topology, rows, element_bytes=element_bytes, **sizes)
     chunker = Chunker(
         make_policy(config.policy, config.max_share),
         Corrected(predictor),
@@ -65,7 +73,7 @@ def build_core(
         config.growing_buckets(2 if plan.context == 1 else 8),
         TenantShares(config.tenant_weights),
         math.inf if config.slo.step_seconds is None else config.slo.step_seconds,
-        ExchangeRule(plan, chunking.tokens, heads, hardware),
+        ExchangeRule(plan, chunking.tokens, config.page_size, costs),
     )
     scheduler = Scheduler(
         chunker,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.scheduler.exchange_rule import Exchange
+from longctx.serving.scheduler.batch import Exchange
 from longctx.serving.scheduler.sequence import State, completion_of
 
 
@@ -25,7 +25,7 @@ class StepMetrics(NamedTuple):
       samples: tokens that were sampled.
       decode_keys: keys that its decodes attended to, their own included.
       rank_seconds: predicted seconds of each context rank, had it not to wait for the others.
-      exchange: of its sharded rows, and why; None: it has none.
+      exchange: what its rows exchanged over context ranks, and why; None: nothing.
       first_tokens: seconds since its arrival of each sequence that got its first token.
       gaps: seconds since its last token of each sequence that got another.
       blocked: ids of requests that found no room in memory when it was planned: those that run and wait to grow, and

@@ -20,7 +20,6 @@ from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Progress
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import hardware_of
 from longctx.serving.recording.contents import RecordedRequest, request_of
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
@@ -64,11 +63,16 @@ class ModelReplay:
             raise ValueError("the recorded engine had a custom policy or predictor, which a log does not hold")
         self._log, config, plan = log, header.config, header.plan
         mesh = mesh or make_mesh()
-        hardware = hardware_of(mesh.devices.flat[0])
-        if plan.context > 1 and header.topology is not None:
-            hardware = header.topology.hardware("context", params["embed"].dtype.itemsize)
         core, self._input_processor, self._sequence_maker = build_core(
-            model.config, config, plan, header.predictor, header.num_pages, header.max_length, tokenizer, hardware
+            model.config,
+            config,
+            plan,
+            header.predictor,
+            header.num_pages,
+            header.max_length,
+            tokenizer,
+            header.topology,
+            header.element_bytes,
         )
         self._executor = DeviceExecutor.on_mesh(model, params, config, plan, mesh, header.num_pages, header.max_length)
         queue = SubmitQueue(self._executor, time.monotonic, plan.stage)

@@ -19,7 +19,7 @@ from longctx.serving.engine.memory import default_pages, estimate, head_bytes, p
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.scheduler.slo import check_slo
 
@@ -65,7 +65,8 @@ class Resolved(NamedTuple):
             self.num_pages,
             self.max_length,
             self.tokenizer,
-            self.topology.hardware("context", self.element_bytes) if self.plan.context > 1 else None,
+            self.topology,
+            self.element_bytes,
         )
 
 
@@ -95,8 +96,7 @@ def resolve(
             process_group, model, params, config, plan, mesh, predictor, tokenizer, max_length, num_pages, topology
         )
     is_profiled = predictor is not None
-    # Without parameters there are no devices to go by; CPUs compute in float32.
-    element_bytes = params["embed"].dtype.itemsize if params is not None else 4 if topology.device.name == "cpu" else 2
+    element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
     if predictor is None:
         sizes = {axis: getattr(plan, axis) for axis in AXES}
         predictor = roofline(model.config, topology, config.token_budget, element_bytes=element_bytes, **sizes)

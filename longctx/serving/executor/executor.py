@@ -173,6 +173,8 @@ class DeviceExecutor:
         )
         exchanging = [pending for pending in self._stages if pending.exchange]
         exchange = exchanging[-1].exchange if exchanging else ""
+        if any(pending.exchange == "pass_q" for pending in exchanging):
+            exchange = "pass_q"  # right for any, and as fast whatever is cached: others would send the pages of decodes
         pages = max((pending.pages for pending in exchanging), default=0)
         return self.shapes.of_step((sharded, replicated, local), exchange, pages)
 
@@ -182,9 +184,10 @@ class DeviceExecutor:
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
             layout.entries = self._tables.write(batch.tables, room)
-        if batch.exchange is not None:
-            pending.pages = self._tables.most_pages([chunk.slot for chunk in batch.chunks if chunk.sharded])
-            pending.exchange = batch.exchange.name
+        sharded = [chunk.slot for chunk in batch.chunks if chunk.sharded]
+        if sharded:
+            assert batch.exchange is not None
+            pending.pages, pending.exchange = self._tables.most_pages(sharded), batch.exchange.name
         return pending
 
     def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:

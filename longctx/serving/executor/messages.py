@@ -40,7 +40,7 @@ class Messages:
         Under `"auto"` these are steps full of sharded rows, with a few others: with fewer, queries are less.
         """
         sharded, *others = rows
-        if not sharded or self._plan.exchange not in ("pass_kv", "auto"):
+        if not sharded or self._plan.exchange in ("kvp", "pass_q", "all_gather"):
             return []
         few = all(
             count <= min((b for b in kind if b), default=0)

@@ -60,7 +60,7 @@ class StepShapes:
 
         Args:
           rows: the most of each kind that a batch has.
-          exchange: of the latest batch with sharded rows: any gives the same result, so others take it too.
+          exchange: of all in-flight batches with sharded rows: any gives the same result.
           pages: the most that pass-KV has to send for a batch.
         """
         buckets = self._round_up(rows if any(rows) else (0, 0, 1))

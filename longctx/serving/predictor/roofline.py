@@ -43,6 +43,13 @@ def data_sheet(device: Any) -> Hardware | None:
     return GPUS.get(device_name(device) or "")
 
 
+def element_bytes_of(dtype: str | None, topology: Topology | None) -> int:
+    """Bytes of a number that is not quantised; None: of the type that devices compute in, float32 on CPUs."""
+    if dtype is None:
+        return 4 if topology is not None and topology.device.name == "cpu" else 2
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
 def roofline(
     model: LlamaConfig,
     hardware: Hardware | Topology,

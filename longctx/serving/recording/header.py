@@ -13,6 +13,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.mesh import MeshPredictor
+from longctx.serving.predictor.roofline import element_bytes_of
 from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_text, shown
@@ -62,6 +63,11 @@ class Header:
                 check_text(name, getattr(self, name))
         if not isinstance(self.weights, Mapping | None):
             raise TypeError(f"weights must be a mapping, got {shown(self.weights)}")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number of keys and values."""
+        return element_bytes_of(self.dtype, self.topology)
 
     def write(self, directory: Path) -> None:
         """Write `header.json`, which must not exist."""

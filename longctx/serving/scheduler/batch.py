@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.exchange_rule import Exchange
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -34,6 +33,18 @@ class TableRun(NamedTuple):
     pages: list[int]
 
 
+class Exchange(NamedTuple):
+    """What a step's rows exchange over the context ranks, and why.
+
+    Attributes:
+      name: of sharded rows `"pass_kv"`, `"pass_q"` or `"all_gather"`; `"kvp"` if there are only replicated ones.
+      reason: the rule, and what it went by, in one line.
+    """
+
+    name: str
+    reason: str
+
+
 @dataclass
 class Batch:
     """One step. Decodes come first in `chunks`. `tables` are written before it; `admitted` have new slots.
@@ -42,7 +53,7 @@ class Batch:
     wait to be admitted.
 
     `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take; `rank_seconds`
-    are those of each context rank. `exchange` is that of its sharded rows; None: it has none.
+    are those of each context rank. `exchange` is what its rows exchange over ranks; None: nothing.
     """
 
     index: int

@@ -108,7 +108,7 @@ class Chunker:
     ) -> None:
         self.policy, self.predictor, self.chunking = policy, predictor, chunking
         self.plan, self.page_size = plan or ParallelPlan(), page_size
-        self.rule = rule or ExchangeRule(self.plan, chunking.tokens)
+        self.rule = rule or ExchangeRule(self.plan, chunking.tokens, page_size)
         self.tenants, self.step_seconds = tenants or TenantShares({}), step_seconds
         self._buckets = [*buckets] or [chunking.tokens]
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages

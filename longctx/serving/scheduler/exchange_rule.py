@@ -1,64 +1,196 @@
 """Which rows of a step are sharded over the context ranks, and which exchange they take."""
 
-from __future__ import annotations
+import functools
+from collections.abc import Sequence as List
 
-from typing import TYPE_CHECKING, NamedTuple
-
-from longctx.parallel.choose import choose_ring
-from longctx.parallel.cost import Hardware, ModelShape
+from longctx.parallel.cost import Thresholds
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.exchange import ExchangeCost
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.scheduler.batch import Chunk, Exchange
+from longctx.serving.scheduler.rank_work import keys_by_rank, work_by_exchange, work_by_rank
+from longctx.serving.scheduler.sequence import Sequence
 
-if TYPE_CHECKING:
-    from longctx.serving.scheduler.batch import Chunk
-
-
-class Exchange(NamedTuple):
-    """The exchange of a step's sharded rows, `"pass_q"` or `"pass_kv"`, and why it was chosen."""
-
-    name: str
-    reason: str
+_CANDIDATES = ("pass_kv", "pass_q", "all_gather")
 
 
 class ExchangeRule:
-    """Decides by the plan, or by predicted seconds; the same arguments give the same answer.
+    """Decides by the plan's `exchange`; the same arguments give the same answer.
+
+    `"auto"` compares predicted seconds: of a prompt's chunk with its rows replicated and with its rows sharded, which
+    have a share of the linear layers each; and of sharded rows with each exchange, for the whole step. All other rules
+    shard the rows of prompts longer than a step, and of all where pages interleave. Decodes, where they
+    are sharded, go by pass-Q, as in algorithm 4, whatever the rule: their keys are all that is cached.
 
     Args:
       rows: of a step, at most.
-      model: the heads of one device.
-      hardware: one device, and its link to the next context rank.
+      page_size: tokens of a page.
+      costs: a predictor that knows exchanges; None: `"auto"` has nothing to compare.
+
+    Raises:
+      ValueError: the plan's rule needs `costs`.
+
+    Source: context parallelism paper, 3.4, algorithms 1, 4 and 5, appendix D; KVP, Mnemosyne 4.4.
     """
 
-    def __init__(
-        self, plan: ParallelPlan, rows: int, model: ModelShape | None = None, hardware: Hardware | None = None
-    ) -> None:
-        self._plan, self._rows, self._model, self._hardware = plan, rows, model, hardware
+    def __init__(self, plan: ParallelPlan, rows: int, page_size: int = 1, costs: Predictor | None = None) -> None:
+        self._plan, self._rows, self._page_size = plan, rows, page_size
+        self._costs, self._empirical = costs, plan.empirical_rule
+        cost = getattr(costs, "exchange", None)
+        self._cost = cost if isinstance(cost, ExchangeCost) else None
+        if plan.context > 1 and plan.exchange in ("algorithm_1", "algorithm_5") and self._cost is None:
+            raise ValueError(f"exchange={plan.exchange!r} needs a topology, or a predictor that knows exchanges")
+        self._is_predicted = plan.exchange == "auto" and costs is not None
+        self._compare = functools.lru_cache(1024)(self._seconds_per_token)
 
-    def shards(self, decodes: bool, remaining: int) -> bool:
-        """Whether a sequence's next rows are sharded: all if pages interleave, else prompts longer than a step.
+    def shards_decodes(self, count: int = 1, beside: Sequence | None = None) -> bool:
+        """Whether the rows of decodes are sharded: where pages interleave.
+
+        All sharded rows of a step take one exchange, and decodes can't take pass-KV. So beside a prompt whose keys
+        travel, they are replicated.
 
         Args:
-          remaining: tokens of its prompt that are to be computed.
+          count: of decodes in the step.
+          beside: the prompt that takes most of it.
         """
-        plan = self._plan
-        return plan.shards_rows and (plan.placement == "interleave" or (not decodes and remaining > self._rows))
+        if not self._plan.shards_rows or self._plan.placement != "interleave":
+            return False
+        if beside is None or not self.shards_next(beside):
+            return True
+        ranks, start = self._plan.context, beside.computed
+        tokens = min(beside.remaining, ranks * self._rows)
+        if not self._is_predicted:
+            return self._by_rule(tokens, start)[0] == "pass_q"
+        assert self._costs is not None
+        fullest, seconds = max(keys_by_rank(beside, start, self._page_size)), {}
+        for name in _CANDIDATES:
+            work, rows = _sharded(start, tokens, ranks, fullest, name), -(-count // ranks)
+            if name == "pass_q":
+                work = work._replace(rows=work.rows + rows, sharded=work.sharded + rows)
+            else:
+                work = work._replace(rows=work.rows + count, replicated=count)
+            seconds[name] = self._costs.seconds(work)
+        return min(seconds, key=seconds.__getitem__) == "pass_q"
 
-    def choose(self, chunks: list[Chunk]) -> Exchange | None:
-        """The exchange of a step's sharded chunks; None: it has none.
+    def shards(self, start: int, stop: int, keys: List[int] | None = None) -> bool:
+        """Whether the next rows of a prompt are sharded.
 
-        Decodes ask for all that is cached of each: for them queries go round.
+        Args:
+          start, stop: positions of the tokens that are to be computed, at least one.
+          keys: how many of the tokens before them each rank has; None: they are not placed yet.
         """
-        chunks = [chunk for chunk in chunks if chunk.sharded]
-        if not chunks:
-            return None
-        if self._plan.exchange != "auto":
-            return Exchange(self._plan.exchange, "the plan's")
-        if any(chunk.num_tokens == 1 for chunk in chunks):
-            return Exchange("pass_q", "decodes")
-        if self._model is None or self._hardware is None:
-            return Exchange("pass_q", "no hardware to predict from")
-        tokens, cached = sum(chunk.num_tokens for chunk in chunks), max(chunk.start for chunk in chunks)
-        times = choose_ring(tokens, cached, self._plan.context, self._model, self._hardware).times
-        seconds = {name: times[name].total for name in ("pass_kv", "pass_q")}
+        plan, count = self._plan, stop - start
+        if not plan.shards_rows:
+            return False
+        spans = plan.placement == "interleave" or (keys is not None and sum(map(bool, keys)) > 1)
+        if count <= self._rows and not spans:
+            return False  # beside it, other ranks compute rows of others
+        if not self._is_predicted:
+            return plan.placement == "interleave" or count > self._rows
+        fullest = max(keys) if keys else -(-start // plan.context)
+        alone, sharded = self._compare(start, min(count, plan.context * self._rows), fullest, spans)
+        return sharded < alone
+
+    def shards_next(self, sequence: Sequence) -> bool:
+        """Whether the next rows of a prompt that has its place are sharded."""
+        if not self._plan.shards_rows:
+            return False
+        start = sequence.computed
+        few = sequence.remaining <= self._rows and len(sequence.ranks) <= 1
+        keys = None if few or sequence.placement is None else keys_by_rank(sequence, start, self._page_size)
+        return self.shards(start, start + sequence.remaining, keys)
+
+    def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
+        """What a step's rows exchange, None for nothing, and the work of each rank with that."""
+        ranks = self._plan.context
+        sharded = [chunk for chunk in chunks if chunk.sharded] if ranks > 1 else []
+        if not sharded:
+            works = work_by_rank(chunks, ranks, self._page_size)
+            return self._replicated(chunks) if ranks > 1 else None, works
+        if all(chunk.num_tokens > 1 for chunk in sharded):
+            if self._is_predicted:
+                return self._fastest(chunks, sharded)
+            name, reason = self._by_rule(*_sums(sharded))
+        else:
+            name, reason = "pass_q", "algorithm 4: single rows are among them"
+        exchange = Exchange(name, f"{reason}, {_size(sharded)}")
+        return exchange, work_by_rank(chunks, ranks, self._page_size, name)
+
+    def _by_rule(self, tokens: int, cached: int) -> tuple[str, str]:
+        """The exchange of so many new tokens after so many cached ones without prediction, and why."""
+        rule = self._plan.exchange
+        if rule == "auto":
+            return "pass_kv", "nothing to predict from"
+        if self._empirical is not None:
+            h = self._empirical.h(tokens, cached)
+            return "pass_kv" if h > 0 else "pass_q", f"empirical: h = {h:.3f}"
+        if rule not in ("algorithm_1", "algorithm_5"):
+            return str(rule), "set by the plan"
+        assert self._cost is not None
+        eq = Thresholds.of(tokens, self._plan.context, self._cost.model, self._cost.hardware)
+        least = eq.equation_1 if rule == "algorithm_1" else eq.equation_5
+        passes_kv = tokens >= eq.equation_2 or tokens / (tokens + cached) >= least
+        reason = f"{rule}: pass_kv from T = {eq.equation_2:,.0f} or a miss rate of {least:.2%} on"
+        return "pass_kv" if passes_kv else "pass_q", reason
+
+    def _fastest(self, chunks: List[Chunk], sharded: List[Chunk]) -> tuple[Exchange, list[Work]]:
+        """The exchange with which the step's slowest rank takes least."""
+        assert self._costs is not None
+        works = work_by_exchange(chunks, self._plan.context, self._page_size, _CANDIDATES)
+        seconds = {name: max(map(self._costs.seconds, each)) for name, each in works.items()}
         name = min(seconds, key=seconds.__getitem__)
-        predicted = ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in seconds.items())
-        return Exchange(name, f"predicted for T = {tokens}, P = {cached}: {predicted}")
+        predicted = ", ".join(f"{each} {_milliseconds(seconds[each])}" for each in seconds)
+        return Exchange(name, f"predicted: {predicted}, {_size(sharded)}"), works[name]
+
+    def _replicated(self, chunks: List[Chunk]) -> Exchange | None:
+        """For a step without sharded rows."""
+        several = [chunk for chunk in chunks if len(chunk.ranks) > 1]
+        prompts = [chunk for chunk in several if not chunk.decodes]
+        if not prompts:
+            return Exchange("kvp", "decodes alone") if several else None
+        if not self._is_predicted:
+            reason = "set by the plan" if self._plan.exchange == "kvp" else "no longer than a step"
+            return Exchange("kvp", f"{reason}, {_size(prompts)}")
+        first = prompts[0]
+        keys = keys_by_rank(first.sequence, first.start, self._page_size)
+        alone, sharded = (
+            each * first.num_tokens for each in self._compare(first.start, first.num_tokens, max(keys), True)
+        )
+        predicted = f"kvp {_milliseconds(alone)}, sharded {_milliseconds(sharded)}"
+        return Exchange("kvp", f"predicted: {predicted}, {_size(prompts)}")
+
+    def _seconds_per_token(self, start: int, count: int, fullest: int, spans: bool) -> tuple[float, float]:
+        """Seconds of each token of the largest chunk that a step takes: of its sequence's ranks alone, and sharded.
+
+        Args:
+          fullest: cached keys of the rank that has most of them.
+          spans: whether several ranks have keys of the sequence; else one computes its chunk.
+        """
+        assert self._costs is not None
+        ranks, alone = self._plan.context, min(count, self._rows)
+        here = Work().with_chunk(fullest if spans else start, alone, False, replicated=spans)
+        total = alone * start + alone * (alone + 1) // 2
+        here = here._replace(elsewhere=max(0, total - here.pairs))
+        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in _CANDIDATES)
+        return self._costs.seconds(here) / alone, sharded / count
+
+
+def _sharded(start: int, count: int, ranks: int, fullest: int, exchange: str) -> Work:
+    """A rank's share of a chunk, alone in a step."""
+    share = Work().with_sharded(start, count, ranks, fullest, exchange=exchange)
+    return share._replace(elsewhere=(ranks - 1) * share.pairs)
+
+
+def _sums(chunks: List[Chunk]) -> tuple[int, int]:
+    """New and cached tokens: sequences that are packed send the sum of what is cached of them."""
+    return sum(chunk.num_tokens for chunk in chunks), sum(chunk.start for chunk in chunks)
+
+
+def _size(chunks: List[Chunk]) -> str:
+    tokens, cached = _sums(chunks)
+    return f"T = {tokens:,}, P = {cached:,}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -35,11 +35,13 @@ class Forecast:
 
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
-        return self._rule.shards(sequence.state is State.DECODING, sequence.remaining)
+        if sequence.state is State.DECODING:
+            return self._rule.shards_decodes()
+        return self._rule.shards_next(sequence)
 
     def prefill_seconds(self, start: int, stop: int) -> float:
         """Seconds of a prompt's tokens from `start` to `stop`, computed alone; all ranks compute sharded ones."""
-        sharded = self._rule.shards(False, stop - start)
+        sharded = stop > start and self._rule.shards(start, stop)
         return self._predictor.prefill_seconds(start, stop, self._rows) / (self._plan.context if sharded else 1)
 
     def promise(self, sequence: Sequence) -> None:

@@ -8,17 +8,25 @@ from longctx.serving.scheduler.sequence import Sequence
 
 
 def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, exchange: str = "") -> list[Work]:
-    """What each context rank computes.
+    """What each context rank computes with one exchange of the sharded rows; the rest as `work_by_exchange`."""
+    return work_by_exchange(chunks, num_ranks, page_size, (exchange,))[exchange]
+
+
+def work_by_exchange(
+    chunks: Iterable[Chunk], num_ranks: int, page_size: int, exchanges: Iterable[str]
+) -> dict[str, list[Work]]:
+    """What each context rank computes, for each of some exchanges of the sharded rows.
 
     A rank of a replicated chunk attends to those keys of its sequence that it has; one of a sharded chunk has a share
     of the rows, which are spread evenly over the ranks.
 
     Args:
       page_size: tokens of a page; not needed for one rank.
-      exchange: of the sharded rows, see `Work`.
+      exchanges: see `Work`.
     """
     if num_ranks == 1:
-        return [Work.of([chunk[2:5] for chunk in chunks])]
+        work = Work.of([chunk[2:5] for chunk in chunks])
+        return {exchange: [work] for exchange in exchanges}
     parts: list[list[tuple[int, int, bool]]] = [[] for _ in range(num_ranks)]
     replicated, sharded = [0] * num_ranks, list[Chunk]()
     for chunk in chunks:
@@ -44,8 +52,13 @@ def work_by_rank(chunks: Iterable[Chunk], num_ranks: int, page_size: int = 1, ex
                 parts[rank].append((here, count, samples and rank == first))
                 replicated[rank] += count
     works = [Work.of(part)._replace(replicated=rows) for part, rows in zip(parts, replicated, strict=True)]
-    if sharded:
-        works = _with_sharded(works, sharded, page_size, exchange)
+    return {
+        exchange: _with_elsewhere(_with_sharded(works, sharded, page_size, exchange) if sharded else works)
+        for exchange in exchanges
+    }
+
+
+def _with_elsewhere(works: list[Work]) -> list[Work]:
     pairs = [work.decode_keys + work.chunk_pairs for work in works]
     total = sum(pairs)
     return [work._replace(elsewhere=total - here) for work, here in zip(works, pairs, strict=True)]

@@ -25,7 +25,6 @@ from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_planner import PagePlanner
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
-from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
@@ -132,9 +131,7 @@ class Scheduler:
         if not batch.chunks:
             assert not batch.admitted
             return None
-        batch.exchange = self.chunker.rule.choose(batch.chunks)
-        exchange = "" if batch.exchange is None else batch.exchange.name
-        works = work_by_rank(batch.chunks, self.plan.context, self._page_size, exchange)
+        batch.exchange, works = self.chunker.rule.choose(batch.chunks)
         seconds = list(map(self.chunker.predictor.seconds, works))
         batch.predicted, batch.rank_seconds = max(seconds), tuple(seconds)
         batch.work = works[seconds.index(batch.predicted)]
@@ -155,7 +152,10 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
-        sharded = self.chunker.rule.shards(True, 1)
+        prompts = [sequence for sequence in self.running.prefilling if sequence.ready <= batch.index]
+        beside = max(prompts, key=lambda sequence: sequence.remaining, default=None)
+        sharded = self.chunker.rule.shards_decodes(len(self.running.decoding), beside)
+        is_interleaved = self.plan.shards_rows and self.plan.placement == "interleave"
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):
             start = sequence.computed
@@ -168,7 +168,7 @@ class Scheduler:
                 elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
-            ranks = self._all_ranks if sharded else sequence.ranks
+            ranks = self._all_ranks if is_interleaved else sequence.ranks
             batch.chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
             sequence.computed = start + 1
             sequence.length += 1

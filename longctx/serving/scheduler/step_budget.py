@@ -58,7 +58,8 @@ class StepBudget:
         self.tokens, self.limit = tokens, math.inf
         self.shares: dict[Sequence, Share] = {}
         self._plan, self._page_size, self._predictor, self._budget = plan, page_size, predictor, tokens
-        self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens)
+        self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
+        self._shards: dict[Sequence, bool] = {}  # each is asked about several times
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
         for chunk in decodes:
             self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
@@ -143,7 +144,7 @@ class StepBudget:
         other = StepBudget(self._plan, self._page_size, self._predictor, self.tokens, (), self._rule)
         other.limit, other._begin, other._begun = self.limit, self._begin, self._begun
         other._local, other._replicated, other._sharded = list(self._local), list(self._replicated), self._sharded
-        other._works, other._seconds = list(self._works), list(self._seconds)
+        other._works, other._seconds, other._shards = list(self._works), list(self._seconds), self._shards
         other.take(sequence, count)
         other.shares = {}
         return other
@@ -183,6 +184,8 @@ class StepBudget:
             return Share(count, (0,), False)
         if self._is_sharded(sequence):
             return Share(count, tuple(range(self._num_ranks)), True)
+        if self._plan.shards_rows and self._plan.placement == "interleave":
+            return Share(count, tuple(range(self._num_ranks)), False)  # so a step has no third kind of rows
         placement = sequence.placement
         assert placement is not None
         first, stop = len(sequence.pages), -(-(sequence.computed + count) // self._page_size)
@@ -244,7 +247,12 @@ class StepBudget:
         return int(min(page * self._page_size - sequence.computed, sequence.remaining))
 
     def _is_sharded(self, sequence: Sequence) -> bool:
-        return self._plan.shards_rows and self._rule.shards(False, sequence.remaining)
+        if not self._plan.shards_rows:
+            return False
+        known = self._shards.get(sequence)
+        if known is None:
+            known = self._shards[sequence] = self._rule.shards_next(sequence)
+        return known
 
     def _place(self, count: int, ranks: tuple[int, ...], sharded: bool) -> None:
         if sharded:

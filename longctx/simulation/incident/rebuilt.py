@@ -90,7 +90,16 @@ class Rebuilt:
     def _build(self) -> None:
         """A core that knows nothing."""
         header, plan = self._header, self._header.plan
-        self.core, *_ = build_core(header.model, self._config, plan, self.predictor, self.num_pages, header.max_length)
+        self.core, *_ = build_core(
+            header.model,
+            self._config,
+            plan,
+            self.predictor,
+            self.num_pages,
+            header.max_length,
+            topology=header.topology,
+            element_bytes=header.element_bytes,
+        )
         self.core.sessions = self._sessions
         self.core.page_hash = self._page_hash if self._config.prefix_cache else None
         self.executor = self._make_executor()
