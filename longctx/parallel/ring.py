@@ -45,19 +45,23 @@ def tokens_by_hop(tokens: Tokens, axis_name: str) -> Callable[[int], Tokens]:
 
 
 def fold_ring(
-    block: Array, tokens_of: Callable[[int], Any], step: Callable[[Any, Array, Any, Array], Any], axis_name: str
+    block: Array,
+    tokens_of: Callable[[int], Any],
+    step: Callable[[Any, Array, Any, Array], Any],
+    axis_name: str,
+    state: Any = None,
 ) -> Any:
     """Fold `state = step(state, block, tokens, source)` over the blocks of all ranks.
 
-    The state begins as None, with this rank's own block. Each of the N - 1 permutes is issued before the step that
+    It begins with this rank's own block. Each of the N - 1 permutes is issued before the step that
     hides it. Without the barrier a compiler issues all permutes at once, holds N blocks, and hides only the last one.
     (XLA's CPU backend drops the barrier.)
 
     Args:
       block: this rank's block, which travels round the ring.
       tokens_of: a function from a hop to the metadata of the block that is here after it, as `tokens_by_hop` makes it.
+      state: what the first step is given.
     """
-    state = None
     n = lax.axis_size(axis_name)
     for hop in range(n):
         is_last = hop == n - 1

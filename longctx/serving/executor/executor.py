@@ -18,6 +18,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
+from longctx.serving.executor.messages import Message
 from longctx.serving.executor.page_tables import PageTables
 from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
@@ -28,6 +29,7 @@ from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.rank_work import keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 _MAX_COMPILING = 4  # programs at a time: compiling takes memory
@@ -39,7 +41,7 @@ class Pending:
 
     layout: RowLayout
     exchange: str = ""  # of its sharded rows, if it has some
-    pages: int = 0  # of its sharded sequences, on the rank that has most
+    pages: int = 0  # with cached keys of its sharded sequences, on the rank that has most
     read_out: ReadOut | None = None
     packed: tuple[Shape, np.ndarray] | None = None
 
@@ -160,11 +162,15 @@ class DeviceExecutor:
         self._stages.append(self._lay_out(batch))
         shape = self._shape()
         empty = self._plan.stage - len(self._stages)
-        rows = [*(pending.pack(shape) for pending in reversed(self._stages)), *[RowInputs.empty(shape)[0]] * empty]
+        packed = [*(pending.pack(shape) for pending in reversed(self._stages)), *[RowInputs.empty(shape)[0]] * empty]
+        rows = np.stack(packed)
+        # Devices of all stages have to go round as many times.
+        pages = max(pending.pages for pending in self._stages)
+        RowInputs.views(rows, shape).message_rounds[:] = Message(shape.message, shape.rounds).rounds_for(pages)
         samples = SampleInputs.empty(shape)[0]
         if not empty:
             samples = self._stages[0].layout.pack_samples(shape, self._controls, self._plain)
-        return np.stack(rows), samples, shape
+        return rows, samples, shape
 
     def _shape(self) -> Shape:
         """The smallest shape that holds the batches of all stages."""
@@ -184,11 +190,18 @@ class DeviceExecutor:
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
             layout.entries = self._tables.write(batch.tables, room)
-        sharded = [chunk.slot for chunk in batch.chunks if chunk.sharded]
-        if sharded:
+        if any(chunk.sharded for chunk in batch.chunks):
             assert batch.exchange is not None
-            pending.pages, pending.exchange = self._tables.most_pages(sharded), batch.exchange.name
+            pending.pages, pending.exchange = self._cached_pages(batch), batch.exchange.name
         return pending
+
+    def _cached_pages(self, batch: Batch) -> int:
+        """Pages with cached keys of the sharded sequences, on the rank that has most of them."""
+        total, size = np.zeros(self._plan.context, int), self._config.page_size
+        for chunk in batch.chunks:
+            if chunk.sharded:
+                total += -(-np.array(keys_by_rank(chunk.sequence, chunk.start, size)) // size)
+        return int(total.max())
 
     def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:
         nothing = RowLayout(Batch(0), self._plan.context, self._num_pages, self._config.page_size)

@@ -1,54 +1,53 @@
-"""How long pass-KV's messages are: a few lengths, as each is static in a compiled step."""
+"""How many cached pages a rank sends at a time: a few numbers, as each is static in a compiled step."""
 
-from collections.abc import Sequence as List
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from longctx.models.config import LlamaConfig
-from longctx.parallel.cost import ModelShape
-from longctx.serving.parallel_plan import ParallelPlan
+_LEAST_PAGES, _FACTOR = 64, 4
 
-_LEAST_PAGES, _MOST_BYTES = 64, 1 << 30  # of a message
+
+class Message(NamedTuple):
+    """Pages that a rank sends at a time, and how many times at most. With 0 pages, only new keys travel."""
+
+    pages: int
+    rounds: int
+
+    def rounds_for(self, pages: int) -> int:
+        """How many times it takes to send so many pages."""
+        return -(-pages // self.pages) if self.pages else 1
+
+
+NOTHING_CACHED = Message(0, 1)
 
 
 class Messages:
-    """Messages come in lengths that double, and not with all numbers of rows.
+    """Lengths of messages, which grow by a factor of 4 from 64 pages to those of the longest sequence.
+
+    Each is sent up to 4 times, so that little of what is sent is padding, and the longest one any number of times: it
+    has a limit in bytes, and sequences that are packed may have more pages than the longest.
 
     Args:
-      buckets: of sharded, replicated and local rows.
-      entries: pages of the longest sequence.
-      element_bytes: of keys and values.
+      num_pages: of each rank. entries: pages of the longest sequence.
+      page_bytes: of a page's keys and values in one layer of a device.
+      most_bytes: of a message.
     """
 
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        model: LlamaConfig,
-        buckets: tuple[tuple[int, ...], ...],
-        entries: int,
-        page_size: int,
-        element_bytes: float,
-    ) -> None:
-        self._plan, self._buckets = plan, buckets
-        shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
-        bytes_of_page = 2 * page_size * shape.num_kv_heads * model.head_dim * element_bytes
-        self._messages = [_LEAST_PAGES]
-        while self._messages[-1] < entries and 2 * self._messages[-1] * bytes_of_page <= _MOST_BYTES:
-            self._messages.append(2 * self._messages[-1])
+    def __init__(self, num_pages: int, entries: int, page_bytes: float, most_bytes: float) -> None:
+        most = max(1, min(num_pages, int(most_bytes / page_bytes)))
+        lengths = [min(_LEAST_PAGES, most)]
+        while _FACTOR * lengths[-1] <= min(entries, most):
+            lengths.append(_FACTOR * lengths[-1])
+        rounds = [-(-longer // length) for length, longer in itertools.pairwise([*lengths, num_pages])]
+        self._messages = list(map(Message, lengths, rounds))
 
-    def messages(self, rows: tuple[int, ...]) -> List[int]:
-        """Lengths of messages, in pages, that steps of such buckets may have; none: pass-Q alone.
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
 
-        Under `"auto"` these are steps full of sharded rows, with a few others: with fewer, queries are less.
-        """
-        sharded, *others = rows
-        if not sharded or self._plan.exchange in ("kvp", "pass_q", "all_gather"):
-            return []
-        few = all(
-            count <= min((b for b in kind if b), default=0)
-            for count, kind in zip(others, self._buckets[1:], strict=True)
-        )
-        return self._messages if self._plan.exchange == "pass_kv" or (sharded == self._buckets[0][-1] and few) else []
+    @property
+    def shortest(self) -> Message:
+        return self._messages[0]
 
-    def of(self, rows: tuple[int, ...], pages: int) -> tuple[str, int]:
-        """Pass-KV with the least message that holds so many pages; pass-Q where there is none."""
-        message = next((message for message in self.messages(rows) if message >= pages), None)
-        return ("pass_q", 0) if message is None else ("pass_kv", message)
+    def of(self, pages: int) -> Message:
+        """For so many pages on the rank that has most: the longest message that they fill."""
+        return max((x for x in self._messages if x.pages <= pages), default=self.shortest)

@@ -26,10 +26,6 @@ class PageTables:
         if len(self._held) > 1:
             self._runner.clear_slot(slot)
 
-    def most_pages(self, slots: list[int]) -> int:
-        """The pages of some slots on the rank that has most of them."""
-        return int(self._held[:, slots].sum(1).max())
-
     def write(self, tables: list[TableRun], room: int) -> list[list[TableEntry]]:
         """Entries that go with the step, on each rank; runs for which it has no room are sent ahead of it.
 

@@ -129,7 +129,10 @@ class RowLayout:
             self._add(chunk, rank, REPLICATED)
 
     def _shard(self, chunks: list[Chunk]) -> None:
-        """Long chunks in zigzag, single tokens to where there is least, in turns from step to step."""
+        """Long chunks in zigzag, single tokens to where there is least, in turns from step to step.
+
+        The rows of a rank are sorted by slot and position.
+        """
         n, rows = self.num_ranks, self._rows[SHARDED]
         pages: list[list[int]] = [[] for _ in range(n)]
         long = [chunk for chunk in chunks if chunk.num_tokens > 1]
@@ -138,13 +141,10 @@ class RowLayout:
             positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens) for c in long])
             slots = np.repeat([c.slot for c in long], [c.num_tokens for c in long])
             owners = np.concatenate([self._pages(c) for c in long])
-            ends = np.cumsum([c.num_tokens for c in long]) - 1
             for rank, mine in enumerate(shard_tokens([c.num_tokens for c in long], [c.start for c in long], n)):
                 own = rows[rank]
                 own.tokens, own.positions = known[mine].tolist(), positions[mine].tolist()
                 own.slots, pages[rank] = slots[mine].tolist(), owners[mine].tolist()
-                for row in np.flatnonzero(np.isin(mine, ends)).tolist():
-                    self._places[own.slots[row]] = rank, SHARDED, row
         for chunk in (chunk for chunk in chunks if chunk.num_tokens == 1):
             rank = min(range(n), key=lambda rank: (len(rows[rank]), (rank - self.batch.index) % n))
             own, start = rows[rank], chunk.start
@@ -152,7 +152,14 @@ class RowLayout:
             own.positions.append(start)
             own.slots.append(chunk.slot)
             pages[rank].append(chunk.sequence.pages[start // self._page_size])
-            self._places[chunk.slot] = rank, SHARDED, len(own) - 1
+        ends = {(chunk.slot, chunk.start + chunk.num_tokens - 1) for chunk in chunks}
+        for rank, own in enumerate(rows):
+            order = np.lexsort((own.positions, own.slots)).tolist()
+            columns = own.tokens, own.positions, own.slots, pages[rank]
+            own.tokens, own.positions, own.slots, pages[rank] = ([column[row] for row in order] for column in columns)
+            for row, token in enumerate(zip(own.slots, own.positions, strict=True)):
+                if token in ends:
+                    self._places[token[0]] = rank, SHARDED, row
         self._sharded_pages = pages
 
     def _pages(self, chunk: Chunk) -> np.ndarray:

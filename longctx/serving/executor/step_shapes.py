@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 
 from longctx.models.config import LlamaConfig
+from longctx.parallel.cost import ModelShape
 from longctx.serving.config import EngineConfig
-from longctx.serving.executor.messages import Messages
+from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
 
@@ -14,13 +14,18 @@ Rows = tuple[int, int, int]
 """Numbers of sharded, replicated and local rows."""
 
 
+MOST_BYTES = 1 << 30
+"""Of a message of cached pages: what is more goes in several."""
+
+
 class StepShapes:
-    """Rounds rows up to buckets, for each kind of rows.
+    """Rounds rows up to buckets, for each kind of rows, and says which exchanges the sharded ones may take.
 
     Args:
       num_pages: of each rank.
       entries: pages of the longest sequence.
       element_bytes: of keys and values.
+      most_bytes: of a message of cached pages, and of all that a rank gathers at a time.
     """
 
     def __init__(
@@ -31,11 +36,15 @@ class StepShapes:
         num_pages: int,
         entries: int,
         element_bytes: float,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
         self._num_top = min(config.max_logprobs, model.vocab_size)
         self._buckets = _buckets(plan, config)
-        self._messages = Messages(plan, model, self._buckets, entries, config.page_size, element_bytes)
+        shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
+        page_bytes = 2 * config.page_size * shape.num_kv_heads * shape.head_size * element_bytes
+        sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}
+        self._messages = {name: Messages(num_pages, entries, page_bytes, most) for name, most in sizes.items()}
 
     @property
     def largest(self) -> Rows:
@@ -47,9 +56,9 @@ class StepShapes:
         """All shapes that serving may need."""
         for rows in itertools.product(*self._buckets):
             if any(rows) and self._is_needed(rows):
-                yield self._shape(rows)
-                for message in self._messages.messages(rows):
-                    yield self._shape(rows, "pass_kv", message)
+                for exchange, messages in self._exchanges(rows).items():
+                    for message in messages:
+                        yield self._shape(rows, exchange, message)
 
     def holding(self, rows: Rows) -> Shape:
         """The smallest shape with so many rows of each kind."""
@@ -61,12 +70,40 @@ class StepShapes:
         Args:
           rows: the most of each kind that a batch has.
           exchange: of all in-flight batches with sharded rows: any gives the same result.
-          pages: the most that pass-KV has to send for a batch.
+          pages: the most with cached keys that a rank may have to send for a batch.
         """
         buckets = self._round_up(rows if any(rows) else (0, 0, 1))
-        if exchange == "pass_kv":
-            return self._shape(buckets, *self._messages.of(buckets, pages))
-        return self._shape(buckets)
+        exchanges = self._exchanges(buckets)
+        if exchange == "pass_q" and not pages:  # No query has to travel.
+            exchange = "pass_kv"
+        for name in (exchange, "pass_kv", "pass_q", *exchanges):
+            if name in exchanges:
+                message = self._messages[name].of(pages) if pages and name in self._messages else NOTHING_CACHED
+                if message in exchanges[name]:
+                    return self._shape(buckets, name, message)
+        raise AssertionError(f"no shape for {rows}, {exchange} of {pages} pages")
+
+    def _exchanges(self, rows: Rows) -> dict[str, list[Message]]:
+        """The exchanges that steps of such buckets may have, each with its messages.
+
+        The one that the plan names has all messages, and pass-Q needs none. What a rule may choose besides is for steps
+        full of sharded rows, with a few others: with fewer rows queries are less than keys. All-gather has the shortest
+        message then, as it is best for little.
+        """
+        sharded, *others = rows
+        if not sharded:
+            return {"pass_q": [NOTHING_CACHED]}
+        named = str(self._plan.exchange)
+        if named in self._messages:
+            all_messages = {named: [NOTHING_CACHED, *self._messages[named]]}
+            return all_messages | ({"pass_q": [NOTHING_CACHED]} if self._plan.placement == "interleave" else {})
+        found = {"pass_q": [NOTHING_CACHED]}
+        least = (min((b for b in kind if b), default=0) for kind in self._buckets[1:])
+        if sharded == self._buckets[0][-1] and all(x <= few for x, few in zip(others, least, strict=True)):
+            found["pass_kv"] = [NOTHING_CACHED, *(self._messages["pass_kv"] if named != "pass_q" else [])]
+            if named == "auto":
+                found["all_gather"] = [NOTHING_CACHED, self._messages["all_gather"].shortest]
+        return found
 
     def _round_up(self, rows: Rows) -> Rows:
         sharded, replicated, local = (
@@ -74,16 +111,16 @@ class StepShapes:
         )
         return sharded, replicated, local
 
-    def _is_needed(self, rows: List[int]) -> bool:
+    def _is_needed(self, rows: Rows) -> bool:
         """Whether some batch, or with stages several, may need such buckets: a smaller one would not do."""
         least = 0
         for kind, count in zip(self._buckets, rows, strict=True):
             least += 1 + max(b for b in (0, *kind) if b < count) if count else 0
         return self._plan.stage > 1 or least <= self._config.token_budget
 
-    def _shape(self, rows: tuple[int, ...], exchange: str = "pass_q", message: int = 0) -> Shape:
+    def _shape(self, rows: Rows, exchange: str = "pass_q", message: Message = NOTHING_CACHED) -> Shape:
         sizes = (self._config.max_running, self._config.page_size, self._num_pages, self._num_top, self._plan.context)
-        return Shape.of(rows, *sizes, exchange, message)  # type: ignore[arg-type]
+        return Shape.of(rows, *sizes, exchange, *message)
 
 
 def _buckets(plan: ParallelPlan, config: EngineConfig) -> tuple[tuple[int, ...], ...]:

@@ -23,8 +23,8 @@ from longctx.models.params import Params
 from longctx.models.sharded_params import layer_specs, sharded_specs
 from longctx.parallel.mesh import named_sharding, shard_map
 from longctx.parallel.tensor import psum
-from longctx.serving.runner.attention import PagedAttend, PageTables
-from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.attention import PagedAttend
+from longctx.serving.runner.paged_cache import PagedCache, PageTables
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import (
     DeviceState,

@@ -4,10 +4,11 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
+from longctx.kernels import write_pages
 from longctx.kernels.bits import bits_dtype
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
@@ -40,6 +41,45 @@ class PagedCache(NamedTuple):
         shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
         k, v = (jnp.zeros(shape, bits_dtype(dtype), device=device) for _ in range(2))
         return cls(k, v)
+
+
+class NewKeys(NamedTuple):
+    """A layer's new keys, and where this rank keeps those that it keeps.
+
+    Attributes:
+      kv: keys and values of this rank's rows, `[rows, 2, K, H]`, sharded rows first.
+      pages, offsets: `[written]` int32, page of the pool and token in it, of the sharded rows of all ranks, rank after
+        rank, then of this rank's other rows; page -1: another rank keeps it.
+    """
+
+    kv: Shaped[Array, "rows 2 K H"]
+    pages: Int[Array, "written"]
+    offsets: Int[Array, "written"]
+
+    def write(self, cache: PagedCache, kv: Shaped[Array, "count 2 K H"], first: int | Array) -> PagedCache:
+        """Write such rows, of which the first one is number `first` among `pages`."""
+        pages, offsets = (lax.dynamic_slice_in_dim(x, first, kv.shape[0]) for x in (self.pages, self.offsets))
+        return PagedCache(*write_pages(*cache, kv[:, 0], kv[:, 1], pages, offsets))
+
+
+class PageTables(NamedTuple):
+    """This rank's page tables.
+
+    Attributes:
+      table: `[slots, entries]` int32, this rank's pages of each slot.
+      page_index: `[slots, entries]` int32, which page of its sequence each entry is; None: entry m is page m. Unused
+        entries have an index beyond any length.
+    """
+
+    table: Int[Array, "slots entries"]
+    page_index: Int[Array, "slots entries"] | None
+
+    @property
+    def numbered(self) -> Int[Array, "slots entries"]:
+        """`page_index`, also where entry m is page m."""
+        if self.page_index is not None:
+            return self.page_index
+        return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
 
 
 def page_bytes(width: int, page_size: int, dtype: DTypeLike) -> int:

@@ -26,8 +26,8 @@ from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import index_of, named_sharding, present, shard_map, size_of
 from longctx.parallel.pipeline import enter_stage
 from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, pmax, psum
-from longctx.serving.runner.attention import PagedAttend, PageTables
-from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.attention import PagedAttend
+from longctx.serving.runner.paged_cache import PagedCache, PageTables
 from longctx.serving.runner.sampler import IN_OUTPUT, Controls, LogitBias, SampledTokens, sample_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 

@@ -21,7 +21,8 @@ class Shape(NamedTuple):
     num_top: int  # most probable tokens that are returned with each sampled one
     ranks: int
     exchange: str = "pass_q"  # of the sharded rows
-    message: int = 0  # pages that a rank sends in pass-KV
+    message: int = 0  # cached pages that a rank sends at a time in pass-KV and all-gather; 0: nothing is cached
+    rounds: int = 1  # how many times a rank may send so many; only as many as it takes are done
 
     @classmethod
     def of(
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
         ranks: int = 1,
         exchange: str = "pass_q",
         message: int = 0,
+        rounds: int = 1,
     ) -> Self:
         """The shape with (sharded, replicated, local) rows of a rank, and room for what these rows may need."""
         # A chunk of c tokens begins at most c / page_size + 1 pages, and each sequence has at most one chunk.
@@ -41,9 +43,8 @@ class Shape(NamedTuple):
         tokens = ranks * sharded + replicated + local
         samples = min(tokens, max_running)
         entries = tokens // page_size + samples
-        return cls(
-            sharded, replicated, local, samples, entries, page_size, num_pages, num_top, ranks, exchange, message
-        )
+        sizes = sharded, replicated, local, samples, entries, page_size, num_pages, num_top, ranks
+        return cls(*sizes, exchange, message, rounds)
 
     @property
     def rows(self) -> int:
@@ -93,9 +94,10 @@ class _RowInputs(NamedTuple):
     offsets: Any  # [written], token in the page
     sharded_positions: Any  # [ranks * sharded], of all ranks, rank after rank
     sharded_slots: Any  # [ranks * sharded], likewise
-    sharded_order: Any  # [ranks * sharded], sorts them by slot and position
+    sharded_order: Any  # [ranks * sharded], sorts them by slot and position; those of a rank are sorted
     groups: Any  # [ranks * replicated], slots of all ranks' replicated rows
-    message_slots: Any  # [samples], slots whose cached pages pass-KV sends
+    message_slots: Any  # [samples], slots whose cached pages pass-KV and all-gather send, ascending
+    message_rounds: Any  # [1], in how many rounds they go, on all ranks of all stages
     table_slots: Any  # [entries], the new page table entries: slot,
     table_entries: Any  # [entries], column of the table,
     table_pages: Any  # [entries], page of this rank,
@@ -110,8 +112,8 @@ class RowInputs(_RowInputs, Packed):
         rows, written, entries = (shape.rows,), (shape.written,), (shape.entries,)
         several = shape.ranks if shape.ranks > 1 else 0
         sharded, groups = (several * shape.sharded,), (several * shape.replicated,)
-        messages = (shape.samples if shape.message else 0,)
-        return (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, messages) + (entries,) * 4
+        messages = (shape.samples if shape.message else 0,), (1 if shape.rounds > 1 else 0,)
+        return (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4
 
     @classmethod
     def empty(cls, shape: Shape) -> tuple[np.ndarray, Self]:

@@ -1,0 +1,135 @@
+"""Pass-Q and all-gather for a step's sharded rows: all ranks get the new keys, and the cached ones by either."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention
+from longctx.kernels.attention.kernel import Operands
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import check_kernel, match_varying
+from longctx.kernels.paged_attention import PagedPlan
+from longctx.parallel.pass_q import pass_q_forward
+from longctx.parallel.ring import ring_source
+from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
+from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
+from longctx.serving.runner.step_inputs import RowInputs, Shape
+
+State = tuple[Array, Array]
+"""A partial attention result, `(out, lse)`."""
+
+RowMetadata = tuple[Array, Array, Array]
+"""Arguments of `paged_attention` after its page tables: key lengths, and the rows' positions and slots."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheredKeys:
+    """Attention of sharded rows to their new keys, gathered from all ranks, and to the cached keys of all ranks.
+
+    In pass-Q the queries go round, and attend to the pages of each rank; in all-gather those pages are gathered too.
+
+    Attributes:
+      order: sorts the gathered keys by slot and position.
+      queries, keys: this rank's rows, and the gathered keys in that order.
+      hops: of pass-Q: the metadata and the plan of the queries that are here after each hop.
+      own, cached: of all-gather: the pages that this rank sends, and labels of those of all ranks `[ranks, pages]`.
+      num_rounds: of all-gather: how many rounds all ranks need; None: one.
+
+    Source: context parallelism paper, 3.5.2 and 3.5.3, algorithms 3 and 4; Llama 3 training, 3.3.2.
+    """
+
+    order: Array
+    queries: Tokens
+    keys: Tokens
+    hops: list[tuple[RowMetadata, PagedPlan]]
+    own: CachedPages | None
+    cached: CachedPages | None
+    num_rounds: Array | None
+    shape: Shape = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def make(cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array) -> Self:
+        """As `PagedAttend.make`."""
+        positions, slots, order = inputs.sharded_positions, inputs.sharded_slots, inputs.sharded_order
+        firsts = first_new_positions(inputs, tables.table.shape[0])
+        own = cached = None
+        hops = []
+        if shape.exchange == "pass_q":
+            for hop in range(shape.ranks):
+                source = ring_source("context", hop)
+                metadata = (firsts, *(x.reshape(shape.ranks, -1)[source] for x in (positions, slots)))
+                hops.append((metadata, plan_paged_attention(num_heads, pool, *tables, *metadata)))
+        elif shape.message:
+            own = CachedPages.of(inputs, tables, shape, firsts)
+            cached = own.of_all_ranks()
+        return cls(
+            order,
+            Tokens(inputs.positions[: shape.sharded], inputs.slots[: shape.sharded]),
+            Tokens(positions[order], slots[order]),
+            hops,
+            own,
+            cached,
+            inputs.message_rounds[0] if shape.rounds > 1 else None,
+            shape,
+        )
+
+    def __call__(
+        self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, new: NewKeys
+    ) -> tuple[Array, PagedCache]:
+        """Write the new keys of all rows, and attend with the sharded ones.
+
+        Args:
+          first_page: of the layer.
+          q: `[sharded, N, H]`.
+
+        Returns:
+          (out `[sharded, N, H]`, the cache).
+        """
+        sharded, others = jnp.split(new.kv, [self.shape.sharded])
+        gathered = lax.all_gather(sharded, "context", tiled=True)
+        cache = new.write(cache, jnp.concatenate([gathered, others]), 0)
+        kv = gathered[self.order]
+        tokens = (self.queries.positions, self.keys.positions, self.queries.segments, self.keys.segments)
+        state = attention(q, kv[:, 0], kv[:, 1], *tokens, out_dtype=jnp.float32)
+        if self.hops:
+            state = merge_state(*state, *self._pass_q(cache, tables, first_page, q))
+        elif self.own is not None:
+            state = self._all_gather(cache, first_page, q, state)
+        return state[0].astype(q.dtype), cache
+
+    def _pass_q(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> State:
+        def attend_to_local_pages(q: Array, queries: tuple[RowMetadata, PagedPlan]) -> State:
+            metadata, plan = queries
+            arguments = (*tables, *metadata, first_page)
+            out, lse = paged_attention(q[0], cache.k, cache.v, *arguments, plan=plan, out_dtype=jnp.float32)
+            return out[None], lse[None]
+
+        out, lse = pass_q_forward(q[None], self.hops.__getitem__, attend_to_local_pages, axis_name="context")
+        return out[0], lse[0]
+
+    def _all_gather(self, cache: PagedCache, first_page: Array, q: Array, state: State) -> State:
+        own, cached, message = self.own, self.cached, self.shape.message
+        assert own is not None
+        assert cached is not None
+        kernel = check_kernel(q, True, None, None)
+        rows, queries = q[None], Tokens(*(x[None] for x in self.queries))
+
+        def attend_to_block(state: State, block: Any) -> tuple[State, None]:
+            kv, labels = block
+            keys = Tokens(*(x[None] for x in labels.tokens(self.shape.page_size)))
+            return kernel.forward(match_varying(Operands(rows, kv, kv, queries, keys)), state), None
+
+        def attend_to_round(number: int | Array, state: State) -> State:
+            block = own.round(number, message).key_values(cache, first_page, q.dtype)
+            blocks = lax.all_gather(block, "context"), cached.round(number, message)
+            return lax.scan(attend_to_block, state, blocks)[0]
+
+        state = match_varying((state[0][None], state[1][None]), "context")
+        state = attend_to_round(0, state)
+        if self.num_rounds is not None:
+            state = lax.fori_loop(1, self.num_rounds, attend_to_round, state)
+        return state[0][0], state[1][0]

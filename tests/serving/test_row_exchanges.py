@@ -1,0 +1,141 @@
+"""Attention of a step's rows to pages on several ranks, by every exchange, against the dense oracle."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from longctx.parallel import make_mesh
+from longctx.serving.executor.row_layout import RowLayout
+from longctx.serving.runner.attention import PagedAttend
+from longctx.serving.runner.paged_cache import PagedCache, PageTables
+from longctx.serving.runner.step_inputs import RowInputs, Shape
+from longctx.serving.scheduler.batch import Batch, Chunk
+
+PAGE, PAGES, SLOTS, ENTRIES = 4, 24, 4, 20
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+LAYERS, LAYER = 2, 1
+# (exchange, pages of a message, rounds): in several rounds as where a message would be too long.
+EXCHANGES = [("pass_q", 0, 1), ("pass_kv", 24, 1), ("pass_kv", 4, 6), ("all_gather", 24, 1), ("all_gather", 4, 6)]
+NOTHING_CACHED = [("pass_kv", 0, 1), ("all_gather", 0, 1)]
+
+
+@functools.cache
+def program(ranks: int, shape: Shape) -> Any:
+    mesh = make_mesh(context=ranks)
+
+    def on_device(cache: PagedCache, tables: PageTables, packed: Any, q: Any, k: Any, v: Any) -> Any:
+        tables = PageTables(*(x[0] for x in tables))
+        attend = PagedAttend.make(RowInputs.views(packed[0], shape), tables, shape, HEADS, cache.k)
+        out, cache = attend(cache, jnp.int32(LAYER), q[0], k[0], v[0])
+        return out[None], cache
+
+    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P("context"), out_specs=P("context")))
+
+
+class Case(NamedTuple):
+    """Sequences with so many cached and new tokens; the first is of one rank, the others are sharded."""
+
+    ranks: int
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    seed: int
+
+    def shape(self, exchange: str, message: int, rounds: int) -> Shape:
+        return Shape.of((12, 0, 8), SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds)
+
+
+def check(case: Case, exchange: str, message: int, rounds: int) -> None:
+    rng, ranks, shape = np.random.default_rng(case.seed), case.ranks, case.shape(exchange, message, rounds)
+    lengths = [cached + new for cached, new in zip(case.cached, case.new, strict=True)]
+    free = [(rank * PAGES + rng.permutation(PAGES)).tolist() for rank in range(ranks)]
+    owners = [rng.integers(0, ranks if slot else 1, -(-length // PAGE)) for slot, length in enumerate(lengths)]
+    pages = [[free[rank].pop() for rank in each] for each in owners]
+    kv = [rng.normal(size=(length, 2, KV_HEADS, SIZE)).astype(np.float32) for length in lengths]
+    queries = [rng.normal(size=(length, HEADS, SIZE)).astype(np.float32) for length in lengths]
+
+    # What was never written is NaN, and so are all layers but one.
+    pool = np.full((2, ranks, LAYERS, PAGES, PAGE, KV_HEADS, SIZE), np.nan, np.float32)
+    tables = np.zeros((2, ranks, SLOTS, ENTRIES), np.int32)
+    tables[1] = 1 << 20
+    written = pool.copy()
+    for slot, each in enumerate(pages):
+        held = [0] * ranks
+        for number, page in enumerate(each):
+            rank, local = divmod(page, PAGES)
+            tables[:, rank, slot, held[rank]] = local, number
+            held[rank] += 1
+            for cache, length in ((pool, case.cached[slot]), (written, lengths[slot])):
+                values = kv[slot][number * PAGE : min(length, (number + 1) * PAGE)]
+                cache[:, rank, LAYER, local, : len(values)] = np.moveaxis(values, 1, 0)
+
+    chunks = []
+    for slot, (start, count) in enumerate(zip(case.cached, case.new, strict=True)):
+        sequence: Any = SimpleNamespace(
+            pages=pages[slot], completion=SimpleNamespace(tokens=np.arange(lengths[slot]) + 100 * slot)
+        )
+        on = tuple(range(ranks)) if slot else (0,)
+        chunks.append(Chunk(sequence, slot, start, count, True, False, on, sharded=slot > 0))
+    layout = RowLayout(Batch(case.seed, chunks), ranks, PAGES, PAGE)
+    packed = layout.pack_rows(shape)
+    inputs = RowInputs.views(packed, shape)
+    inputs.message_rounds[:] = rounds
+    row_of = {
+        (slot, at): (r, i)
+        for r in range(ranks)
+        for i, (slot, at) in enumerate(zip(inputs.slots[r], inputs.positions[r], strict=True))
+        if slot >= 0
+    }
+    q = np.zeros((ranks, shape.rows, HEADS, SIZE), np.float32)
+    new = np.zeros((ranks, shape.rows, 2, KV_HEADS, SIZE), np.float32)
+    for (slot, at), row in row_of.items():
+        q[row], new[row] = queries[slot][at], kv[slot][at]
+
+    flat = pool.reshape(2, ranks * LAYERS * PAGES, PAGE, KV_HEADS, SIZE)
+    out, cache = program(ranks, shape)(PagedCache(*flat), PageTables(*tables), packed, q, new[:, :, 0], new[:, :, 1])
+    np.testing.assert_array_equal(np.stack(cache).reshape(pool.shape), written)
+    out = np.asarray(out)
+    for (slot, at), row in row_of.items():
+        np.testing.assert_allclose(out[row], attend(queries[slot][at], kv[slot][: at + 1]), atol=1e-5, rtol=1e-5)
+
+
+def attend(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+    """Attention of a query `[N, H]` to keys and values `[S, 2, K, H]`, in float64."""
+    k, v = np.repeat(kv.astype(np.float64), HEADS // KV_HEADS, 2).swapaxes(0, 1)
+    scores = np.einsum("nh,snh->ns", q, k) * SIZE**-0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.einsum("ns,snh->nh", weights / weights.sum(1, keepdims=True), v)
+
+
+@st.composite
+def cases(draw: Any, ranks: int, most_cached: int) -> Case:
+    slots = draw(st.integers(2, SLOTS))
+    cached = draw(st.lists(st.integers(0, most_cached), min_size=slots, max_size=slots))
+    # 12 rows of each rank, and zigzag may give one rank two more than another.
+    new = draw(st.lists(st.integers(1, 3 * ranks), min_size=slots, max_size=slots))
+    return Case(ranks, tuple(cached), (draw(st.integers(1, 8)), *new[1:]), draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize(("exchange", "message", "rounds"), EXCHANGES)
+@pytest.mark.parametrize("ranks", [2, 3])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_sharded_rows_see_cached_and_new_keys(
+    ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
+) -> None:
+    """Packed sequences, any placement of pages, any number of rounds; new keys reach the owners of their pages."""
+    check(data.draw(cases(ranks, 20)), exchange, message, rounds)
+
+
+@pytest.mark.parametrize(("exchange", "message", "rounds"), NOTHING_CACHED)
+@settings(max_examples=12)
+@given(case=cases(3, 0))
+def test_where_nothing_is_cached_new_keys_alone_travel(exchange: str, message: int, rounds: int, case: Case) -> None:
+    check(case, exchange, message, rounds)
