@@ -15,6 +15,7 @@ from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
+from longctx.serving.scheduler.exchange_rule import Exchange
 from longctx.serving.scheduler.sequence import Sequence
 
 _OF_A_BUCKET = 8  # batches of a kind and a bucket, on several ranks
@@ -25,7 +26,7 @@ class BatchShape(NamedTuple):
     """A batch of `decodes` sequences with `decode_context` tokens each, and a prefill chunk at `chunk_start`.
 
     Decodes and chunk are counted on each context rank: of local ones every rank has as many, or where not `even`, the
-    first rank alone; replicated ones are on all ranks; a sharded chunk has so many rows on each.
+    first rank alone; replicated ones are on all ranks; a sharded chunk has so many rows on each, and takes `exchange`.
     """
 
     decodes: int
@@ -35,6 +36,7 @@ class BatchShape(NamedTuple):
     decode_kind: str = LOCAL
     chunk_kind: str = LOCAL
     even: bool = True
+    exchange: str = ""
 
     @property
     def rows(self) -> int:
@@ -42,16 +44,20 @@ class BatchShape(NamedTuple):
         return self.decodes + self.chunk
 
 
-def kinds_of(engine: Engine) -> list[tuple[str, str, bool]]:
-    """Kinds of decodes, of chunks, and whether all ranks have local ones, of the batches that a plan has."""
+def kinds_of(engine: Engine) -> list[tuple[str, str, bool, str]]:
+    """Of the batches that a plan has: kinds of decodes and chunks, whether all ranks have local ones, the exchange."""
     plan = engine.plan
     if plan.context == 1:
-        return [(LOCAL, LOCAL, True)]
+        return [(LOCAL, LOCAL, True, "")]
+    exchanges = [plan.exchange] if plan.exchange in ("pass_kv", "pass_q", "all_gather") else ["pass_kv", "pass_q"]
     if plan.placement == "interleave":
-        return [(SHARDED, SHARDED, True)] if plan.shards_rows else [(REPLICATED, REPLICATED, True)]
-    kinds = [(LOCAL, LOCAL, True), (LOCAL, LOCAL, False), (LOCAL, REPLICATED, True), (REPLICATED, LOCAL, True)]
-    kinds += [(REPLICATED, REPLICATED, True)]
-    return kinds + ([(LOCAL, SHARDED, True), (REPLICATED, SHARDED, True)] if plan.shards_rows else [])
+        sharded = [(SHARDED, SHARDED, True, exchange) for exchange in exchanges]
+        return sharded if plan.shards_rows else [(REPLICATED, REPLICATED, True, "")]
+    kinds = [(LOCAL, LOCAL, True, ""), (LOCAL, LOCAL, False, ""), (LOCAL, REPLICATED, True, "")]
+    kinds += [(REPLICATED, LOCAL, True, ""), (REPLICATED, REPLICATED, True, "")]
+    if plan.shards_rows:
+        kinds += [(kind, SHARDED, True, exchange) for kind in (LOCAL, REPLICATED) for exchange in exchanges]
+    return kinds
 
 
 def buckets_of(engine: Engine) -> tuple[int, ...]:
@@ -209,6 +215,8 @@ def make_batch(engine: Engine, shape: BatchShape) -> Batch:
         ranks = part.ranks if is_sharded else sequence.ranks
         chunk = Chunk(sequence, slot, part.start, part.tokens, part.decodes, part.decodes, ranks, is_sharded)
         batch.chunks.append(chunk)
+    if any(chunk.sharded for chunk in batch.chunks):
+        batch.exchange = Exchange(shape.exchange, "measured")
     return batch
 
 
