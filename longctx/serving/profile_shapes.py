@@ -49,10 +49,15 @@ def kinds_of(engine: Engine) -> list[tuple[str, str, bool, str]]:
     plan = engine.plan
     if plan.context == 1:
         return [(LOCAL, LOCAL, True, "")]
-    exchanges = [plan.exchange] if plan.exchange in ("pass_kv", "pass_q", "all_gather") else ["pass_kv", "pass_q"]
+    exchanges = ["pass_kv", "pass_q"] + ["all_gather"] * (plan.exchange == "auto")
+    if plan.exchange in ("pass_kv", "pass_q", "all_gather"):
+        exchanges = [plan.exchange]
+    if plan.placement == "interleave" and plan.shards_rows:
+        # Decodes go by pass-Q, and beside keys that travel they are replicated.
+        beside = [(REPLICATED, SHARDED, True, exchange) for exchange in exchanges if exchange != "pass_q"]
+        return [(SHARDED, SHARDED, True, "pass_q"), *beside]
     if plan.placement == "interleave":
-        sharded = [(SHARDED, SHARDED, True, exchange) for exchange in exchanges]
-        return sharded if plan.shards_rows else [(REPLICATED, REPLICATED, True, "")]
+        return [(REPLICATED, REPLICATED, True, "")]
     kinds = [(LOCAL, LOCAL, True, ""), (LOCAL, LOCAL, False, ""), (LOCAL, REPLICATED, True, "")]
     kinds += [(REPLICATED, LOCAL, True, ""), (REPLICATED, REPLICATED, True, "")]
     if plan.shards_rows:

@@ -92,6 +92,7 @@ def measure(
     repeats: int = 5,
     progress: Callable[[int, int], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    statistic: Callable[[list[float]], float] = median,
 ) -> list[Measurement]:
     """Run batches on an idle engine; returns the work of the slowest rank and the median seconds of each.
 
@@ -100,6 +101,9 @@ def measure(
     there is such a batch in each of them.
 
     All batches take turns in random order, so that a time in which the machine is slower affects all of them alike.
+
+    Args:
+      statistic: of the seconds of a batch's runs; `min` on a machine that others use too.
 
     Raises:
       RuntimeError: the engine has work, or other processes take part.
@@ -117,7 +121,7 @@ def measure(
             works[i] = max(ranks, key=lambda work: (work.pairs, work.rows))
             if progress is not None:
                 progress(done + 1, len(order))
-    return list(zip(works, map(median, times), strict=True))
+    return list(zip(works, map(statistic, times), strict=True))
 
 
 def _time(executor: Executor, batch: Batch, stages: int, clock: Callable[[], float]) -> tuple[float, str]:
