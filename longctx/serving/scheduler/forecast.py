@@ -10,6 +10,8 @@ from longctx.serving.scheduler.slo import Slo
 
 # A change of the predictor's correction for which all prompts are predicted anew.
 _NOTABLE = 0.05
+# A prompt's rest is predicted as a whole whenever this share of it has been computed: one part of so many.
+_PARTS = 16
 
 
 class Forecast:
@@ -52,8 +54,19 @@ class Forecast:
 
     def update(self, sequence: Sequence) -> None:
         """Predict the rest of its prompt."""
-        start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
+        sequence.predicted_at = start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
         sequence.prefill_remaining = self.prefill_seconds(start, sequence.length, sequence.tpot_target)
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """Predict the rest of its prompt, of which `count` tokens have just been planned.
+
+        What they take is subtracted; from time to time, the rest is predicted as a whole.
+        """
+        if _PARTS * (sequence.computed - sequence.predicted_at) > sequence.remaining:
+            self.update(sequence)
+        else:
+            start, stop = sequence.computed - count, sequence.length
+            sequence.prefill_remaining -= self.time.step_seconds(start, count, stop, sequence.tpot_target)
 
     def rank_load(self, prompts: Iterable[Sequence]) -> list[float]:
         """Seconds of prompts that each rank has to compute: of the rest of each, on all ranks that compute it next."""

@@ -8,8 +8,9 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 
-# A long prompt's steps are looked at in so many places, and where ranks fill up, in so many rounds of all ranks.
-_PARTS, _FOLLOWED = 4, 8
+# So many steps are predicted one by one. The steps of a longer prompt are looked at in so many places, and where ranks
+# fill up, in so many rounds of all ranks.
+_LOOKED_AT, _PARTS, _FOLLOWED = 16, 4, 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PromptTime:
             return self.predictor.prefill_seconds(start, stop, self.rows)
         total, chunk = 0.0, self._step(start, stop, limit)[0]
         whole = stop - (stop - start - 1) % chunk - 1  # full steps until here, if they stay alike
-        if whole - start > 2 * chunk:
+        if whole - start > _LOOKED_AT * chunk:
             for end in self._edges(start, whole, limit):
                 # Between two edges, the seconds of a step are about linear in its context.
                 (tokens, first), last = self._step(start, stop, limit), max(start, end - chunk)
@@ -54,6 +55,11 @@ class PromptTime:
             tokens, seconds = self._step(start, stop, limit)
             start, total = start + tokens, total + seconds
         return total
+
+    def step_seconds(self, start: int, count: int, stop: int, tpot: float | None = None) -> float:
+        """Seconds of `count` tokens after `start` others of a prompt that ends at `stop`, as a part of a full step."""
+        tokens, seconds = self._step(start, stop, self._limit(tpot))
+        return seconds * count / tokens
 
     def decode_seconds(self, context: int, tpot: float | None = None) -> float:
         """Seconds of one token after `context` others, in one stage."""
@@ -70,8 +76,13 @@ class PromptTime:
         fullest = max(keys)
         if ranks > 1 and self.rule.shards(start, stop, keys if start else None):
             count = min(stop - start, ranks * self.rows)
-            work = Work().with_sharded(start, count, ranks, fullest if count > 1 else 0, start + count == stop)
-            return count, self.predictor.seconds(work._replace(elsewhere=(ranks - 1) * work.pairs))
+            cached, samples = fullest if count > 1 else 0, start + count == stop
+            works = (
+                Work().with_sharded(start, count, ranks, cached, samples, name)
+                for name in self.rule.exchanges(count, start)
+            )
+            seconds = (self.predictor.seconds(work._replace(elsewhere=(ranks - 1) * work.pairs)) for work in works)
+            return count, min(seconds)
         count = min(stop - start, self.rows)
         if not self._is_spread(start + count, limit):
             return count, self.predictor.seconds(Work().with_chunk(start, count, start + count == stop))

@@ -210,7 +210,7 @@ class Scheduler:
             sequence.ready = batch.index + self.plan.stage
             self.running.begin_decode(sequence)
         else:
-            self.forecast.update(sequence)
+            self.forecast.advance(sequence, count)
 
     def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:
         """Let a sequence have the pages of so many tokens."""
