@@ -229,8 +229,9 @@ class Engine:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
         self.scheduler.check(len(tokens), request.sampling.max_tokens)
         if self._resolved.is_profiled:
-            cached, rows = self.scheduler.count_cached(prepared.shared_keys), self.scheduler.chunker.chunking.tokens
-            check_possible(request, cached, len(tokens), rows, self.predictor.predictor)
+            cached = self.scheduler.count_cached(prepared.shared_keys)
+            alone = dataclasses.replace(self.scheduler.forecast.time, predictor=self.predictor.predictor)
+            check_possible(request, cached, len(tokens), alone, self.plan.stage)
 
     def submit(self, request: Request | PreparedRequest, arrival: float | None = None) -> str:
         """Begin a request; its id. `step` returns its events.

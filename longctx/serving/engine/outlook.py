@@ -143,7 +143,7 @@ class Foresight:
         """Seconds of a prompt if nobody else were there."""
         scheduler, length = self._engine.scheduler, len(prepared.tokens)
         cached = scheduler.count_cached(prepared.shared_keys)
-        return scheduler.forecast.prefill_seconds(min(cached, length - 1), length)
+        return scheduler.forecast.prefill_seconds(min(cached, length - 1), length, prepared.request.tpot_target)
 
 
 def _as_sequence(prepared: PreparedRequest, now: float, order: int) -> Sequence:

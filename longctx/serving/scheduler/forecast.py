@@ -3,25 +3,26 @@
 import itertools
 from collections.abc import Iterable
 
-from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.scheduler.exchange_rule import ExchangeRule
+from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 
 # A change of the predictor's correction for which all prompts are predicted anew.
 _NOTABLE = 0.05
+# A prompt's rest is predicted as a whole whenever this share of it has been computed: one part of so many.
+_PARTS = 16
 
 
 class Forecast:
     """Predicts prompts by the engine's predictor.
 
     Args:
-      rows: of a step, at most.
+      time: predicts what runs alone; its predictor is `predictor`.
     """
 
-    def __init__(self, predictor: Corrected, plan: ParallelPlan, rule: ExchangeRule, rows: int, slo: Slo) -> None:
-        self._predictor, self._plan, self._rule, self._rows, self._slo = predictor, plan, rule, rows, slo
+    def __init__(self, predictor: Corrected, time: PromptTime, num_ranks: int, slo: Slo) -> None:
+        self._predictor, self.time, self._num_ranks, self._slo = predictor, time, num_ranks, slo
         self._factor = predictor.prompt_factor
 
     @property
@@ -36,35 +37,45 @@ class Forecast:
     def is_sharded(self, sequence: Sequence) -> bool:
         """Whether the next rows of a sequence are sharded over all context ranks."""
         if sequence.state is State.DECODING:
-            return self._rule.shards_decodes()
-        return self._rule.shards_next(sequence)
+            return self.time.rule.shards_decodes()
+        return self.time.rule.shards_next(sequence)
 
-    def prefill_seconds(self, start: int, stop: int) -> float:
-        """Seconds of a prompt's tokens from `start` to `stop`, computed alone; all ranks compute sharded ones."""
-        sharded = stop > start and self._rule.shards(start, stop)
-        return self._predictor.prefill_seconds(start, stop, self._rows) / (self._plan.context if sharded else 1)
+    def prefill_seconds(self, start: int, stop: int, tpot: float | None = None) -> float:
+        """Seconds of a prompt's tokens from `start` to `stop`, computed alone, see `PromptTime`."""
+        return self.time.prefill_seconds(start, stop, tpot)
 
     def promise(self, sequence: Sequence) -> None:
         """Set when its first token is due, and how long each later one may take: once, when it comes."""
+        sequence.tpot_target = self._slo.tpot if sequence.tpot_target is None else sequence.tpot_target
         ttft = sequence.ttft_deadline
         if ttft is None:
-            ttft = self._slo.ttft(self.prefill_seconds(0, sequence.prompt_length))
+            ttft = self._slo.ttft(self.prefill_seconds(0, sequence.prompt_length, sequence.tpot_target))
         sequence.deadline, sequence.ttft_budget = sequence.arrival + ttft, ttft
-        sequence.tpot_target = self._slo.tpot if sequence.tpot_target is None else sequence.tpot_target
 
     def update(self, sequence: Sequence) -> None:
         """Predict the rest of its prompt."""
-        start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
-        sequence.prefill_remaining = self.prefill_seconds(start, sequence.length)
+        sequence.predicted_at = start = min(max(sequence.computed, sequence.prefix_hit_tokens), sequence.length - 1)
+        sequence.prefill_remaining = self.prefill_seconds(start, sequence.length, sequence.tpot_target)
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """Predict the rest of its prompt, of which `count` tokens have just been planned.
+
+        What they take is subtracted; from time to time, the rest is predicted as a whole.
+        """
+        if _PARTS * (sequence.computed - sequence.predicted_at) > sequence.remaining:
+            self.update(sequence)
+        else:
+            start, stop = sequence.computed - count, sequence.length
+            sequence.prefill_remaining -= self.time.step_seconds(start, count, stop, sequence.tpot_target)
 
     def rank_load(self, prompts: Iterable[Sequence]) -> list[float]:
         """Seconds of prompts that each rank has to compute: of the rest of each, on all ranks that compute it next."""
-        load = [0.0] * self._plan.context
+        load = [0.0] * self._num_ranks
         for sequence in prompts:
             assert sequence.placement is not None
             ranks = sequence.ranks or (sequence.placement.rank(0),)
             if self.is_sharded(sequence):
-                ranks = tuple(range(self._plan.context))
+                ranks = tuple(range(self._num_ranks))
             for rank in ranks:
                 load[rank] += sequence.prefill_remaining
         return load

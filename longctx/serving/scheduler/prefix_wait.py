@@ -121,8 +121,9 @@ class PrefixWaits:
         if other is None or self._leader_of.get(sequence) is other:
             return False  # nobody computes the page, or it has been waited for long enough
         pages = min(usable, _common(sequence, other, found + 1))
-        alone = self._forecast.prefill_seconds(found * size, pages * size)
-        if self._forecast.prefill_seconds(min(other.computed, pages * size), pages * size) > alone:
+        alone = self._forecast.prefill_seconds(found * size, pages * size, sequence.tpot_target)
+        there = min(other.computed, pages * size)
+        if self._forecast.prefill_seconds(there, pages * size, other.tpot_target) > alone:
             return False
         leader = self._leaders.get(other)
         if leader is None:

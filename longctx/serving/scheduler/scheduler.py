@@ -25,6 +25,7 @@ from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_planner import PagePlanner
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
+from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
@@ -52,12 +53,14 @@ class Scheduler:
         placer, self._is_optimistic = placer or Placer(), admission == "optimistic"
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
         self.running = Running(pool, page_size, max_running)
-        self.forecast = Forecast(chunker.predictor, self.plan, chunker.rule, chunker.chunking.tokens, slo or Slo())
+        rows, rank_tokens = chunker.chunking.tokens, pool.per_rank * page_size
+        time = PromptTime(chunker.predictor, chunker.rule, placer, rows, page_size, rank_tokens)
+        self.forecast = Forecast(chunker.predictor, time, self.plan.context, slo or Slo())
         self.growth = Growth(
             self.running,
             placer,
             self.forecast,
-            chunker.chunking.tokens * (self.plan.context if self.plan.shards_rows else 1),
+            rows * (self.plan.context if self.plan.shards_rows else 1),
             self._is_optimistic,
         )
         self._preemption = Preemption(self.running, self.growth, self.forecast, chunker.policy, self._preempt)
@@ -207,7 +210,7 @@ class Scheduler:
             sequence.ready = batch.index + self.plan.stage
             self.running.begin_decode(sequence)
         else:
-            self.forecast.update(sequence)
+            self.forecast.advance(sequence, count)
 
     def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:
         """Let a sequence have the pages of so many tokens."""

@@ -77,6 +77,7 @@ class Sequence:
     deadline: float = 0.0  # when its first token is due
     ttft_budget: float = 1.0  # from its arrival to the deadline
     prefill_remaining: float = 0.0  # that the rest of its prompt takes, computed alone
+    predicted_at: int = 0  # the token from which that was predicted last as a whole
     due_share: float = 0.0  # of the step that is planned, with which it is read by its deadline; above 1 if it can't be
     prefix_hit_tokens: int = 0  # tokens of its prompt that were in the cache when it came
     slack: float | None = None  # relative, when it was last admitted

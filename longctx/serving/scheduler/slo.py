@@ -1,11 +1,17 @@
 """What is promised to a request that asks for nothing in particular: `Slo`."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.validation import check_real
+
+if TYPE_CHECKING:
+    from longctx.serving.scheduler.prompt_time import PromptTime
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,13 @@ def check_slo(slo: Slo, predictor: Predictor) -> None:
         raise ValueError(f"slo: tpot={slo.tpot} can't be met: a step takes {least:.3g} s, by the engine's profile")
 
 
-def check_possible(request: Request, cached: int, length: int, rows: int, predictor: Predictor) -> None:
+def check_possible(request: Request, cached: int, length: int, alone: PromptTime, stages: int) -> None:
     """ValueError if what a request asks for can't be met by an engine that does nothing else.
 
-    Its prompt has `length` tokens, of which the cache has the first `cached`; chunks have `rows` tokens at most.
+    Its prompt has `length` tokens, of which the cache has the first `cached`. A token takes a step in each stage.
     """
     if request.ttft_deadline is not None:
-        least = predictor.prefill_seconds(min(cached, length - 1), length, rows)
+        least = alone.prefill_seconds(min(cached, length - 1), length, request.tpot_target)
         if least > request.ttft_deadline:
             raise ValueError(
                 f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take {least:.3g} s "
@@ -64,7 +70,7 @@ def check_possible(request: Request, cached: int, length: int, rows: int, predic
             )
     if request.tpot_target is not None:
         last = length + request.sampling.max_tokens - 2  # tokens before the last one that is computed
-        least = predictor.seconds(Work().with_chunk(last, 1, True))
+        least = stages * alone.decode_seconds(last, request.tpot_target)
         if least > request.tpot_target:
             raise ValueError(
                 f"tpot_target={request.tpot_target} can't be met: a token after {last:,} others takes {least:.3g} s "

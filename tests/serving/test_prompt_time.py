@@ -1,0 +1,87 @@
+"""What a long prompt is predicted to take is what its steps are predicted to take, as it grows from rank to rank."""
+
+import dataclasses
+
+import pytest
+
+from longctx.models import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving import EngineConfig, ParallelPlan, Slo
+from longctx.serving.predictor.roofline import roofline
+from longctx.simulation import Simulation
+from longctx.simulation.workloads import WorkloadRequest
+
+MODEL = dataclasses.replace(LlamaConfig.preset("llama-3.1-8b"), max_positions=4_200_000)
+
+
+def simulation(plan: ParallelPlan, rows: int, tpot: float | None, num_pages: int = 16_000) -> Simulation:
+    """Llama 3.1 8B on H100s over RDMA, pages of 256 tokens."""
+    topology = Topology.preset("h100-rdma")
+    predictor = roofline(MODEL, topology, rows, stage=plan.stage, tensor=plan.tensor, context=plan.context)
+    config = EngineConfig(
+        token_budget=rows, max_running=8, page_size=256, num_pages=num_pages, prefix_cache=False, slo=Slo(tpot=tpot)
+    )
+    return Simulation(MODEL, config, predictor, plan)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rank_tokens", "exchange", "placement"),
+    [
+        (3_900_000, 1_000_000, "kvp", "grow"),
+        (1_000_000, 300_000, "auto", "grow"),
+        (1_000_000, 40_000, "kvp", "grow"),  # many rounds over all ranks
+        (1_000_000, None, "pass_q", "grow"),
+        (1_000_000, None, "pass_kv", "interleave"),
+        (1_000_000, None, "kvp", "interleave"),
+        (50_000, 10_000, "auto", "grow"),
+    ],
+)
+def test_a_prompt_takes_what_was_predicted(tokens: int, rank_tokens: int | None, exchange: str, placement: str) -> None:
+    """TP 4 and 4 stages, as in Mnemosyne's figure 18; on 4 ranks."""
+    plan = ParallelPlan(4, 4, 4, exchange, placement, rank_tokens)  # type: ignore[arg-type]
+    run = simulation(plan, 4096, None)
+    predicted = run.core.scheduler.forecast.prefill_seconds(0, tokens)
+    record = run.run([WorkloadRequest(0.0, tokens, 1)])
+    steps = [max(step.rank_seconds) for step in record.steps if step.chunks]
+    assert predicted == pytest.approx(sum(steps), rel=0.03)
+    (served,) = record.served
+    assert served.metrics.ttft_deadline == pytest.approx(max(1.0, 5 * predicted))
+    # The last chunks leave the pipeline after the prompt has been planned.
+    assert predicted * 0.97 < served.metrics.ttft < predicted * 1.03 + 3 * max(steps)
+
+
+def test_the_rest_of_a_prompt_is_predicted_as_it_is_read() -> None:
+    plan = ParallelPlan(1, 4, 8, "kvp", rank_tokens=200_000)
+    run = simulation(plan, 4096, None)
+    scheduler, forecast = run.core.scheduler, run.core.scheduler.forecast
+    left: list[tuple[float, float]] = []
+
+    def note(record: object) -> None:
+        for sequence in scheduler.running.prefilling:
+            left.append(
+                (sequence.prefill_remaining, forecast.prefill_seconds(sequence.computed, sequence.length, None))
+            )
+
+    run.run([WorkloadRequest(0.0, 700_000, 1)], progress=note)
+    assert len(left) > 150
+    for remaining, predicted in left:
+        assert remaining == pytest.approx(predicted, rel=0.03, abs=0.01)
+
+
+def test_who_is_on_more_ranks_is_promised_less_time() -> None:
+    """Less than on one rank, whose attention grows with the whole context; and the deadline follows."""
+    seconds = [
+        simulation(
+            ParallelPlan(context=4, tensor=8, exchange="kvp", rank_tokens=limit), 4096, None
+        ).core.scheduler.forecast.prefill_seconds(0, 3_900_000)
+        for limit in (4_000_000, 1_000_000)
+    ]
+    assert seconds[1] < 0.6 * seconds[0]
+
+
+def test_the_limit_of_a_rank_follows_the_tpot_target() -> None:
+    """A chunk runs beside decodes: 30 ms allow less than a decode alone could read, and 100 ms more."""
+    placer = simulation(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.growth._placer
+    limits = [256 * placer.limit(tpot) for tpot in (0.03, 0.1, None)]
+    assert limits[0] < 1_000_000
+    assert limits[0] < limits[1] < limits[2]
