@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
 from longctx.models.sharded_params import abstract_sharded_params, device_config
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
 from longctx.serving.runner.layered_step import compile_layered_step
@@ -39,7 +40,8 @@ def abstract_state(
     stages, ranks = mesh.shape["stage"], mesh.shape["context"]
     specs, each = state_specs(stages, ranks), stages * ranks
     sharded = device_config(config, mesh)
-    pool = (ranks * config.num_layers * num_pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
+    layers = stages * layers_per_stage(config.num_layers, stages)
+    pool = (ranks * layers * num_pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
     entries = config.max_positions // PAGE_SIZE
     shapes: DeviceState = DeviceState(
         PagedCache(*(jax.ShapeDtypeStruct(pool, bits_dtype(dtype)),) * 2),  # type: ignore[arg-type]

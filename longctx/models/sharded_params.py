@@ -83,9 +83,9 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
         params = _pad_params(params, config, mesh)
         return params if "lm_head" in params else params | {"lm_head": _head(params["embed"], mesh)}
 
-    def place(x: jax.Array, spec: P) -> jax.Array:
+    def place(x: Any, spec: P) -> jax.Array:
         sharding = NamedSharding(mesh, spec)
-        if x.is_fully_addressable:
+        if isinstance(x, np.ndarray) or x.is_fully_addressable:
             return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
         return x
 

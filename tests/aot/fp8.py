@@ -101,8 +101,12 @@ def test_layers_that_are_not_quantised_lie_beside_those_that_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 8), (2, 1, 4)], ids=str)
-def test_405b_in_fp8_with_a_cache_of_128k_fits_8_gpus_of_80_gb(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [((1, 1, 8), 72e9), ((2, 1, 4), 72e9), ((4, 1, 2), 76e9)],  # 4 stages don't divide its 126 layers
+    ids=str,
+)
+def test_405b_in_fp8_with_a_cache_of_128k_fits_8_gpus_of_80_gb(sizes: tuple[int, int, int], most: float) -> None:
     tokens = 128 * 1024
     compiled = compile_quantized(LLAMA_405B, sizes, 512, tokens // PAGE_SIZE)
     memory = compiled.memory_analysis()
@@ -110,6 +114,6 @@ def test_405b_in_fp8_with_a_cache_of_128k_fits_8_gpus_of_80_gb(sizes: tuple[int,
     stage, _, tensor = sizes
     expected = weight_bytes(quantized, stage, tensor) + cache_bytes(quantized, tokens, stage, tensor)
     assert expected <= memory.argument_size_in_bytes <= expected + 50e6
-    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 72e9
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < most
     calls, _ = products(compiled.as_text())
     assert len(calls) == 3

@@ -121,3 +121,16 @@ def test_abstract_params_hold_the_largest_stage() -> None:
     (stack,) = abstract_sharded_params(CONFIG, mesh)["layers"].stacks
     assert stack["wq"].shape == (6, 64, 8, 8)
     assert stack["wq"].sharding.shard_shape(stack["wq"].shape) == (2, 64, 4, 8)
+
+
+@pytest.mark.parametrize("modules", [None, "ffn"])
+def test_processes_stack_what_each_of_them_holds(modules: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters of one device, which every process has, are stacked for the stages before each takes its part."""
+    model, params = make(modules)
+    mesh = make_mesh(3, 1, 2)
+    monkeypatch.setattr(type(mesh), "is_multi_process", property(lambda mesh: True))
+    sharded = shard_params(params, model.config, mesh)
+    monkeypatch.undo()
+    wanted = abstract_sharded_params(model.config, mesh)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), sharded) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    np.testing.assert_allclose(model(sharded, TOKENS), model(params, TOKENS), rtol=0, atol=1e-4)
