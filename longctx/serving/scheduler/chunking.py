@@ -193,12 +193,10 @@ class Chunker:
     def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
         """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
         least = min(least, step.room(sequence))
-        count = max(least, step.largest(sequence))
-        if not count:
+        if not least and not step.has_room(sequence):
             return
-        borrowers = self._borrowers(step, sequence, others)
-        if borrowers:
-            self._find_due_shares(step, step.seconds_with(sequence, count), borrowers, now)
+        if borrowers := self._borrowers(step, sequence, others):
+            self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
             # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
@@ -206,8 +204,7 @@ class Chunker:
             beside.fill(borrowers)
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-            count = max(min(least, step.room(sequence)), step.largest(sequence))
-        step.take(sequence, count)
+        step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
 
     def _smallest(self, start: int, efficient: float) -> int:
         return _smallest_chunk(self.predictor, self.chunking, start, efficient)
@@ -224,13 +221,18 @@ class Chunker:
             borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
         return borrowers
 
-    def _find_due_shares(self, step: StepBudget, seconds: float, borrowers: List[Sequence], now: float) -> None:
-        """Set `due_share` of those that may share the steps of a longer prompt, of so many seconds each.
+    def _find_due_shares(
+        self, step: StepBudget, head: Sequence, borrowers: List[Sequence], least: int, now: float
+    ) -> None:
+        """Set `due_share` of those that may share the steps of a longer prompt.
 
-        It is what they and those that are due before them need of the steps until then: of the rows, and of the seconds
-        where these are limited. The first token comes from the last stage, and after the step that runs now.
+        It is what they and those that are due before them need of the steps until then, each as long as this one with
+        the longer prompt's chunk alone: of the rows, and of the seconds where these are limited. The first token comes
+        from the last stage, and after the step that runs now.
         """
         rows, free = step.free_rows, step.free_seconds
+        most = min(step.room(head), rows * step.spread(head))
+        seconds = max(step.seconds_with(head, least), min(step.limit, step.seconds_with(head, most)))
         tokens = work = 0.0
         for sequence in sorted(borrowers, key=lambda s: (s.deadline, s.order)):
             left = max(0.0, sequence.deadline - now)
