@@ -83,9 +83,10 @@ class ParallelPlan:
     def meta(cls, context: int = 1, tensor: int = 1, **overrides: Any) -> Self:
         """The plan of the context parallelism paper: CP over hosts, TP within them.
 
-        Keys and values are spread evenly, those of decodes too (3.6), and the exchange is chosen in each step (3.4).
+        Keys and values are spread evenly, those of decodes too (3.6), and algorithm 1 chooses the exchange of each step
+        (3.4).
         """
-        return cls(1, context, tensor, **{"placement": "interleave"} | overrides)
+        return cls(1, context, tensor, **{"placement": "interleave", "exchange": "algorithm_1"} | overrides)
 
     @property
     def num_devices(self) -> int:

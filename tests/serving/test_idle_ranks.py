@@ -82,6 +82,20 @@ def test_a_long_prompt_beside_others_keeps_good_chunks() -> None:
     assert long.ttft < DEVICE.prefill_seconds(0, 60_000, BUDGET) / 0.79
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_decodes_of_other_ranks_keep_their_target_beside_static_chunks(stages: int) -> None:
+    """A chunk of all rows takes up to 0.56 s after 100,000 tokens. On the decode's own rank it would take that."""
+    requests = [WorkloadRequest(0.0, LONG, 1), WorkloadRequest(0.1, 50, 300, number=1)]
+    model = LlamaConfig(50, 8, 8, 2, 1, 1, 8, max_positions=400_000)
+    config = EngineConfig(token_budget=BUDGET, num_pages=8192, prefix_cache=False, slo=Slo(tpot=0.1 * stages))
+    for ranks, is_bounded in ((1, False), (2, True)):
+        plan = ParallelPlan(stages, ranks, exchange="kvp", rank_tokens=LONG)
+        record = Simulation(model, config, DEVICE, plan).run(requests)
+        mixed = [step.predicted for step in record.steps if step.decodes and step.chunks]
+        assert (max(mixed) <= 0.1) == is_bounded
+        assert len(mixed) > 50
+
+
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**20),

@@ -32,7 +32,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "exchange": "kvp",
     },
     "sarathi": {"policy": "fcfs", "chunking": "static", "token_budget": 512},
-    "meta": {"policy": "fcfs", "chunking": "static", "token_budget": 32_768, "placement": "interleave"},
+    "meta": {
+        "policy": "fcfs",
+        "chunking": "static",
+        "token_budget": 32_768,
+        "placement": "interleave",
+        "exchange": "algorithm_1",
+    },
 }
 """Settings of the papers: those of `EngineConfig` and `ParallelPlan` of the same names."""
 

@@ -114,8 +114,14 @@ class Chunker:
         self._recent: deque[int] = deque(maxlen=self.plan.stage - 1)  # rows of the batches in later stages
         self._grown = -self.plan.stage  # how many batches ago rows grew
 
-    def pack(self, prompts: List[Sequence], decodes: List[Chunk], now: float) -> dict[Sequence, Share]:
-        """The share of each prompt that gets one, beside the decodes."""
+    def pack(
+        self, prompts: List[Sequence], decodes: List[Chunk], now: float, in_stages: List[Sequence] = ()
+    ) -> dict[Sequence, Share]:
+        """The share of each prompt that gets one, beside the decodes.
+
+        Args:
+          in_stages: sequences whose decodes are in later stages, and wait for this step too.
+        """
         if not prompts:
             return {}
         step = self._step(decodes)
@@ -123,7 +129,8 @@ class Chunker:
         if step.tokens <= step.rows:
             return {}
         head, *others = by_urgency(self.policy, prompts, now, self.tenants)
-        least = self._set_limit(step, head, others, decodes)
+        waiting = [(chunk.sequence, chunk.ranks) for chunk in decodes] + [(s, s.ranks) for s in in_stages]
+        least = self._set_limit(step, head, others, self._targets(step, head, waiting))
         self._take(step, head, others, least, now)
         if self.plan.context > 1:
             if step.limit == math.inf:
@@ -170,16 +177,25 @@ class Chunker:
     def _bucket(self, rows: int) -> int:
         return min(bisect_left(self._buckets, rows), len(self._buckets) - 1) if rows else -1
 
-    def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], decodes: List[Chunk]) -> int:
+    def _targets(
+        self, step: StepBudget, head: Sequence, decodes: List[tuple[Sequence, tuple[int, ...]]]
+    ) -> list[float]:
+        """TPOT targets that a step heeds, of decodes on some ranks: with static chunks those of other ranks alone."""
+        if not self.chunking.adaptive:
+            ranks = {*step.ranks(head)} if self.plan.context > 1 else {0}
+            decodes = [(sequence, others) for sequence, others in decodes if ranks.isdisjoint(others)]
+        return [sequence.tpot_target for sequence, _ in decodes if sequence.tpot_target is not None]
+
+    def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]) -> int:
         """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
 
         Where other ranks have prompts too, and wait, it is no more than these can use: what all rows take without
-        context, or a chunk of the most urgent prompt that is still good.
+        context, or a chunk of the most urgent prompt that is still good. Static chunks too leave decodes of other ranks
+        their targets.
         """
-        targets = [s.tpot_target for s, *_ in decodes if s.tpot_target is not None]
         has_others = self.plan.context > 1 and step.has_others(head, others)
         context, spread, efficient = step.context(head), step.spread(head), 0.0
-        if self.chunking.adaptive and targets:
+        if targets:
             step.limit, efficient = min(targets) / self.plan.stage, _EFFICIENT
         elif self.chunking.adaptive:
             best = self._smallest(0 if has_others else context, _BEST)
@@ -193,12 +209,10 @@ class Chunker:
     def _take(self, step: StepBudget, sequence: Sequence, others: List[Sequence], least: int, now: float) -> None:
         """Give a prompt the room that its ranks have, or `least`, but for what it lends to less urgent ones."""
         least = min(least, step.room(sequence))
-        count = max(least, step.largest(sequence))
-        if not count:
+        if not least and not step.has_room(sequence):
             return
-        borrowers = self._borrowers(step, sequence, others)
-        if borrowers:
-            self._find_due_shares(step, step.seconds_with(sequence, count), borrowers, now)
+        if borrowers := self._borrowers(step, sequence, others):
+            self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
             # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
@@ -206,8 +220,7 @@ class Chunker:
             beside.fill(borrowers)
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-            count = max(min(least, step.room(sequence)), step.largest(sequence))
-        step.take(sequence, count)
+        step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
 
     def _smallest(self, start: int, efficient: float) -> int:
         return _smallest_chunk(self.predictor, self.chunking, start, efficient)
@@ -224,13 +237,18 @@ class Chunker:
             borrowers = [s for s in borrowers if not ranks.isdisjoint(step.ranks(s))]
         return borrowers
 
-    def _find_due_shares(self, step: StepBudget, seconds: float, borrowers: List[Sequence], now: float) -> None:
-        """Set `due_share` of those that may share the steps of a longer prompt, of so many seconds each.
+    def _find_due_shares(
+        self, step: StepBudget, head: Sequence, borrowers: List[Sequence], least: int, now: float
+    ) -> None:
+        """Set `due_share` of those that may share the steps of a longer prompt.
 
-        It is what they and those that are due before them need of the steps until then: of the rows, and of the seconds
-        where these are limited. The first token comes from the last stage, and after the step that runs now.
+        It is what they and those that are due before them need of the steps until then, each as long as this one with
+        the longer prompt's chunk alone: of the rows, and of the seconds where these are limited. The first token comes
+        from the last stage, and after the step that runs now.
         """
         rows, free = step.free_rows, step.free_seconds
+        most = min(step.room(head), rows * step.spread(head))
+        seconds = max(step.seconds_with(head, least), min(step.limit, step.seconds_with(head, most)))
         tokens = work = 0.0
         for sequence in sorted(borrowers, key=lambda s: (s.deadline, s.order)):
             left = max(0.0, sequence.deadline - now)

@@ -129,7 +129,7 @@ class Scheduler:
         self._grow_prompts(batch, now)
         self.admission.admit(batch, now)
         prompts = [s for s in self.running.prefilling if s.ready <= batch.index and s.plannable > 0]
-        for sequence, share in self.chunker.pack(prompts, batch.chunks, now).items():
+        for sequence, share in self.chunker.pack(prompts, batch.chunks, now, self._in_stages(batch)).items():
             self._plan_prompt(batch, sequence, share)
         if not batch.chunks:
             assert not batch.admitted
@@ -192,6 +192,13 @@ class Scheduler:
             if sequence.blocked_since is None:
                 sequence.blocked_since = now
             batch.blocked.append(sequence)
+
+    def _in_stages(self, batch: Batch) -> list[Sequence]:
+        """Sequences whose decodes are in later stages while a batch is in the first."""
+        if self.plan.stage == 1:
+            return []
+        last = batch.index + self.plan.stage
+        return [s for s in self.running.decoding if batch.index < s.ready < last and s.length > s.prompt_length + 1]
 
     def _plan_prompt(self, batch: Batch, sequence: Sequence, share: Share) -> None:
         """Add a prompt's next tokens to the batch."""

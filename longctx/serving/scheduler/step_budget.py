@@ -108,6 +108,10 @@ class StepBudget:
         """Whether a prompt got all tokens that it may compute now."""
         return sequence in self.shares and self.shares[sequence].num_tokens == sequence.plannable
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether there is room for one token of a prompt at least."""
+        return self.room(sequence) > 0 and self._fits(sequence, 1, self.limit)
+
     def spread(self, sequence: Sequence) -> int:
         """Tokens of a prompt for one row of each rank."""
         return self._num_ranks if self._is_sharded(sequence) else 1
@@ -157,9 +161,7 @@ class StepBudget:
         limit = self._begun + share * (self.limit - self._begun)
         if self._fits(sequence, most, limit):
             return most
-        if not self._fits(sequence, 1, limit):
-            return 0
-        low, high = 1, most  # low fits, high does not
+        low, high = 0, most  # low fits, high does not
         while high - low > 1:
             count = (low + high) // 2
             low, high = (count, high) if self._fits(sequence, count, limit) else (low, count)
