@@ -33,7 +33,8 @@ def costs(topology: str, ranks: int = RANKS) -> CurvePredictor:
 
 def rule(exchange: Any, topology: str | None = "h100-rdma", placement: Any = "interleave") -> ExchangeRule:
     plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
-    return ExchangeRule(plan, ROWS, PAGE, None if topology is None else costs(topology))
+    predictor = None if topology is None else costs(topology)
+    return ExchangeRule(plan, ROWS, PAGE, predictor, None if predictor is None else predictor.exchange)
 
 
 def placed(length: int, placement: Placement | None = None) -> Sequence:
