@@ -13,8 +13,8 @@ from longctx.serving.scheduler.batch import Exchange as Exchange
 from longctx.serving.scheduler.rank_work import keys_by_rank, work_by_exchange, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
-SHARDED = ("pass_kv", "pass_q", "all_gather")
-"""Exchanges of sharded rows."""
+SHARDED = ("pass_kv", "all_gather", "pass_q")
+"""Exchanges of sharded rows; the first of equals is taken, so that no query travels where nothing is cached."""
 
 
 class ExchangeRule:
