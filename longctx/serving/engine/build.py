@@ -14,10 +14,11 @@ from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
+from longctx.serving.predictor.mesh import MeshPredictor
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
-from longctx.serving.scheduler.exchange_rule import ExchangeRule
+from longctx.serving.scheduler.exchange_rule import SHARDED, ExchangeRule
 from longctx.serving.scheduler.policy import make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.tenants import TenantShares
@@ -59,11 +60,6 @@ def build_core(
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
     chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
-    costs: Predictor | None = predictor
-    if plan.context > 1 and getattr(predictor, "exchange", None) is None:
-        sizes = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
-        rows = config.token_budget
-        costs = None if topology is None else roofline(model, topology, rows, element_bytes=element_bytes, **sizes)
     chunker = Chunker(
         make_policy(config.policy, config.max_share),
         Corrected(predictor),
@@ -73,7 +69,7 @@ def build_core(
         config.growing_buckets(2 if plan.context == 1 else 8),
         TenantShares(config.tenant_weights),
         math.inf if config.slo.step_seconds is None else config.slo.step_seconds,
-        ExchangeRule(plan, chunking.tokens, config.page_size, costs),
+        _exchange_rule(model, config, plan, chunking.tokens, predictor, topology, element_bytes),
     )
     scheduler = Scheduler(
         chunker,
@@ -94,3 +90,29 @@ def build_core(
         InputProcessor(model, config, max_length, tokenizer, page_hash),
         SequenceMaker(model, config, tokenizer, page_hash, sessions),
     )
+
+
+def _exchange_rule(
+    model: LlamaConfig,
+    config: EngineConfig,
+    plan: ParallelPlan,
+    rows: int,
+    predictor: Predictor,
+    topology: Topology | None,
+    element_bytes: float,
+) -> ExchangeRule:
+    """The rule of a plan, with the predictor's costs if it knows exchanges, and else those of the topology."""
+    if plan.context == 1:
+        return ExchangeRule(plan, rows, config.page_size)
+    costs: Predictor | None = predictor
+    link = getattr(predictor, "exchange", None)
+    if link is None:
+        costs = None
+        if topology is not None:
+            sizes = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
+            found = roofline(model, topology, config.token_budget, element_bytes=element_bytes, **sizes)
+            costs, link = found, found.exchange
+    if isinstance(predictor, MeshPredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
+        known = [name for name in SHARDED if name in predictor.kinds]
+        return ExchangeRule(plan, rows, config.page_size, predictor, link, known)
+    return ExchangeRule(plan, rows, config.page_size, costs, link)

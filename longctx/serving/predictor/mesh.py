@@ -128,6 +128,11 @@ class MeshPredictor:
         chosen[""] = sharded or chosen["replicated"]
         object.__setattr__(self, "_chosen", chosen)
 
+    @property
+    def kinds(self) -> set[str]:
+        """Those that were measured."""
+        return {program.kind for program in self.programs}
+
     def seconds(self, work: Work) -> float:
         if not work.rows:
             return 0.0

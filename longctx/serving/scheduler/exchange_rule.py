@@ -8,11 +8,13 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
-from longctx.serving.scheduler.batch import Chunk, Exchange
+from longctx.serving.scheduler.batch import Chunk
+from longctx.serving.scheduler.batch import Exchange as Exchange
 from longctx.serving.scheduler.rank_work import keys_by_rank, work_by_exchange, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
-_CANDIDATES = ("pass_kv", "pass_q", "all_gather")
+SHARDED = ("pass_kv", "all_gather", "pass_q")
+"""Exchanges of sharded rows; the first of equals is taken, so that no query travels where nothing is cached."""
 
 
 class ExchangeRule:
@@ -27,19 +29,27 @@ class ExchangeRule:
       rows: of a step, at most.
       page_size: tokens of a page.
       costs: a predictor that knows exchanges; None: `"auto"` has nothing to compare.
+      link: what the equations of algorithms 1 and 5 go by.
+      known: the exchanges of sharded rows that `costs` knows.
 
     Raises:
-      ValueError: the plan's rule needs `costs`.
+      ValueError: the plan's rule needs a link.
 
     Source: context parallelism paper, 3.4, algorithms 1, 4 and 5, appendix D; KVP, Mnemosyne 4.4.
     """
 
-    def __init__(self, plan: ParallelPlan, rows: int, page_size: int = 1, costs: Predictor | None = None) -> None:
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        rows: int,
+        page_size: int = 1,
+        costs: Predictor | None = None,
+        link: ExchangeCost | None = None,
+        known: List[str] = SHARDED,
+    ) -> None:
         self._plan, self._rows, self._page_size = plan, rows, page_size
-        self._costs, self._empirical = costs, plan.empirical_rule
-        cost = getattr(costs, "exchange", None)
-        self._cost = cost if isinstance(cost, ExchangeCost) else None
-        if plan.context > 1 and plan.exchange in ("algorithm_1", "algorithm_5") and self._cost is None:
+        self._costs, self._link, self._known, self._empirical = costs, link, known, plan.empirical_rule
+        if plan.context > 1 and plan.exchange in ("algorithm_1", "algorithm_5") and link is None:
             raise ValueError(f"exchange={plan.exchange!r} needs a topology, or a predictor that knows exchanges")
         self._is_predicted = plan.exchange == "auto" and costs is not None
         self._compare = functools.lru_cache(1024)(self._seconds_per_token)
@@ -59,12 +69,14 @@ class ExchangeRule:
         if beside is None or not self.shards_next(beside):
             return True
         ranks, start = self._plan.context, beside.computed
-        tokens = min(beside.remaining, ranks * self._rows)
+        tokens = min(beside.remaining, ranks * (self._rows - count))
+        if tokens < 1:
+            return True
         if not self._is_predicted:
             return self._by_rule(tokens, start)[0] == "pass_q"
         assert self._costs is not None
         fullest, seconds = max(keys_by_rank(beside, start, self._page_size)), {}
-        for name in _CANDIDATES:
+        for name in self._known:
             work, rows = _sharded(start, tokens, ranks, fullest, name), -(-count // ranks)
             if name == "pass_q":
                 work = work._replace(rows=work.rows + rows, sharded=work.sharded + rows)
@@ -131,8 +143,8 @@ class ExchangeRule:
             return "pass_kv" if h > 0 else "pass_q", f"empirical: h = {h:.3f}"
         if rule not in ("algorithm_1", "algorithm_5"):
             return str(rule), "set by the plan"
-        assert self._cost is not None
-        eq = Thresholds.of(tokens, self._plan.context, self._cost.model, self._cost.hardware)
+        assert self._link is not None
+        eq = Thresholds.of(tokens, self._plan.context, self._link.model, self._link.hardware)
         least = eq.equation_1 if rule == "algorithm_1" else eq.equation_5
         passes_kv = tokens >= eq.equation_2 or tokens / (tokens + cached) >= least
         reason = f"{rule}: pass_kv from T = {eq.equation_2:,.0f} or a miss rate of {least:.2%} on"
@@ -141,7 +153,7 @@ class ExchangeRule:
     def _fastest(self, chunks: List[Chunk], sharded: List[Chunk]) -> tuple[Exchange, list[Work]]:
         """The exchange with which the step's slowest rank takes least."""
         assert self._costs is not None
-        works = work_by_exchange(chunks, self._plan.context, self._page_size, _CANDIDATES)
+        works = work_by_exchange(chunks, self._plan.context, self._page_size, self._known)
         seconds = {name: max(map(self._costs.seconds, each)) for name, each in works.items()}
         name = min(seconds, key=seconds.__getitem__)
         predicted = ", ".join(f"{each} {_milliseconds(seconds[each])}" for each in seconds)
@@ -176,7 +188,7 @@ class ExchangeRule:
         here = Work().with_chunk(fullest if spans else start, alone, False, replicated=spans)
         total = alone * start + alone * (alone + 1) // 2
         here = here._replace(elsewhere=max(0, total - here.pairs))
-        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in _CANDIDATES)
+        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in self._known)
         return self._costs.seconds(here) / alone, sharded / count
 
 

@@ -66,12 +66,30 @@ def _with_elsewhere(works: list[Work]) -> list[Work]:
 
 def _with_sharded(works: list[Work], chunks: list[Chunk], page_size: int, exchange: str) -> list[Work]:
     num_ranks, before, cached = len(works), 0, [0] * len(works)
+    single = [chunk for chunk in chunks if chunk.num_tokens == 1]
+    if single:  # at once, for there are many; their queries travel, not their keys
+        rows, keys = (
+            sharded_rows(len(single), 0, num_ranks),
+            sum(-(-(chunk.start + 1) // num_ranks) for chunk in single),
+        )
+        samples, before = sum(chunk.samples for chunk in single), len(single)
+        works = [
+            work._replace(
+                rows=work.rows + rows,
+                samples=work.samples + (samples if rank == 0 else 0),
+                decode_keys=work.decode_keys + keys,
+                sharded=work.sharded + rows,
+                exchange=exchange or work.exchange,
+            )
+            for rank, work in enumerate(works)
+        ]
     for chunk in chunks:
         sequence, _, start, count, samples, _, ranks, _ = chunk
+        if count == 1:
+            continue
         rows, most = sharded_rows(count, before, num_ranks), max(cached)
         before += count
-        if count > 1:  # the queries of single tokens travel, not their keys
-            cached = [keys + more for keys, more in zip(cached, keys_by_rank(sequence, start, page_size), strict=True)]
+        cached = [keys + more for keys, more in zip(cached, keys_by_rank(sequence, start, page_size), strict=True)]
         added = max(cached) - most
         works = [
             work.with_sharded(start, count, num_ranks, added, samples and rank == ranks[0], exchange, rows)
