@@ -194,6 +194,33 @@ def test_invalid_rows_are_named(tmp_path: Path, row: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_mesh_is_measured_and_its_profile_used(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    model = ["--model", str(checkpoint), "--no-compile-cache"]
+    plan = ["--context", "2", "--exchange", "kvp"]
+    measured = ["profile", str(file), *model, *ENGINE, *plan, "--repeats", "1", "--check", "5", "--max-context", "16"]
+    assert main(measured) == 0
+    printed = capsys.readouterr().out
+    assert "error, held out" in printed
+    assert "\nlocal " in printed
+    assert "\nreplicated " in printed
+    contents = json.loads(file.read_text())
+    assert contents["subject"]["plan"] == {
+        "stage": 1,
+        "context": 2,
+        "tensor": 1,
+        "exchange": "kvp",
+        "placement": "grow",
+    }
+    assert contents["notes"]["links"] == {"context": "memory"}
+    mix = ["bench", *model, *ENGINE, "--requests", "2", "--prompt-tokens", "9", "--output-tokens", "2"]
+    assert main([*mix, *plan, "--profile", str(file)]) == 0
+    assert main([*mix, "--profile", str(file)]) == 2
+    assert "was measured on another engine: plan is" in capsys.readouterr().err
+
+
 def test_equal_blocks_have_equal_tokens() -> None:
     a = WorkloadRequest(0, 12, 1, (0, 1, 2), 4, number=0)
     b = WorkloadRequest(0, 11, 1, (0, 1, 3), 4, number=1)

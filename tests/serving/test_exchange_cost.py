@@ -11,11 +11,12 @@ from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.parallel import Topology
 from longctx.parallel.cost import Hardware, predict_times
 from longctx.serving import EngineConfig, ParallelPlan, Slo
-from longctx.serving.predictor import CurvePredictor, Work
+from longctx.serving.predictor import CurvePredictor, Program, RuntimePredictor, Work
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.runtime import readable_tokens
 from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.chunking import Chunking, limit_of_rank
 from longctx.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -163,6 +164,14 @@ def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
     for tight in (1e-4, 5e-3):  # no step with a chunk is so fast, or not even a decode is
         assert readable_tokens(predictor, tight, 4, 10**7, chunk=512) == readable_tokens(predictor, tight, 4, 10**7)
     assert readable_tokens(predictor, None, 4, 10**7, chunk=128) == float("inf")
+
+
+@pytest.mark.parametrize("chunking", ["static", "adaptive"])
+def test_the_limit_of_a_rank_is_predicted_with_no_more_rows_than_a_step_has(chunking: str) -> None:
+    """A profile knows no step of more: the decode beside the chunk is one of its rows."""
+    measured = RuntimePredictor((Program(8, 1e-3, (1, 8), (1e-6, 4e-6), 0.0),))
+    limit = limit_of_rank(measured, Chunking.parse(chunking, 8, 4), 0.05, 1, 10**6)
+    assert 1000 < limit < 50_000
 
 
 def test_a_decode_takes_as_long_as_the_fullest_rank() -> None:

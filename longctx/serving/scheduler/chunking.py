@@ -63,7 +63,8 @@ def limit_of_rank(predictor: Predictor, chunking: Chunking, tpot: float | None, 
     """
     alone = min(most, readable_tokens(predictor, tpot, stages, most))
     chunk = _smallest_chunk(predictor, chunking, int(alone), _EFFICIENT) if chunking.adaptive else chunking.tokens
-    return readable_tokens(predictor, tpot, stages, most, chunk)
+    # The decode is a row of the step too: a profile predicts no more of them.
+    return readable_tokens(predictor, tpot, stages, most, min(chunk, chunking.tokens - 1))
 
 
 def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
