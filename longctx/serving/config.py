@@ -33,8 +33,9 @@ class EngineConfig:
         program; None: growing by a factor of 8.
       run_ahead: the most steps that are in flight at a time, 1 to 8. No step is planned ahead of one that is predicted
         to take 50 ms.
-      admission: `"reserve"` admits a request when its prompt and max_tokens fit; `"optimistic"` when its prompt fits,
-        and preempts the latest request when memory runs out, to be recomputed.
+      admission: `"reserve"` admits a request when prompt and max_tokens fit, and preempts nobody; `"optimistic"` when
+        its prompt fits, and preempts others when memory runs out, or prompts for a more urgent one, to be recomputed.
+        A request that grows over context ranks fits if all that run can still get what they need, one after another.
       prefix_cache: whether requests with a common prefix share its full pages.
       max_logprobs: the largest `logprobs` that a request may ask for.
       tenant_weights: of tenants by name: what they get of the engine while several wait, relative to 1 for others.

@@ -1,5 +1,6 @@
 """How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
 
+import functools
 import math
 from bisect import bisect_left
 from collections import deque
@@ -67,9 +68,15 @@ def limit_of_rank(predictor: Predictor, chunking: Chunking, tpot: float | None, 
     return readable_tokens(predictor, tpot, stages, most, min(chunk, chunking.tokens - 1))
 
 
+@functools.cache
+def _chunk_sizes(tokens: int) -> list[int]:
+    """Powers of two up to a number of tokens, and this."""
+    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
+
+
 def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
-    sizes = sorted({*(1 << i for i in range(chunking.tokens.bit_length())), chunking.tokens})
+    sizes = _chunk_sizes(chunking.tokens)
     seconds = [predictor.seconds(Work().with_chunk(start, size, False)) for size in sizes]
     least = min(time / size for size, time in zip(sizes, seconds, strict=True))
     return next(size for size, time in zip(sizes, seconds, strict=True) if efficient * time <= least * size)
