@@ -107,7 +107,7 @@ def test_a_decode_in_a_later_stage_keeps_its_target(stages: int) -> None:
     (decoding,) = [x.metrics for x in record.served if x.metrics.output_tokens > 1]
     assert decoding.longest_gap is not None
     assert decoding.longest_gap <= slo.tpot + 1e-9  # type: ignore[operator]
-    assert max(step.predicted for step in record.steps) > 0.2  # when nobody decodes
+    assert max(step.predicted for step in record.steps) > 0.1  # when nobody decodes
 
 
 @settings(max_examples=12)
