@@ -96,6 +96,20 @@ def test_decodes_of_other_ranks_keep_their_target_beside_static_chunks(stages: i
         assert len(mixed) > 50
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_decode_in_a_later_stage_keeps_its_target(stages: int) -> None:
+    """Of as many batches one has the decode, but a step takes the largest of those in the stages."""
+    requests = [WorkloadRequest(0.0, 50, 60), WorkloadRequest(0.1, 40_000, 1, number=1)]
+    model = LlamaConfig(50, 8, 8, stages, 1, 1, 8, max_positions=400_000)
+    slo = Slo(tpot=0.06 * stages, step_seconds=None)
+    config = EngineConfig(token_budget=BUDGET, num_pages=8192, prefix_cache=False, chunking="adaptive", slo=slo)
+    record = Simulation(model, config, DEVICE, ParallelPlan(stages)).run(requests)
+    (decoding,) = [x.metrics for x in record.served if x.metrics.output_tokens > 1]
+    assert decoding.longest_gap is not None
+    assert decoding.longest_gap <= slo.tpot + 1e-9  # type: ignore[operator]
+    assert max(step.predicted for step in record.steps) > 0.1  # when nobody decodes
+
+
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**20),

@@ -458,6 +458,6 @@ def test_what_cannot_be_met_is_refused() -> None:
     for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -1}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Request([1], **change)  # type: ignore[arg-type]
-    for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}):
+    for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}, {"step_seconds": 0.0}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Slo(**change)

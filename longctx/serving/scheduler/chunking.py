@@ -95,7 +95,8 @@ class Chunker:
     requests). The chunk of a long prompt on some ranks is no longer than what the others can read meanwhile.
 
     With several stages a token comes after as many steps, and a step takes the largest of the batches in the stages:
-    so its time is a share of the target, and its rows don't grow by more than one bucket in as many steps.
+    so its time is a share of the target of any of these, and its rows don't grow by more than one bucket in as many
+    steps.
 
     Args:
       step_seconds: of steps without decodes that have a target; see `Slo`.
@@ -190,7 +191,9 @@ class Chunker:
     ) -> list[float]:
         """TPOT targets that a step heeds, of decodes on some ranks: with static chunks those of other ranks alone."""
         if not self.chunking.adaptive:
-            ranks = {*step.ranks(head)} if self.plan.context > 1 else {0}
+            if self.plan.context == 1:
+                return []
+            ranks = {*step.ranks(head)}
             decodes = [(sequence, others) for sequence, others in decodes if ranks.isdisjoint(others)]
         return [sequence.tpot_target for sequence, _ in decodes if sequence.tpot_target is not None]
 
