@@ -12,6 +12,7 @@ from longctx.parallel import EmpiricalRule, Topology, choose_ring
 from longctx.parallel.cost import LLAMA3_405B
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.executor.step_shapes import StepShapes
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
@@ -259,3 +260,33 @@ def test_growth_is_placed_where_the_keys_are() -> None:
     assert not rule("auto", placement="grow").shards_next(sequence)
     sequence.computed = 0
     assert rule("auto", placement="grow").shards_next(sequence)
+
+
+@given(
+    exchange=st.sampled_from([name for name in EXCHANGES if name != "kvp"]),
+    placement=st.sampled_from(["grow", "interleave"]),
+    sharded=st.integers(2, 2000) | st.integers(4000, 4 * 1024),
+    replicated=st.integers(0, 9),
+    local=st.integers(0, 9),
+    start=st.sampled_from([0, 100, 5_000, 200_000]),
+    decodes=st.booleans(),
+)
+def test_what_is_chosen_is_what_is_compiled(
+    exchange: str, placement: Any, sharded: int, replicated: int, local: int, start: int, decodes: bool
+) -> None:
+    """So the exchange that a step reports is the one that it runs."""
+    config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024)
+    plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
+    predictor = costs("h100-rdma")
+    by = ExchangeRule(plan, 1024, PAGE, predictor, predictor.exchange, buckets=config.growing_buckets(8))
+    chunks = [chunk(start, sharded)] + ([chunk(start, 1)] if decodes and placement == "interleave" else [])
+    chunks += [chunk(start, replicated, False)] if replicated else []
+    chunks += [chunk(start, local, False)._replace(ranks=(1,))] if local else []
+    found, _ = by.choose(chunks)
+    assert found is not None
+    shapes = StepShapes(MODEL, config, plan, 8192, 8192, 2)
+    rows = -(-sum(chunk.num_tokens for chunk in chunks if chunk.sharded) // RANKS), replicated, local
+    pages = -(-start // PAGE // RANKS)
+    shape = shapes.of_step(rows, found.name, pages)
+    # With nothing cached no query has to travel.
+    assert shape.exchange == found.name or (not pages and {shape.exchange, found.name} == {"pass_q", "pass_kv"})
