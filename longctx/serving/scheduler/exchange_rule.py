@@ -115,9 +115,10 @@ class ExchangeRule:
         keys = None if few or sequence.placement is None else keys_by_rank(sequence, start, self._page_size)
         return self.shards(start, start + sequence.remaining, keys)
 
-    def exchanges(self, tokens: int, cached: int) -> tuple[str, ...]:
-        """Those of which a sharded chunk of so many new tokens after cached ones takes the fastest."""
-        return _CANDIDATES if self._is_predicted else (self._by_rule(tokens, cached)[0],)
+    def exchanges(self, tokens: int, cached: int) -> List[str]:
+        """Those of which a sharded chunk of so many new tokens after cached ones takes the fastest, alone in a step."""
+        rows = -(-tokens // self._plan.context)
+        return self._offered(rows) if self._is_predicted else (self._by_rule(tokens, cached, rows)[0],)
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
         """What a step's rows exchange, None for nothing, and the work of each rank with that."""
