@@ -1,5 +1,6 @@
 """Which rows are sharded, and which exchange they take: by prediction, by the papers' rules, and as set."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longctx.cli import main
 from longctx.models import LlamaConfig
+from longctx.models.builtin import TINY
 from longctx.parallel import EmpiricalRule, Topology, choose_ring
 from longctx.parallel.cost import LLAMA3_405B
 from longctx.serving import EngineConfig, ParallelPlan
@@ -143,6 +146,14 @@ def test_a_short_rest_of_a_long_prompt_is_replicated_and_a_long_one_sharded() ->
     assert by.shards(0, 2 * ROWS)
 
 
+@pytest.mark.parametrize(("topology", "tokens"), [("h100-nvlink", 91), ("h100-rdma", 179), ("h100-tcp", 196)])
+def test_how_many_tokens_are_worth_sharding_depends_on_the_link(topology: str, tokens: int) -> None:
+    """The figures of docs/parallel_plans.md."""
+    by, keys = rule("auto", topology, "grow"), [32_000] * RANKS
+    assert not by.shards(128_000, 128_000 + tokens - 1, keys)
+    assert by.shards(128_000, 128_000 + tokens, keys)
+
+
 def test_a_prompt_stays_on_its_rank_where_the_link_is_too_slow() -> None:
     slow = Topology.from_dict({"device": "H100", "links": {axis: {"bandwidth": 1e7, "latency": 1e-3} for axis in AXES}})
     predictor = roofline(MODEL, slow, ROWS, context=RANKS)
@@ -240,6 +251,13 @@ def test_wrong_exchanges_are_refused(exchange: Any, error: type[Exception], mess
         ParallelPlan(exchange=exchange)
 
 
+@pytest.mark.parametrize("given", ["pass_k", "empirical:1,2"])
+def test_the_command_line_names_its_flag(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(TINY), "--prompt", "a", "--exchange", given]) == 2
+    names = ", ".join(EXCHANGES)
+    assert f"--exchange must be one of {names}, or empirical:ALPHA,BETA,GAMMA, got '{given}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1", None])
 def test_coefficients_must_be_finite(value: Any) -> None:
     with pytest.raises(ValueError, match="beta must be a finite number"):
@@ -250,7 +268,7 @@ def test_coefficients_must_be_finite(value: Any) -> None:
 def test_coefficients_stay_as_they_are_in_a_plan(coefficients: tuple[float, float, float]) -> None:
     plan = ParallelPlan(exchange=EmpiricalRule(*coefficients))
     assert plan.empirical_rule == EmpiricalRule(*coefficients)
-    assert ParallelPlan(exchange=plan.exchange) == plan
+    assert ParallelPlan(**dataclasses.asdict(plan)) == plan  # as the header of a log has it
 
 
 def test_growth_is_placed_where_the_keys_are() -> None:
