@@ -1,5 +1,6 @@
 """Which rows are sharded, and which exchange they take: by prediction, by the papers' rules, and as set."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longctx.cli import main
 from longctx.models import LlamaConfig
+from longctx.models.builtin import TINY
 from longctx.parallel import EmpiricalRule, Topology, choose_ring
 from longctx.parallel.cost import LLAMA3_405B
 from longctx.serving import EngineConfig, ParallelPlan
 from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.executor.step_shapes import StepShapes
 from longctx.serving.kv_cache.placement import Grown, Interleaved, Placement
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
@@ -142,6 +146,14 @@ def test_a_short_rest_of_a_long_prompt_is_replicated_and_a_long_one_sharded() ->
     assert by.shards(0, 2 * ROWS)
 
 
+@pytest.mark.parametrize(("topology", "tokens"), [("h100-nvlink", 91), ("h100-rdma", 179), ("h100-tcp", 196)])
+def test_how_many_tokens_are_worth_sharding_depends_on_the_link(topology: str, tokens: int) -> None:
+    """The figures of docs/parallel_plans.md."""
+    by, keys = rule("auto", topology, "grow"), [32_000] * RANKS
+    assert not by.shards(128_000, 128_000 + tokens - 1, keys)
+    assert by.shards(128_000, 128_000 + tokens, keys)
+
+
 def test_a_prompt_stays_on_its_rank_where_the_link_is_too_slow() -> None:
     slow = Topology.from_dict({"device": "H100", "links": {axis: {"bandwidth": 1e7, "latency": 1e-3} for axis in AXES}})
     predictor = roofline(MODEL, slow, ROWS, context=RANKS)
@@ -239,6 +251,13 @@ def test_wrong_exchanges_are_refused(exchange: Any, error: type[Exception], mess
         ParallelPlan(exchange=exchange)
 
 
+@pytest.mark.parametrize("given", ["pass_k", "empirical:1,2"])
+def test_the_command_line_names_its_flag(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(TINY), "--prompt", "a", "--exchange", given]) == 2
+    names = ", ".join(EXCHANGES)
+    assert f"--exchange must be one of {names}, or empirical:ALPHA,BETA,GAMMA, got '{given}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1", None])
 def test_coefficients_must_be_finite(value: Any) -> None:
     with pytest.raises(ValueError, match="beta must be a finite number"):
@@ -249,7 +268,7 @@ def test_coefficients_must_be_finite(value: Any) -> None:
 def test_coefficients_stay_as_they_are_in_a_plan(coefficients: tuple[float, float, float]) -> None:
     plan = ParallelPlan(exchange=EmpiricalRule(*coefficients))
     assert plan.empirical_rule == EmpiricalRule(*coefficients)
-    assert ParallelPlan(exchange=plan.exchange) == plan
+    assert ParallelPlan(**dataclasses.asdict(plan)) == plan  # as the header of a log has it
 
 
 def test_growth_is_placed_where_the_keys_are() -> None:
@@ -259,3 +278,33 @@ def test_growth_is_placed_where_the_keys_are() -> None:
     assert not rule("auto", placement="grow").shards_next(sequence)
     sequence.computed = 0
     assert rule("auto", placement="grow").shards_next(sequence)
+
+
+@given(
+    exchange=st.sampled_from([name for name in EXCHANGES if name != "kvp"]),
+    placement=st.sampled_from(["grow", "interleave"]),
+    sharded=st.integers(2, 2000) | st.integers(4000, 4 * 1024),
+    replicated=st.integers(0, 9),
+    local=st.integers(0, 9),
+    start=st.sampled_from([0, 100, 5_000, 200_000]),
+    decodes=st.booleans(),
+)
+def test_what_is_chosen_is_what_is_compiled(
+    exchange: str, placement: Any, sharded: int, replicated: int, local: int, start: int, decodes: bool
+) -> None:
+    """So the exchange that a step reports is the one that it runs."""
+    config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024)
+    plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
+    predictor = costs("h100-rdma")
+    by = ExchangeRule(plan, 1024, PAGE, predictor, predictor.exchange, buckets=config.growing_buckets(8))
+    chunks = [chunk(start, sharded)] + ([chunk(start, 1)] if decodes and placement == "interleave" else [])
+    chunks += [chunk(start, replicated, False)] if replicated else []
+    chunks += [chunk(start, local, False)._replace(ranks=(1,))] if local else []
+    found, _ = by.choose(chunks)
+    assert found is not None
+    shapes = StepShapes(MODEL, config, plan, 8192, 8192, 2)
+    rows = -(-sum(chunk.num_tokens for chunk in chunks if chunk.sharded) // RANKS), replicated, local
+    pages = -(-start // PAGE // RANKS)
+    shape = shapes.of_step(rows, found.name, pages)
+    # With nothing cached no query has to travel.
+    assert shape.exchange == found.name or (not pages and {shape.exchange, found.name} == {"pass_q", "pass_kv"})

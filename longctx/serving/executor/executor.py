@@ -190,6 +190,7 @@ class DeviceExecutor:
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
             layout.entries = self._tables.write(batch.tables, room)
+        if any(chunk.sharded for chunk in batch.chunks):
             pending.pages = self._cached_pages(batch)
             pending.exchange = "pass_q" if batch.exchange is None else batch.exchange.name
         return pending

@@ -31,6 +31,7 @@ class ExchangeRule:
       costs: a predictor that knows exchanges; None: `"auto"` has nothing to compare.
       link: what the equations of algorithms 1 and 5 go by.
       known: the exchanges of sharded rows that `costs` knows.
+      buckets: numbers of rows of a kind that steps are compiled for, ascending; empty: all steps have all exchanges.
 
     Raises:
       ValueError: the plan's rule needs a link.
@@ -46,8 +47,9 @@ class ExchangeRule:
         costs: Predictor | None = None,
         link: ExchangeCost | None = None,
         known: List[str] = SHARDED,
+        buckets: List[int] = (),
     ) -> None:
-        self._plan, self._rows, self._page_size = plan, rows, page_size
+        self._plan, self._rows, self._page_size, self._buckets = plan, rows, page_size, buckets
         self._costs, self._link, self._known, self._empirical = costs, link, known, plan.empirical_rule
         if plan.context > 1 and plan.exchange in ("algorithm_1", "algorithm_5") and link is None:
             raise ValueError(f"exchange={plan.exchange!r} needs a topology, or a predictor that knows exchanges")
@@ -73,10 +75,10 @@ class ExchangeRule:
         if tokens < 1:
             return True
         if not self._is_predicted:
-            return self._by_rule(tokens, start)[0] == "pass_q"
+            return self._by_rule(tokens, start, -(-tokens // ranks), count)[0] == "pass_q"
         assert self._costs is not None
         fullest, seconds = max(keys_by_rank(beside, start, self._page_size)), {}
-        for name in self._known:
+        for name in self._offered(-(-tokens // ranks), count):
             work, rows = _sharded(start, tokens, ranks, fullest, name), -(-count // ranks)
             if name == "pass_q":
                 work = work._replace(rows=work.rows + rows, sharded=work.sharded + rows)
@@ -113,9 +115,10 @@ class ExchangeRule:
         keys = None if few or sequence.placement is None else keys_by_rank(sequence, start, self._page_size)
         return self.shards(start, start + sequence.remaining, keys)
 
-    def exchanges(self, tokens: int, cached: int) -> tuple[str, ...]:
-        """Those of which a sharded chunk of so many new tokens after cached ones takes the fastest."""
-        return _CANDIDATES if self._is_predicted else (self._by_rule(tokens, cached)[0],)
+    def exchanges(self, tokens: int, cached: int) -> List[str]:
+        """Those of which a sharded chunk of so many new tokens after cached ones takes the fastest, alone in a step."""
+        rows = -(-tokens // self._plan.context)
+        return self._offered(rows) if self._is_predicted else (self._by_rule(tokens, cached, rows)[0],)
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
         """What a step's rows exchange, None for nothing, and the work of each rank with that."""
@@ -127,22 +130,24 @@ class ExchangeRule:
         if all(chunk.num_tokens > 1 for chunk in sharded):
             if self._is_predicted:
                 return self._fastest(chunks, sharded)
-            name, reason = self._by_rule(*_sums(sharded))
+            name, reason = self._by_rule(*_sums(sharded), *_count_rows(chunks, ranks))
         else:
             name, reason = "pass_q", "algorithm 4: single rows are among them"
         exchange = Exchange(name, f"{reason}, {_size(sharded)}")
         return exchange, work_by_rank(chunks, ranks, self._page_size, name)
 
-    def _by_rule(self, tokens: int, cached: int) -> tuple[str, str]:
-        """The exchange of so many new tokens after so many cached ones without prediction, and why."""
-        rule = self._plan.exchange
+    def _by_rule(self, tokens: int, cached: int, *rows: int) -> tuple[str, str]:
+        """The exchange of new tokens after cached ones without prediction, and why; `rows` as in `_offered`."""
+        rule = str(self._plan.exchange)
+        if rule in self._known:
+            return rule, "set by the plan"
+        if "pass_kv" not in self._offered(*rows):
+            return "pass_q", f"{rule}: too few sharded rows, or too many others"
         if rule == "auto":
             return "pass_kv", "nothing to predict from"
         if self._empirical is not None:
             h = self._empirical.h(tokens, cached)
             return "pass_kv" if h > 0 else "pass_q", f"empirical: h = {h:.3f}"
-        if rule not in ("algorithm_1", "algorithm_5"):
-            return str(rule), "set by the plan"
         assert self._link is not None
         eq = Thresholds.of(tokens, self._plan.context, self._link.model, self._link.hardware)
         least = eq.equation_1 if rule == "algorithm_1" else eq.equation_5
@@ -153,11 +158,24 @@ class ExchangeRule:
     def _fastest(self, chunks: List[Chunk], sharded: List[Chunk]) -> tuple[Exchange, list[Work]]:
         """The exchange with which the step's slowest rank takes least."""
         assert self._costs is not None
-        works = work_by_exchange(chunks, self._plan.context, self._page_size, self._known)
+        counts = _count_rows(chunks, self._plan.context)
+        works = work_by_exchange(chunks, self._plan.context, self._page_size, self._offered(*counts))
         seconds = {name: max(map(self._costs.seconds, each)) for name, each in works.items()}
         name = min(seconds, key=seconds.__getitem__)
         predicted = ", ".join(f"{each} {_milliseconds(seconds[each])}" for each in seconds)
         return Exchange(name, f"predicted: {predicted}, {_size(sharded)}"), works[name]
+
+    def _offered(self, sharded: int, *others: int) -> List[str]:
+        """What a rule may choose from in a step with so many rows of each kind on the fullest rank.
+
+        Steps are compiled for pass-KV and all-gather if they are full of sharded rows and have few others: with fewer
+        rows queries are less than keys.
+        """
+        if self._buckets and (
+            sharded <= max(self._buckets[:-1], default=0) or max(others, default=0) > self._buckets[0]
+        ):
+            return ["pass_q"]
+        return self._known
 
     def _replicated(self, chunks: List[Chunk]) -> Exchange | None:
         """For a step without sharded rows."""
@@ -188,7 +206,8 @@ class ExchangeRule:
         here = Work().with_chunk(fullest if spans else start, alone, False, replicated=spans)
         total = alone * start + alone * (alone + 1) // 2
         here = here._replace(elsewhere=max(0, total - here.pairs))
-        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in self._known)
+        names = self._offered(-(-count // ranks))
+        sharded = min(self._costs.seconds(_sharded(start, count, ranks, fullest, name)) for name in names)
         return self._costs.seconds(here) / alone, sharded / count
 
 
@@ -196,6 +215,19 @@ def _sharded(start: int, count: int, ranks: int, fullest: int, exchange: str) ->
     """A rank's share of a chunk, alone in a step."""
     share = Work().with_sharded(start, count, ranks, fullest, exchange=exchange)
     return share._replace(elsewhere=(ranks - 1) * share.pairs)
+
+
+def _count_rows(chunks: List[Chunk], num_ranks: int) -> tuple[int, int, int]:
+    """Rows of each kind on the rank that has most: sharded, replicated, local."""
+    sharded, replicated, local = 0, [0] * num_ranks, [0] * num_ranks
+    for chunk in chunks:
+        if chunk.sharded:
+            sharded += chunk.num_tokens
+        else:
+            kind = replicated if len(chunk.ranks) > 1 else local
+            for rank in chunk.ranks:
+                kind[rank] += chunk.num_tokens
+    return -(-sharded // num_ranks), max(replicated), max(local)
 
 
 def _sums(chunks: List[Chunk]) -> tuple[int, int]:
