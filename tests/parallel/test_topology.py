@@ -1,16 +1,20 @@
 """Topologies: what is found from devices and hosts, presets, files, and what is refused."""
 
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longctx.parallel import Device, Link, Topology, choose_ring, find_topology, make_mesh
 from longctx.parallel.cost import LLAMA3_405B, Hardware
 from longctx.parallel.device_tables import DEVICES, LINKS, PRESETS
+from longctx.parallel.topology import AXES
 
 GPU = LLAMA3_405B.split(8)
 
@@ -148,3 +152,42 @@ def test_wrong_arguments_are_refused() -> None:
         Device("mine", {"bfloat16": 1e12}, 1e12, contention=-0.1)
     with pytest.raises(ValueError, match="flops of bfloat16 must be a positive, finite number, got 0"):
         Device("mine", {"bfloat16": 0}, 1e12)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.sampled_from(["H100", "tcp-100g", "tensor", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["device", "links", "tensor", "bandwidth", "flops", "bfloat16"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.fixed_dictionaries({"device": JSON | st.just("H100"), "links": st.dictionaries(st.sampled_from(AXES), JSON)})
+    | JSON
+)
+def test_any_file_is_read_or_refused_by_its_name(contents: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "topology.json"
+        path.write_text(json.dumps(contents))
+        try:
+            topology = Topology.from_file(path)
+        except ValueError as error:
+            refused = str(error)
+        else:
+            refused = f"{path} is no topology: no"
+            assert Topology.from_dict(topology.to_dict()) == topology
+    assert refused.startswith(f"{path} is no topology: ")
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
+def test_an_axis_has_the_hosts_link_if_no_two_of_its_devices_are_in_two_hosts(
+    stage: int, context: int, tensor: int, per_host: int
+) -> None:
+    hosts = np.arange(stage * context * tensor).reshape(stage, context, tensor) // per_host
+    found = find_topology(mesh_of("H100", hosts))
+    for number, axis in enumerate(AXES):
+        inside = (hosts.min(number) == hosts.max(number)).all()
+        assert (found.link(axis).name == "nvlink-h100") == inside
