@@ -160,7 +160,7 @@ class FakeDevice:
         return kinds, seen
 
     def _check_message(self, stage: int, inputs: RowInputs, shape: Shape) -> None:
-        """Check that pass-KV's message has room for all cached pages of the sharded sequences."""
+        """Check that pass-KV's messages have room for all cached pages of the sharded sequences."""
         slots, positions = inputs.slots[:, : shape.sharded], inputs.positions[:, : shape.sharded]
         asking = set(slots[slots >= 0].tolist())
         assert set(inputs.message_slots[0]) - {-1} == asking
@@ -169,7 +169,9 @@ class FakeDevice:
             for slot in asking:
                 numbers = self.page_index[stage, rank, slot]
                 pages += int(((numbers >= 0) & (numbers * self.page_size < positions[slots == slot].min())).sum())
-            assert pages <= shape.message
+            rounds = int(inputs.message_rounds[rank, 0]) if shape.rounds > 1 else 1
+            assert 0 < rounds <= shape.rounds
+            assert pages <= shape.message * rounds
 
     def _set_entry(self, stage: Any, rank: int, slot: int, entry: int, page: int, number: int) -> None:
         self.table[stage, rank, slot, entry], self.page_index[stage, rank, slot, entry] = page, number
