@@ -72,7 +72,7 @@ class StepShapes:
           exchange: of all in-flight batches with sharded rows: any gives the same result.
           pages: the most with cached keys that a rank may have to send for a batch.
         """
-        buckets = self._round_up(rows if any(rows) else (0, 0, 1))
+        buckets = self._round_up(rows if any(rows) else self._one_row)
         exchanges = self._exchanges(buckets)
         if exchange == "pass_q" and not pages:  # No query has to travel.
             exchange = "pass_kv"
@@ -105,6 +105,11 @@ class StepShapes:
                 found["all_gather"] = [NOTHING_CACHED, self._messages["all_gather"].shortest]
         return found
 
+    @property
+    def _one_row(self) -> Rows:
+        """What a step has where there is nothing to compute."""
+        return (0, 0, 1) if any(self._buckets[-1]) else (1, 0, 0)
+
     def _round_up(self, rows: Rows) -> Rows:
         sharded, replicated, local = (
             next(bucket for bucket in kind if bucket >= count) for kind, count in zip(self._buckets, rows, strict=True)
@@ -128,4 +133,6 @@ def _buckets(plan: ParallelPlan, config: EngineConfig) -> tuple[tuple[int, ...],
     if plan.context == 1:
         return (0,), (0,), config.row_buckets
     buckets = (0, *config.growing_buckets(8))
+    if plan.placement == "interleave" and plan.exchange == "pass_q":  # then all rows are sharded
+        return buckets, (0,), (0,)
     return buckets if plan.shards_rows else (0,), buckets, buckets
