@@ -3,6 +3,7 @@
 A case lists all collectives of a program. Their bytes do not depend on the lengths of sequences.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -36,12 +37,15 @@ class Case(NamedTuple):
     temp: int  # MiB that the program may use besides its arguments
     exchange: str = "pass_q"
     message: int = 0
+    rounds: int = 1
     merge: str = "gather"
     num_pages: int = 16384  # of each rank; a million tokens
 
     def __str__(self) -> str:
-        parts = ["x".join(map(str, self.mesh)), "+".join(map(str, self.rows)), self.exchange if self.rows[0] else ""]
-        return "-".join([self.model, *filter(None, parts)])
+        exchange = f"{self.exchange}-{self.message}" if self.rows[0] else ""
+        return "-".join(
+            filter(None, [self.model, "x".join(map(str, self.mesh)), "+".join(map(str, self.rows)), exchange])
+        )
 
 
 class Sent(NamedTuple):
@@ -57,7 +61,13 @@ CASES = [
 ]
 MORE_CASES = [
     # 16 times as many positions, and more pages.
-    Case("llama-3.1-8b", CUBE, (512, 1024, 64), 256, "pass_kv", 128, "all-to-all", num_pages=24576),
+    Case("llama-3.1-8b", CUBE, (512, 1024, 64), 256, "pass_kv", 128, merge="all-to-all", num_pages=24576),
+    # What a message has no room for goes round again.
+    Case("llama-3-8b", (1, 8, 1), (512, 0, 64), 600, "pass_kv", 64, 8, num_pages=4096),
+    # Nothing is cached.
+    Case("llama-3-8b", (1, 8, 1), (512, 0, 64), 600, "pass_kv", num_pages=4096),
+    Case("llama-3-8b", CUBE, (512, 0, 64), 224, "all_gather"),
+    Case("llama-3-8b", CUBE, (512, 0, 64), 224, "all_gather", 64),
     Case("llama-3-8b", CUBE, (0, 64, 64), 192),
     Case("llama-3.1-8b", CUBE, (0, 64, 64), 192, num_pages=24576),
     Case("llama-3-8b", (8, 1, 1), (0, 0, 64), 448),
@@ -87,6 +97,9 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
     def all_to_all(numbers: int, width: int) -> Sent:
         return Sent(layer, "all-to-all", ("context",), (ranks - 1) / ranks * numbers * width)
 
+    def ring(where: str, numbers: int) -> Iterator[Sent]:
+        return itertools.repeat(Sent(where, "collective-permute", ("context",), numbers * BF16), ranks - 1)
+
     hidden, state = shape.rows * config.hidden_size, heads * (size + 1)
     for where in (layer, layer, STEP):  # attention, feed-forward, embedding
         yield all_reduce(where, hidden, BF16, "tensor")
@@ -103,21 +116,25 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         yield all_to_all(shape.replicated * state, F32)
         yield all_to_all(shape.replicated * heads * size, BF16)
     if shape.sharded:
-        key_values = 2 * kv_heads * size
-        yield all_gather(layer, shape.sharded * key_values, BF16, "context")
-        block = shape.sharded * heads * size
+        token, cached = 2 * kv_heads * size, shape.message * PAGE_SIZE
+        if shape.message:
+            yield all_gather(STEP, 4 * shape.message * shape.rounds, F32, "context")  # what each page is
         if shape.exchange == "pass_kv":
-            block = shape.message * PAGE_SIZE * key_values
-            yield all_gather(STEP, 2 * shape.message * PAGE_SIZE, F32, "context")  # segments and positions of the keys
+            yield from ring(layer, (cached + shape.sharded) * token)
+            if shape.rounds > 1:
+                yield from ring(f"{layer} in body", cached * token)
+            return
+        yield all_gather(layer, shape.sharded * token, BF16, "context")
+        if shape.exchange == "all_gather":
+            yield all_gather(layer, cached * token, BF16, "context")
         else:
             yield all_to_all(ranks * shape.sharded * state, F32)
-        for _ in range(ranks - 1):
-            yield Sent(layer, "collective-permute", ("context",), block * BF16)
+            yield from ring(layer, shape.sharded * heads * size)
 
 
 def check(case: Case) -> None:
     mesh = h100_mesh(**dict(zip(AXES, case.mesh, strict=True)))
-    options = {"exchange": case.exchange, "message": case.message}
+    options = {"exchange": case.exchange, "message": case.message, "rounds": case.rounds}
     shape = make_shape(mesh, case.rows, case.num_pages, **options)
     compiled = compile_step(mesh, shape, jnp.bfloat16, LlamaConfig.preset(case.model), sections=case.rows)
     memory, text = compiled.memory_analysis(), compiled.as_text()

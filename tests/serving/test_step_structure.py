@@ -36,6 +36,19 @@ def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> No
         assert not collectives(program.as_text(), 1)  # one device needs none
 
 
+@pytest.mark.parametrize(
+    ("exchange", "message", "rounds"), [("pass_q", 0, 1), ("pass_kv", 0, 1), ("pass_kv", 2, 8), ("all_gather", 2, 8)]
+)
+def test_every_exchange_updates_the_cache_in_place(exchange: str, message: int, rounds: int) -> None:
+    """Rows of all kinds, of which the sharded ones read pages that others have."""
+    mesh = make_mesh(context=2)
+    shape = make_shape(mesh, (16, 8, 8), exchange=exchange, message=message, rounds=rounds)
+    layer = compile_step(mesh, shape, jnp.float32, layered=True).layer
+    assert layer.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(WIDTH, PAGE_SIZE, jnp.float32)
+    assert layer.memory_analysis().temp_size_in_bytes < LAYER * 4 / 4
+    assert opcodes_of_size(layer.as_text(), LAYER) <= IN_PLACE
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object) -> None:
     mesh, layered = make_mesh(), dtype == jnp.float32

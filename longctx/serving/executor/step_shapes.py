@@ -9,10 +9,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-
-Rows = tuple[int, int, int]
-"""Numbers of sharded, replicated and local rows."""
-
+from longctx.serving.scheduler.row_buckets import RowBuckets, Rows
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -40,7 +37,7 @@ class StepShapes:
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
         self._num_top = min(config.max_logprobs, model.vocab_size)
-        self._buckets = _buckets(plan, config)
+        self._buckets = RowBuckets.of(plan, config)
         shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
         page_bytes = 2 * config.page_size * shape.num_kv_heads * shape.head_size * element_bytes
         sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}
@@ -49,12 +46,12 @@ class StepShapes:
     @property
     def largest(self) -> Rows:
         """The largest bucket of each kind of rows."""
-        sharded, replicated, local = map(max, self._buckets)
-        return sharded, replicated, local
+        return self._buckets.largest
 
     def __iter__(self) -> Iterator[Shape]:
         """All shapes that serving may need."""
-        for rows in itertools.product(*self._buckets):
+        for sharded, replicated, local in itertools.product(*self._buckets.kinds):
+            rows = sharded, replicated, local
             if any(rows) and self._is_needed(rows):
                 for exchange, messages in self._exchanges(rows).items():
                     for message in messages:
@@ -62,7 +59,7 @@ class StepShapes:
 
     def holding(self, rows: Rows) -> Shape:
         """The smallest shape with so many rows of each kind."""
-        return self._shape(self._round_up(rows))
+        return self._shape(self._buckets.round_up(rows))
 
     def of_step(self, rows: Rows, exchange: str, pages: int) -> Shape:
         """The smallest shape that holds all in-flight batches.
@@ -72,7 +69,7 @@ class StepShapes:
           exchange: of all in-flight batches with sharded rows: any gives the same result.
           pages: the most with cached keys that a rank may have to send for a batch.
         """
-        buckets = self._round_up(rows if any(rows) else (0, 0, 1))
+        buckets = self._buckets.round_up(rows)
         exchanges = self._exchanges(buckets)
         if exchange == "pass_q" and not pages:  # No query has to travel.
             exchange = "pass_kv"
@@ -84,48 +81,26 @@ class StepShapes:
         raise AssertionError(f"no shape for {rows}, {exchange} of {pages} pages")
 
     def _exchanges(self, rows: Rows) -> dict[str, list[Message]]:
-        """The exchanges that steps of such buckets may have, each with its messages.
+        """The exchanges that steps of such buckets are compiled for, each with its messages.
 
-        The one that the plan names has all messages, and pass-Q needs none. What a rule may choose besides is for steps
-        full of sharded rows, with a few others: with fewer rows queries are less than keys. All-gather has the shortest
-        message then, as it is best for little.
+        Pass-Q needs none; instead of it, steps full of sharded rows have pass-KV of new keys alone. Beside other
+        exchanges all-gather has the shortest message, as it is best for little.
         """
-        sharded, *others = rows
-        if not sharded:
-            return {"pass_q": [NOTHING_CACHED]}
-        named = str(self._plan.exchange)
-        if named in self._messages:
-            all_messages = {named: [NOTHING_CACHED, *self._messages[named]]}
-            return all_messages | ({"pass_q": [NOTHING_CACHED]} if self._plan.placement == "interleave" else {})
-        found = {"pass_q": [NOTHING_CACHED]}
-        least = (min((b for b in kind if b), default=0) for kind in self._buckets[1:])
-        if sharded == self._buckets[0][-1] and all(x <= few for x, few in zip(others, least, strict=True)):
-            found["pass_kv"] = [NOTHING_CACHED, *(self._messages["pass_kv"] if named != "pass_q" else [])]
-            if named == "auto":
-                found["all_gather"] = [NOTHING_CACHED, self._messages["all_gather"].shortest]
+        named, found = str(self._plan.exchange), dict[str, list[Message]]()
+        for name in self._buckets.exchanges(rows):
+            found[name] = [NOTHING_CACHED]
+            if name in self._messages and named != "pass_q":
+                messages = self._messages[name]
+                found[name] += [messages.shortest] if name == "all_gather" != named else messages
         return found
-
-    def _round_up(self, rows: Rows) -> Rows:
-        sharded, replicated, local = (
-            next(bucket for bucket in kind if bucket >= count) for kind, count in zip(self._buckets, rows, strict=True)
-        )
-        return sharded, replicated, local
 
     def _is_needed(self, rows: Rows) -> bool:
         """Whether some batch, or with stages several, may need such buckets: a smaller one would not do."""
         least = 0
-        for kind, count in zip(self._buckets, rows, strict=True):
+        for kind, count in zip(self._buckets.kinds, rows, strict=True):
             least += 1 + max(b for b in (0, *kind) if b < count) if count else 0
         return self._plan.stage > 1 or least <= self._config.token_budget
 
     def _shape(self, rows: Rows, exchange: str = "pass_q", message: Message = NOTHING_CACHED) -> Shape:
         sizes = (self._config.max_running, self._config.page_size, self._num_pages, self._num_top, self._plan.context)
         return Shape.of(rows, *sizes, exchange, *message)
-
-
-def _buckets(plan: ParallelPlan, config: EngineConfig) -> tuple[tuple[int, ...], ...]:
-    """Rows of each kind that steps are compiled for: sharded, replicated, local."""
-    if plan.context == 1:
-        return (0,), (0,), config.row_buckets
-    buckets = (0, *config.growing_buckets(8))
-    return buckets if plan.shards_rows else (0,), buckets, buckets

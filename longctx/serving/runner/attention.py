@@ -53,7 +53,8 @@ class PagedAttend:
           num_heads: query heads on this device.
           pool: the key pages; only its shape and dtype are used.
         """
-        has_unsharded, sharded = shape.replicated or shape.local, None
+        has_unsharded = shape.replicated or shape.local
+        sharded: KeyRing | GatheredKeys | None = None
         if shape.sharded and shape.exchange == "pass_kv":
             sharded = KeyRing.make(inputs, tables, shape)
         elif shape.sharded:

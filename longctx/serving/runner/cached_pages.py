@@ -31,13 +31,13 @@ class CachedPages(NamedTuple):
       pages: `[*, pages]` int32, of this rank's pool.
       slots: `[*, pages]` int32, whose they are; -1 is padding.
       first: `[*, pages]` int32, the position of their first key.
-      count: `[*, pages]` int32, how many of their keys are cached; the others come first in the next page.
+      num_cached: `[*, pages]` int32, how many of their keys are cached; the others come first in the next page.
     """
 
     pages: Int[Array, "*rounds pages"]
     slots: Int[Array, "*rounds pages"]
     first: Int[Array, "*rounds pages"]
-    count: Int[Array, "*rounds pages"]
+    num_cached: Int[Array, "*rounds pages"]
 
     @classmethod
     def of(cls, inputs: RowInputs, tables: PageTables, shape: Shape, firsts: Int[Array, "slots"]) -> Self:
@@ -66,15 +66,15 @@ class CachedPages(NamedTuple):
 
     def tokens(self, page_size: int) -> Tokens:
         """Their keys, `[*, pages * page_size]`."""
-        at = lax.broadcasted_iota(jnp.int32, (*self.count.shape, page_size), self.count.ndim)
-        is_cached = at < self.count[..., None]
+        at = lax.broadcasted_iota(jnp.int32, (*self.num_cached.shape, page_size), self.num_cached.ndim)
+        is_cached = at < self.num_cached[..., None]
         positions = jnp.where(is_cached, self.first[..., None] + at, 0)
         segments = jnp.where(is_cached, self.slots[..., None], -1)
         return Tokens(*(x.reshape(*x.shape[:-2], -1) for x in (positions, segments)))
 
     def key_values(self, cache: PagedCache, first_page: Array, dtype: DTypeLike) -> Array:
         """Their keys and values in one array `[2, 1, pages * page_size, K, H]`, 0 where nothing is cached."""
-        is_cached = jnp.arange(cache.k.shape[1], dtype=jnp.int32)[None] < self.count[:, None]
+        is_cached = jnp.arange(cache.k.shape[1], dtype=jnp.int32)[None] < self.num_cached[:, None]
         # Unwritten tokens of a page may hold NaN, and an attention weight of 0 times NaN is NaN.
         blocks = [from_bits(x[first_page + self.pages], dtype) for x in cache]
         blocks = [jnp.where(is_cached[..., None, None], x, jnp.zeros_like(x)) for x in blocks]

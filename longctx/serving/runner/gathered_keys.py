@@ -98,7 +98,7 @@ class GatheredKeys:
         if self.hops:
             state = merge_state(*state, *self._pass_q(cache, tables, first_page, q))
         elif self.own is not None:
-            state = self._all_gather(cache, first_page, q, state)
+            state, cache = self._all_gather(cache, first_page, q, state)
         return state[0].astype(q.dtype), cache
 
     def _pass_q(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> State:
@@ -111,7 +111,7 @@ class GatheredKeys:
         out, lse = pass_q_forward(q[None], self.hops.__getitem__, attend_to_local_pages, axis_name="context")
         return out[0], lse[0]
 
-    def _all_gather(self, cache: PagedCache, first_page: Array, q: Array, state: State) -> State:
+    def _all_gather(self, cache: PagedCache, first_page: Array, q: Array, state: State) -> tuple[State, PagedCache]:
         own, cached, message = self.own, self.cached, self.shape.message
         assert own is not None
         assert cached is not None
@@ -123,13 +123,15 @@ class GatheredKeys:
             keys = Tokens(*(x[None] for x in labels.tokens(self.shape.page_size)))
             return kernel.forward(match_varying(Operands(rows, kv, kv, queries, keys)), state), None
 
-        def attend_to_round(number: int | Array, state: State) -> State:
+        def attend_to_round(number: int | Array, carry: tuple[State, PagedCache]) -> tuple[State, PagedCache]:
+            state, cache = carry
             block = own.round(number, message).key_values(cache, first_page, q.dtype)
             blocks = lax.all_gather(block, "context"), cached.round(number, message)
-            return lax.scan(attend_to_block, state, blocks)[0]
+            # The loop carries the cache, and the barrier makes it do so, for the reason in `KeyRing`.
+            return lax.optimization_barrier((lax.scan(attend_to_block, state, blocks)[0], cache))
 
         state = match_varying((state[0][None], state[1][None]), "context")
-        state = attend_to_round(0, state)
+        state, cache = attend_to_round(0, (state, cache))
         if self.num_rounds is not None:
-            state = lax.fori_loop(1, self.num_rounds, attend_to_round, state)
-        return state[0][0], state[1][0]
+            state, cache = lax.fori_loop(1, self.num_rounds, attend_to_round, (state, cache))
+        return (state[0][0], state[1][0]), cache

@@ -83,24 +83,25 @@ class KeyRing:
         sharded, others = jnp.split(new.kv, [self.shape.sharded])
         q, sharded = match_varying((q[None], sharded), "context")
         kernel = check_kernel(q, True, None, None)
-        # Cached keys are read before any write, and what is written comes out of blocks: so the cache is not copied.
         block = self._first_block(cache, first_page, jnp.moveaxis(sharded, 1, 0))
 
         def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            attended, cache = state
-            passing = jnp.moveaxis(kv[:, 0, self.places[source]], 0, 1)
-            cache = new.write(cache, passing, source * self.shape.sharded)
-            return self._attend(kernel, q, kv, keys, attended), cache
+            attended, *passed = state
+            return self._attend(kernel, q, kv, keys, attended), *passed, kv[:, 0, self.places[source]]
 
         def keys_of(hop: int) -> Tokens:
             source = ring_source("context", hop)
             return Tokens(*(x[source] for x in self.keys))
 
-        state, cache = fold_ring(block, keys_of, step, "context", (None, cache))
+        state, *passed = fold_ring(block, keys_of, step, "context", (None,))
         if self.num_rounds is not None:
-            further = self._round(kernel, q, cache, first_page)
-            state = lax.fori_loop(1, self.num_rounds, further, match_varying(state, "context"))
-        return state[0][0].astype(q.dtype), new.write(cache, others, self.shape.ranks * self.shape.sharded)
+            further = self._round(kernel, q, first_page)
+            state, cache = lax.fori_loop(1, self.num_rounds, further, (match_varying(state, "context"), cache))
+        # After n hops the keys of rank i passed (rank - i) % n hops ago.
+        ranks = self.shape.ranks
+        hops = (index_of("context") - jnp.arange(ranks, dtype=jnp.int32)) % ranks
+        gathered = jnp.moveaxis(jnp.stack(passed)[hops], 1, 2).reshape(-1, *new.kv.shape[1:])
+        return state[0][0].astype(q.dtype), new.write(cache, jnp.concatenate([gathered, others]), 0)
 
     def _attend(self, kernel: Kernel, q: Array, kv: Array, keys: Tokens, state: Any) -> tuple[Array, Array]:
         return kernel.forward(match_varying(Operands(q, kv, kv, self.queries, keys)), state)
@@ -118,8 +119,8 @@ class KeyRing:
         block = jnp.where(is_cached[:, None, None], cached, fresh)
         return jnp.where(is_padding[:, None, None], jnp.zeros_like(block), block)[:, None]
 
-    def _round(self, kernel: Kernel, q: Array, cache: PagedCache, first_page: Array) -> Callable[[Array, Any], Any]:
-        """A further round, of cached pages only."""
+    def _round(self, kernel: Kernel, q: Array, first_page: Array) -> Callable[[Array, Any], Any]:
+        """A further round, of cached pages only: from its number and (state, cache) to these."""
         own, cached, message = self.own, self.cached, self.shape.message
         assert own is not None
         assert cached is not None
@@ -127,8 +128,8 @@ class KeyRing:
         def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
             return self._attend(kernel, q, kv, keys, state)
 
-        def further(number: Array, state: Any) -> Any:
-            labels = cached.round(number, message)
+        def further(number: Array, carry: Any) -> Any:
+            (state, cache), labels = carry, cached.round(number, message)
 
             def keys_of(hop: int) -> Tokens:
                 source = ring_source("context", hop)
@@ -136,7 +137,9 @@ class KeyRing:
                 return Tokens(*(x[None] for x in keys))
 
             block = own.round(number, message).key_values(cache, first_page, q.dtype)
-            return fold_ring(block, keys_of, step, "context", state)
+            # If the loop did not carry the cache, XLA would copy it, as it is written afterwards. Without the barrier
+            # JAX would find that the loop does not change it.
+            return lax.optimization_barrier((fold_ring(block, keys_of, step, "context", state), cache))
 
         return further
 

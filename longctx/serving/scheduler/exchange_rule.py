@@ -11,6 +11,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.batch import Exchange as Exchange
 from longctx.serving.scheduler.rank_work import keys_by_rank, work_by_exchange, work_by_rank
+from longctx.serving.scheduler.row_buckets import keys_may_travel
 from longctx.serving.scheduler.sequence import Sequence
 
 SHARDED = ("pass_kv", "all_gather", "pass_q")
@@ -166,14 +167,8 @@ class ExchangeRule:
         return Exchange(name, f"predicted: {predicted}, {_size(sharded)}"), works[name]
 
     def _offered(self, sharded: int, *others: int) -> List[str]:
-        """What a rule may choose from in a step with so many rows of each kind on the fullest rank.
-
-        Steps are compiled for pass-KV and all-gather if they are full of sharded rows and have few others: with fewer
-        rows queries are less than keys.
-        """
-        if self._buckets and (
-            sharded <= max(self._buckets[:-1], default=0) or max(others, default=0) > self._buckets[0]
-        ):
+        """What a rule may choose from in a step with so many rows of each kind on the fullest rank."""
+        if self._buckets and not keys_may_travel(self._buckets, sharded, *others):
             return ["pass_q"]
         return self._known
 

@@ -1,0 +1,73 @@
+"""Numbers of rows that steps are compiled for, and the exchanges of steps with such numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from longctx.serving.parallel_plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from longctx.serving.config import EngineConfig
+
+Rows = tuple[int, int, int]
+"""Numbers of sharded, replicated and local rows of a rank."""
+
+_RINGS = ("pass_kv", "all_gather")  # exchanges in which keys travel
+
+
+def keys_may_travel(buckets: List[int], sharded: int, *others: int) -> bool:
+    """Whether a step with so many rows of each kind is compiled for other exchanges than pass-Q, by a rule.
+
+    It is if it is full of sharded rows and has few others: with fewer rows queries are less than keys.
+
+    Args:
+      buckets: of a kind of rows, ascending.
+    """
+    return sharded > max(buckets[:-1], default=0) and max(others, default=0) <= buckets[0]
+
+
+class RowBuckets(NamedTuple):
+    """Buckets of each kind of rows, ascending."""
+
+    plan: ParallelPlan
+    kinds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, config: EngineConfig) -> Self:
+        if plan.context == 1:
+            return cls(plan, ((0,), (0,), config.row_buckets))
+        buckets = (0, *config.growing_buckets(8))
+        if plan.placement == "interleave" and plan.exchange == "pass_q":  # then all rows are sharded
+            return cls(plan, (buckets, (0,), (0,)))
+        return cls(plan, (buckets if plan.shards_rows else (0,), buckets, buckets))
+
+    @property
+    def largest(self) -> Rows:
+        """The largest bucket of each kind of rows."""
+        sharded, replicated, local = map(max, self.kinds)
+        return sharded, replicated, local
+
+    def round_up(self, rows: Rows) -> Rows:
+        """The smallest buckets that hold so many rows; for no row at all, those of one row."""
+        if not any(rows):
+            rows = (0, 0, 1) if any(self.kinds[2]) else (1, 0, 0)
+        sharded, replicated, local = (
+            next(bucket for bucket in kind if bucket >= count) for kind, count in zip(self.kinds, rows, strict=True)
+        )
+        return sharded, replicated, local
+
+    def exchanges(self, rows: Rows) -> tuple[str, ...]:
+        """The exchanges that steps of such buckets are compiled for.
+
+        They are the one that the plan names, and pass-Q; see `keys_may_travel` for those that a rule may choose.
+        """
+        sharded, *others = rows
+        named = str(self.plan.exchange)
+        if not sharded:
+            return ("pass_q",)
+        if named in _RINGS:
+            return (named, "pass_q") if self.plan.placement == "interleave" else (named,)
+        if not keys_may_travel(self.kinds[0][1:], sharded, *others):
+            return ("pass_q",)
+        return ("pass_q", "pass_kv", "all_gather") if named == "auto" else ("pass_q", "pass_kv")

@@ -1,0 +1,109 @@
+"""Which programs steps are compiled for, and which of them a step takes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.models import LlamaConfig
+from longctx.serving import EngineConfig, ParallelPlan
+from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
+from longctx.serving.executor.step_shapes import StepShapes
+from longctx.serving.runner.step_inputs import Shape
+
+MODEL = LlamaConfig.preset("llama-3-8b")
+PAGE_BYTES = 2 * 64 * MODEL.num_kv_heads * MODEL.head_dim * 2  # 256 KiB
+FULL = (512, 0, 8)
+
+
+def make_shapes(plan: ParallelPlan, most_bytes: int = 1 << 30) -> StepShapes:
+    """For 131,072 tokens in pages of 64."""
+    return StepShapes(MODEL, EngineConfig(token_budget=512), plan, 4096, 2048, 2, most_bytes)
+
+
+def sent(shape: Shape) -> tuple[str, int]:
+    return shape.exchange, shape.message
+
+
+@given(
+    pages=st.integers(1, 10**6),
+    num_pages=st.integers(1, 10**6),
+    entries=st.integers(1, 10**6),
+    most_bytes=st.integers(1, 1 << 34),
+)
+def test_any_number_of_pages_is_sent_within_the_limit(
+    pages: int, num_pages: int, entries: int, most_bytes: int
+) -> None:
+    pages = min(pages, num_pages)
+    messages = Messages(num_pages, entries, PAGE_BYTES, most_bytes)
+    message = messages.of(pages)
+    rounds = message.rounds_for(pages)
+    assert message in list(messages)
+    assert rounds <= message.rounds
+    assert message.pages * PAGE_BYTES <= max(most_bytes, PAGE_BYTES)
+    # Less than half is padding, but for the shortest message.
+    assert rounds * message.pages < max(2 * pages, messages.shortest.pages + 1)
+    assert len(list(messages)) <= 10
+
+
+def test_long_messages_go_in_several() -> None:
+    """A message of 128 MiB holds 512 pages of 256 KiB; 2,000 pages don't become pass-Q for that."""
+    plan = ParallelPlan(context=8, exchange="pass_kv")
+    assert sent(make_shapes(plan).of_step(FULL, "pass_kv", 2000)) == ("pass_kv", 1024)
+    shape = make_shapes(plan, 128 << 20).of_step(FULL, "pass_kv", 2000)
+    assert sent(shape) == ("pass_kv", 256)
+    assert Message(shape.message, shape.rounds).rounds_for(2000) == 8 <= shape.rounds
+
+
+@pytest.mark.parametrize("exchange", ["auto", "pass_q", "pass_kv", "all_gather"])
+@pytest.mark.parametrize("placement", ["grow", "interleave"])
+@given(
+    sharded=st.integers(1, 512),
+    others=st.tuples(st.integers(0, 512), st.integers(0, 512)),
+    chosen=st.sampled_from(["pass_q", "pass_kv", "all_gather"]),
+    pages=st.integers(0, 4096),
+)
+def test_every_step_has_a_program_that_was_compiled(
+    placement: str, exchange: str, sharded: int, others: tuple[int, int], chosen: str, pages: int
+) -> None:
+    shapes = make_shapes(ParallelPlan(stage=2, context=2, exchange=exchange, placement=placement))  # type: ignore[arg-type]
+    rows = (sharded, 0, 0) if (placement, exchange) == ("interleave", "pass_q") else (sharded, *others)
+    shape = shapes.of_step(rows, chosen, pages)
+    assert shape in set(shapes)
+    assert min(a - b for a, b in zip((shape.sharded, shape.replicated, shape.local), rows, strict=True)) >= 0
+    assert shape.exchange == "pass_q" or shape.message * shape.rounds >= pages
+    assert sent(shapes.of_step((0, 0, 0), "", 0)) == ("pass_q", 0) or pages == 0
+
+
+@pytest.mark.parametrize("exchange", ["auto", "pass_q", "pass_kv"])
+def test_where_nothing_is_cached_neither_pages_nor_queries_travel(exchange: str) -> None:
+    shapes = make_shapes(ParallelPlan(context=8, exchange=exchange))
+    assert sent(shapes.of_step(FULL, "pass_q", 0)) == sent(shapes.of_step(FULL, "pass_kv", 0)) == ("pass_kv", 0)
+
+
+def test_auto_gathers_little() -> None:
+    shapes = make_shapes(ParallelPlan(context=8))
+    assert sent(shapes.of_step(FULL, "all_gather", 0)) == ("all_gather", 0)
+    assert sent(shapes.of_step(FULL, "all_gather", 100)) == ("all_gather", 64)
+    assert sent(shapes.of_step(FULL, "all_gather", 2000)) == ("pass_kv", 1024)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "placement", "programs"),
+    [
+        ("kvp", "grow", 15),
+        ("pass_q", "interleave", 4),
+        ("pass_q", "grow", 67),
+        ("auto", "grow", 87),
+    ],
+)
+def test_the_number_of_programs(exchange: str, placement: str, programs: int) -> None:
+    shapes = list(make_shapes(ParallelPlan(stage=2, context=2, exchange=exchange, placement=placement)))  # type: ignore[arg-type]
+    assert len(shapes) == len(set(shapes)) == programs
+
+
+def test_messages_of_small_caches() -> None:
+    assert list(Messages(24, 100, PAGE_BYTES, 1 << 30)) == [Message(24, 1)]
+    assert NOTHING_CACHED.rounds_for(0) == 1
+    assert replace(EngineConfig()).token_budget == 512
