@@ -74,12 +74,6 @@ def _chunk_sizes(tokens: int) -> list[int]:
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
-@functools.cache
-def _chunk_sizes(tokens: int) -> list[int]:
-    """Powers of two up to a number of tokens, and this."""
-    return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
-
-
 def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
     sizes = _chunk_sizes(chunking.tokens)
