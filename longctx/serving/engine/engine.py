@@ -102,10 +102,9 @@ class Engine:
         self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
         self._queue = SubmitQueue(executor, clock, self.plan.stage)
-        self._journals: tuple[Journal, ...] = (self._lockstep,)
+        self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
         if recorder is not None:
             begin_recording(recorder, resolved, params, self.core, self._lockstep.leads)
-            self._journals = (recorder, self._lockstep)
         self._jobs = Jobs()
         self._updates: deque[tuple[Callable[[Job], None], list[Job]]] = deque()  # between steps
         self._events: deque[Event] = deque()  # of requests that no stream waits for
