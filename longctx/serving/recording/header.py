@@ -18,7 +18,7 @@ from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_text, shown
 
-FORMAT = "longctx log 1"
+FORMAT = "longctx log 2"
 NAME = "header.json"
 Writable = RuntimePredictor | CurvePredictor | MeshPredictor
 """Predictors that a header can hold."""
