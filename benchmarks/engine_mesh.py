@@ -54,6 +54,7 @@ CASES = [
     Case(ParallelPlan(2, 2, 2, "auto", "interleave")),
     Case(ParallelPlan(1, 8, 1, "pass_q", "interleave"), 8),
     Case(ParallelPlan(1, 8, 1, "pass_kv", "interleave"), 8),
+    Case(ParallelPlan(1, 8, 1, "all_gather", "interleave"), 8),
     Case(ParallelPlan(8, 1, 1), 0.25),
     Case(ParallelPlan(1, 1, 8)),
     Case(ParallelPlan(1, 8, 1, "kvp", "interleave")),

@@ -293,6 +293,8 @@ def test_what_is_chosen_is_what_is_compiled(
     exchange: str, placement: Any, sharded: int, replicated: int, local: int, start: int, decodes: bool
 ) -> None:
     """So the exchange that a step reports is the one that it runs."""
+    if (exchange, placement) == ("pass_q", "interleave"):  # then all rows are sharded
+        replicated = local = 0
     config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024)
     plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
     predictor = costs("h100-rdma")
@@ -307,4 +309,4 @@ def test_what_is_chosen_is_what_is_compiled(
     pages = -(-start // PAGE // RANKS)
     shape = shapes.of_step(rows, found.name, pages)
     # With nothing cached no query has to travel.
-    assert shape.exchange == found.name or (not pages and {shape.exchange, found.name} == {"pass_q", "pass_kv"})
+    assert shape.exchange == found.name or (not pages and (found.name, shape.exchange) == ("pass_q", "all_gather"))

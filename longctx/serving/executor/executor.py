@@ -161,7 +161,6 @@ class DeviceExecutor:
         """What the step that begins a batch is told, and its shape: a batch for every stage, the last one's samples."""
         self._stages.append(self._lay_out(batch))
         shape = self._shape()
-        _record_exchange(batch, self._stages[-1], shape)
         empty = self._plan.stage - len(self._stages)
         packed = [*(pending.pack(shape) for pending in reversed(self._stages)), *[RowInputs.empty(shape)[0]] * empty]
         rows = np.stack(packed)
@@ -209,13 +208,3 @@ class DeviceExecutor:
         for shape in self.shapes:
             rows = np.stack([nothing.pack_rows(shape)] * self._plan.stage)
             yield rows, nothing.pack_samples(shape, self._controls, self._plain), shape
-
-
-def _record_exchange(batch: Batch, pending: Pending, shape: Shape) -> None:
-    """What a batch's sharded rows take, where it is not what was chosen for them."""
-    chosen = batch.exchange
-    if chosen is not None and pending.exchange and chosen.name != shape.exchange:
-        why = (
-            "none is cached" if shape.exchange == "pass_kv" and not shape.message else f"{chosen.name} is not compiled"
-        )
-        batch.exchange = chosen._replace(name=shape.exchange, reason=f"{chosen.reason}; {why}")

@@ -9,7 +9,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import RowBuckets, Rows
+from longctx.serving.scheduler.row_buckets import RowBuckets, Rows, keys_may_travel
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -71,9 +71,9 @@ class StepShapes:
         """
         buckets = self._buckets.round_up(rows)
         exchanges = self._exchanges(buckets)
-        if exchange == "pass_q" and not pages:  # No query has to travel.
-            exchange = "pass_kv"
-        for name in (exchange, "pass_kv", "pass_q", *exchanges):
+        # Where nothing is cached, pass-Q has no query to send: new keys are gathered, and that is all.
+        instead = "all_gather" if exchange == "pass_q" and not pages else exchange
+        for name in (instead, exchange, "pass_kv", "pass_q", *exchanges):
             if name in exchanges:
                 message = self._messages[name].of(pages) if pages and name in self._messages else NOTHING_CACHED
                 if message in exchanges[name]:
@@ -83,15 +83,12 @@ class StepShapes:
     def _exchanges(self, rows: Rows) -> dict[str, list[Message]]:
         """The exchanges that steps of such buckets are compiled for, each with its messages.
 
-        Pass-Q needs none; instead of it, steps full of sharded rows have pass-KV of new keys alone. Beside other
-        exchanges all-gather has the shortest message, as it is best for little.
+        Pass-Q needs none; steps full of sharded rows have all-gather of new keys alone besides.
         """
-        named, found = str(self._plan.exchange), dict[str, list[Message]]()
-        for name in self._buckets.exchanges(rows):
-            found[name] = [NOTHING_CACHED]
-            if name in self._messages and named != "pass_q":
-                messages = self._messages[name]
-                found[name] += [messages.shortest] if name == "all_gather" != named else messages
+        named, names = str(self._plan.exchange), self._buckets.exchanges(rows)
+        found = {name: [NOTHING_CACHED, *self._messages.get(name, [])] for name in names}
+        if named == "pass_q" and keys_may_travel(self._buckets.kinds[0][1:], *rows):
+            found["all_gather"] = [NOTHING_CACHED]
         return found
 
     def _is_needed(self, rows: Rows) -> bool:

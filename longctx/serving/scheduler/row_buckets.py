@@ -68,6 +68,6 @@ class RowBuckets(NamedTuple):
             return ("pass_q",)
         if named in _RINGS:
             return (named, "pass_q") if self.plan.placement == "interleave" else (named,)
-        if not keys_may_travel(self.kinds[0][1:], sharded, *others):
+        if named == "pass_q" or not keys_may_travel(self.kinds[0][1:], sharded, *others):
             return ("pass_q",)
         return ("pass_q", "pass_kv", "all_gather") if named == "auto" else ("pass_q", "pass_kv")
