@@ -24,6 +24,7 @@ from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.step_budget import StepBudget
 from longctx.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -310,3 +311,15 @@ def test_what_is_chosen_is_what_is_compiled(
     shape = shapes.of_step(rows, found.name, pages)
     # With nothing cached no query has to travel.
     assert shape.exchange == found.name or (not pages and (found.name, shape.exchange) == ("pass_q", "all_gather"))
+
+
+@pytest.mark.parametrize("exchange", ["pass_q", "pass_kv", "all_gather", "algorithm_1", "empirical"])
+def test_a_step_is_filled_by_the_time_of_the_exchange_that_it_will_take(exchange: str) -> None:
+    by, predictor = rule(exchange, "h100-tcp"), costs("h100-tcp")
+    plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement="interleave")
+    sequence = placed(100_000)
+    sequence.computed = 80_000
+    step = StepBudget(plan, PAGE, predictor, ROWS, [], by)
+    found, works = by.choose([chunk(80_000, 8000)])
+    assert found is not None
+    assert step.seconds_with(sequence, 8000) == pytest.approx(max(map(predictor.seconds, works)))

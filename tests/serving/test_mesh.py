@@ -20,6 +20,11 @@ POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.pro
 ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
 STRATEGIES = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
 ALL = [(sizes, strategy) for sizes in POWERS + ODD for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])]
+ALL += [
+    ((1, 2, 1), ("interleave", "auto")),
+    ((2, 2, 1), ("interleave", "algorithm_5")),
+    ((1, 4, 1), ("grow", "all_gather")),
+]
 # 5 layers: no stage has as many as the others.
 UNEVEN = [
     (sizes, strategy)

@@ -21,6 +21,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, Samplin
 from longctx.serving.engine.memory import MemoryEstimate, estimate, param_bytes
 from longctx.serving.executor import messages
 from longctx.serving.kv_cache.placement import Grown
+from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
 from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
 from longctx.serving.scheduler.batch import Batch
@@ -33,7 +34,7 @@ PLANS = st.builds(
     ParallelPlan,
     stage=st.sampled_from([1, 2, 3, 4]),
     context=st.sampled_from([1, 2, 3, 4, 5]),
-    exchange=st.sampled_from(["auto", "kvp", "pass_q", "pass_kv"]),
+    exchange=st.sampled_from(EXCHANGES),
     placement=st.sampled_from(["grow", "interleave"]),
     rank_tokens=st.sampled_from([None, 4, 16, 40]),
 )

@@ -116,10 +116,18 @@ class ExchangeRule:
         keys = None if few or sequence.placement is None else keys_by_rank(sequence, start, self._page_size)
         return self.shards(start, start + sequence.remaining, keys)
 
-    def exchanges(self, tokens: int, cached: int) -> List[str]:
-        """Those of which a sharded chunk of so many new tokens after cached ones takes the fastest, alone in a step."""
+    def exchanges(self, tokens: int, cached: int, *others: int) -> List[str]:
+        """Those of which sharded rows take the fastest, of so many new tokens after cached ones.
+
+        Args:
+          others: rows of the other kinds in the step.
+        """
+        if tokens == 1:
+            return ("pass_q",)
         rows = -(-tokens // self._plan.context)
-        return self._offered(rows) if self._is_predicted else (self._by_rule(tokens, cached, rows)[0],)
+        return (
+            self._offered(rows, *others) if self._is_predicted else (self._by_rule(tokens, cached, rows, *others)[0],)
+        )
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
         """What a step's rows exchange, None for nothing, and the work of each rank with that."""

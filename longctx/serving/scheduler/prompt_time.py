@@ -66,7 +66,7 @@ class PromptTime:
         limit, ranks = self._limit(tpot), self.placer.num_ranks
         fullest = max(self._keys(context + 1, limit))
         if ranks > 1 and self.rule.shards_decodes():
-            return self.predictor.seconds(Work().with_sharded(context, 1, ranks, samples=True))
+            return self.predictor.seconds(Work().with_sharded(context, 1, ranks, samples=True, exchange="pass_q"))
         work = Work().with_chunk(fullest - 1, 1, True, self._is_spread(context + 1, limit))
         return self.predictor.seconds(work._replace(elsewhere=context + 1 - fullest))
 

@@ -274,8 +274,10 @@ class StepBudget:
             rows = sharded_rows(count, self._sharded, self._num_ranks)
             # About: chunks of several sequences may have most of their keys on different ranks.
             cached = max(keys_by_rank(sequence, start, self._page_size)) if count > 1 else 0
+            names = self._rule.exchanges(count, start, max(self._replicated), max(self._local))
+            name = names[0] if len(names) == 1 else ""  # the fastest
             new = [
-                works[rank].with_sharded(start, count, self._num_ranks, cached, samples, rows=rows) for rank in ranks
+                works[rank].with_sharded(start, count, self._num_ranks, cached, samples, name, rows) for rank in ranks
             ]
         elif len(ranks) == 1:
             new = [works[ranks[0]].with_chunk(start, count, samples)]
