@@ -25,8 +25,9 @@ class KeyRing:
     """Attention of sharded rows to the keys of all ranks, which come round in blocks.
 
     A rank's block has its new keys and those of its cached pages. Every rank attends to a block while the next one
-    travels, and writes those of its new keys whose pages it has. So no key is gathered, and where nothing is cached no
-    page is sent. What one block has no room for goes round in further rounds.
+    travels, and takes its new keys from it. After the last hop it writes those whose pages it has, in one write: with
+    one in every hop, XLA would count the cache several times, and so have no memory left to hide hops. No key is
+    gathered, and where nothing is cached no page is sent. What one block has no room for goes in further rounds.
 
     Attributes:
       queries: `[1, rows]`.
@@ -97,7 +98,7 @@ class KeyRing:
         if self.num_rounds is not None:
             further = self._round(kernel, q, first_page)
             state, cache = lax.fori_loop(1, self.num_rounds, further, (match_varying(state, "context"), cache))
-        # After n hops the keys of rank i passed (rank - i) % n hops ago.
+        # The keys of rank i were here after (rank - i) % n hops.
         ranks = self.shape.ranks
         hops = (index_of("context") - jnp.arange(ranks, dtype=jnp.int32)) % ranks
         gathered = jnp.moveaxis(jnp.stack(passed)[hops], 1, 2).reshape(-1, *new.kv.shape[1:])
