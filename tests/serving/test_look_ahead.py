@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from bare_scheduler import BareScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +151,21 @@ def test_looking_ahead_changes_nothing(seed: int, stage: int, admission: str, po
         return events + run(engine)
 
     assert serve(looks=True) == serve(looks=False)
+
+
+def test_looking_ahead_grows_nobody() -> None:
+    """A prompt that grows onto other ranks in a look ahead has not grown where it is served."""
+    run = BareScheduler(ParallelPlan(context=3, exchange="kvp", rank_tokens=40), 20, page_size=4)
+    long = run.add(110, 4)
+    run.step()
+    run.step()
+    placed = str(long.placement)
+    twin, newcomer = copy_scheduler(run.scheduler), Sequence("new", 99, 8, 2, run.now)
+    look_ahead(twin, [newcomer], run.now, run.now, 10.0, to_its_end)
+    assert str(long.placement) == placed
+    run.run()
+    assert any(len(chunk.ranks) == 3 for batch in run.batches for chunk in batch.chunks)
+    run.check_empty()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ _REMEMBERED = 256
 class Placement(Protocol):
     """The ranks of one sequence's pages, by the pages' numbers."""
 
+    def copy(self) -> "Placement":
+        """The same, for a copy of the sequence: what either does the other does not see."""
+        ...
+
     @property
     def num_ranks(self) -> int:
         """Of the `context` axis."""
@@ -44,6 +48,9 @@ class Interleaved:
     num_ranks: int
     home: int
 
+    def copy(self) -> "Interleaved":
+        return self
+
     def rank(self, number: int) -> int:
         return (self.home + number) % self.num_ranks
 
@@ -65,6 +72,10 @@ class Grown:
 
     num_ranks: int
     runs: list[tuple[int, int]] = field(default_factory=list)
+
+    def copy(self) -> "Grown":
+        """One that grows by itself."""
+        return Grown(self.num_ranks, self.runs.copy())
 
     def rank(self, number: int) -> int:
         runs = self.runs

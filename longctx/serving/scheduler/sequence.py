@@ -92,6 +92,7 @@ class Sequence:
         memo[id(self)] = twin = copy.copy(self)
         twin.completion, twin.pages, twin.reserved = None, self.pages.copy(), self.reserved.copy()
         twin.rank_pages = self.rank_pages.copy()
+        twin.placement = None if self.placement is None else self.placement.copy()
         return twin
 
     def to(self, state: State) -> None:
