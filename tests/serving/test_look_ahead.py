@@ -19,10 +19,11 @@ MODEL = Llama(LlamaConfig(50, 8, 8, 6, 1, 1, 8, max_positions=4096))
 DEVICE = CurvePredictor((1, 2), (0.0102, 0.0104), 1e-8, 1e-7, 1e-5)
 
 
-def make_engine(stage: int = 1, **options: object) -> Engine:
+def make_engine(stage: int = 1, context: int = 1, **options: object) -> Engine:
+    """On several ranks, sequences grow from 64 tokens on."""
     executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50, stage)
     options = {"token_budget": 64, "page_size": 16, "num_pages": 64, "max_running": 4, "run_ahead": 1} | options
-    plan = ParallelPlan(stage=stage)
+    plan = ParallelPlan(stage=stage, context=context, exchange="kvp", rank_tokens=64)
     config = EngineConfig(hash_key=bytes(16), **options)  # type: ignore[arg-type]
     return Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE, plan=plan)
 
@@ -131,12 +132,14 @@ def test_steps_in_flight_make_little_difference(seed: int, stage: int, run_ahead
 @given(
     seed=st.integers(0, 2**20),
     stage=st.sampled_from([1, 2, 3]),
+    context=st.sampled_from([1, 2, 3]),
     admission=st.sampled_from(["reserve", "optimistic"]),
     policy=st.sampled_from(sorted(POLICIES)),
 )
-def test_looking_ahead_changes_nothing(seed: int, stage: int, admission: str, policy: str) -> None:
+def test_looking_ahead_changes_nothing(seed: int, stage: int, context: int, admission: str, policy: str) -> None:
     def serve(looks: bool) -> list[Event]:
-        engine, rng = make_engine(stage, admission=admission, policy=policy, run_ahead=2), np.random.default_rng(seed)
+        engine = make_engine(stage, context, admission=admission, policy=policy, run_ahead=2, num_pages=64 // context)
+        rng = np.random.default_rng(seed)
         events = []
         for _ in range(12):
             request = submit(engine, rng)
