@@ -23,6 +23,7 @@ from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.rank_work import work_by_rank
+from longctx.serving.scheduler.row_buckets import RowBuckets
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 from longctx.simulation import Simulation
@@ -313,6 +314,20 @@ def test_what_is_chosen_is_what_is_compiled(
     shape = shapes.of_step(rows, found.name, pages)
     # With nothing cached no query has to travel.
     assert shape.exchange == found.name or (not pages and (found.name, shape.exchange) == ("pass_q", "all_gather"))
+
+
+def test_replicated_rows_of_different_ranks_are_counted_as_they_are_placed() -> None:
+    """One after the other where they share a rank: 12 rows on each of three ranks, above the least bucket of 8."""
+    config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024)
+    plan, predictor = ParallelPlan(context=RANKS, tensor=8, exchange="auto"), costs("h100-rdma")
+    buckets = config.growing_buckets(8)
+    by = ExchangeRule(plan, 1024, PAGE, predictor, predictor.exchange, buckets=buckets)
+    chunks = [chunk(0, 4 * (buckets[-1] - 20))]
+    chunks += [chunk(1000, 4, False)._replace(ranks=ranks) for ranks in ((0, 1), (1, 2), (2, 3))]
+    found, _ = by.choose(chunks)
+    assert found is not None
+    compiled = RowBuckets.of(plan, config)
+    assert compiled.exchanges(compiled.round_up((buckets[-1] - 20, 12, 0))) == ("pass_q",) == (found.name,)
 
 
 @pytest.mark.parametrize("exchange", ["pass_q", "pass_kv", "all_gather", "algorithm_1", "empirical"])

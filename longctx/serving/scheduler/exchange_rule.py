@@ -10,7 +10,7 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.batch import Exchange as Exchange
-from longctx.serving.scheduler.rank_work import keys_by_rank, work_by_exchange, work_by_rank
+from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, work_by_exchange, work_by_rank
 from longctx.serving.scheduler.row_buckets import keys_may_travel
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -227,9 +227,7 @@ def _count_rows(chunks: List[Chunk], num_ranks: int) -> tuple[int, int, int]:
         if chunk.sharded:
             sharded += chunk.num_tokens
         else:
-            kind = replicated if len(chunk.ranks) > 1 else local
-            for rank in chunk.ranks:
-                kind[rank] += chunk.num_tokens
+            place_rows(replicated if len(chunk.ranks) > 1 else local, chunk.ranks, chunk.num_tokens)
     return -(-sharded // num_ranks), max(replicated), max(local)
 
 

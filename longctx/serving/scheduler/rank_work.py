@@ -103,6 +103,13 @@ def sharded_rows(count: int, before: int, num_ranks: int) -> int:
     return -(-(before + count) // num_ranks) + -before // num_ranks
 
 
+def place_rows(rows: list[int], ranks: tuple[int, ...], count: int) -> None:
+    """Add rows of a sequence to those of their kind on each rank: in the same place on all ranks of the sequence."""
+    top = max([rows[rank] for rank in ranks]) + count
+    for rank in ranks:
+        rows[rank] = top
+
+
 def keys_by_rank(sequence: Sequence, position: int, page_size: int) -> list[int]:
     """How many of a sequence's tokens before `position` each context rank keeps, `[ranks]`; see `keys_on`."""
     placement = sequence.placement

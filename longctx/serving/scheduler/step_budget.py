@@ -10,7 +10,7 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.rank_work import keys_by_rank, replicated_start, sharded_rows, work_by_rank
+from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, replicated_start, sharded_rows, work_by_rank
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -262,9 +262,7 @@ class StepBudget:
         elif len(ranks) == 1:
             self._local[ranks[0]] += count
         else:
-            top = max(self._replicated[rank] for rank in ranks) + count
-            for rank in ranks:
-                self._replicated[rank] = top
+            place_rows(self._replicated, ranks, count)
 
     def _with(self, sequence: Sequence, share: Share) -> list[_RankWork]:
         """The work of each rank that computes a share of a prompt, with that share."""
