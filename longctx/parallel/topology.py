@@ -25,7 +25,7 @@ class Topology:
       links: by axis, `"tensor"`, `"context"` and `"stage"`.
 
     Raises:
-      TypeError, ValueError: device is no `Device`, a link no `Link`, or an axis does not exist.
+      TypeError, ValueError: device is no `Device`, a link no `Link`, the name no string, or an axis does not exist.
     """
 
     device: Device
@@ -35,6 +35,8 @@ class Topology:
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
             raise TypeError(f"device must be a Device, got {self.device!r}")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string, got {self.name!r}")
         if not isinstance(self.links, Mapping):
             raise TypeError(f"links must be a mapping from axes to links, got {self.links!r}")
         for axis, link in self.links.items():
@@ -45,7 +47,9 @@ class Topology:
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """A topology by its name; ValueError if there is none of it."""
+        """A topology by its name; ValueError if there is none of it, TypeError if it is no string."""
+        if not isinstance(name, str):
+            raise TypeError(f"topology must be the name of a preset or a file, a string, got {name!r}")
         if name not in PRESETS:
             raise ValueError(f"topology must be one of {', '.join(PRESETS)}, or a file, got {name!r}")
         device, tensor, context, stage = PRESETS[name]
@@ -60,7 +64,8 @@ class Topology:
           OSError: the file can't be read.
           ValueError: there is neither such a preset nor such a file, or the file is no topology.
         """
-        return cls.from_file(Path(text)) if text not in PRESETS and Path(text).is_file() else cls.preset(text)
+        is_file = isinstance(text, str) and text not in PRESETS and Path(text).is_file()
+        return cls.from_file(Path(text)) if is_file else cls.preset(text)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -86,7 +91,7 @@ class Topology:
         if not isinstance(fields["links"], Mapping):
             raise ValueError(f"links must be a mapping from axes to links, got {fields['links']!r}")
         links = {axis: _made(Link, LINKS, f"link of {axis}", link) for axis, link in fields["links"].items()}
-        return cls(_made(Device, DEVICES, "device", fields["device"]), links, str(fields.get("name", "")))
+        return cls(_made(Device, DEVICES, "device", fields["device"]), links, fields.get("name", ""))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `from_dict` makes the same."""

@@ -125,6 +125,23 @@ def test_hardware_is_what_is_reached() -> None:
         ('{"device": "H100", "links": {"tensor": {"bandwidth": 0}}}', "bandwidth must be a positive, finite number"),
         ('{"device": "H100", "links": {"tensor": {"bandwidth": "1"}}}', "bandwidth must be .*, got '1'"),
         ('{"device": "H100", "links": {"tensor": {"bandwidth": 1, "share": 1.5}}}', "share must be .* at most 1, got"),
+        (
+            '{"device": "H100", "links": {"context": {"bandwidth": 1' + "0" * 400 + "}}}",
+            "link of context: bandwidth must be a positive, finite number, got 1000",
+        ),
+        (
+            '{"device": {"flops": {"bfloat16": 1e12, "fp8": 2e12}, "memory_bandwidth": 1}, "links": {}}',
+            "device: flops must be of the dtypes float8, bfloat16, .* got 'fp8'",
+        ),
+        (
+            '{"device": {"name": [1], "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1}, "links": {}}',
+            r"device: name must be a string, got \[1\]",
+        ),
+        (
+            '{"device": "H100", "links": {"context": {"name": 3, "bandwidth": 1}}}',
+            "link of context: name must be a str",
+        ),
+        ('{"device": "H100", "links": {}, "name": []}', r"name must be a string, got \[\]"),
     ],
 )
 def test_broken_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -138,6 +155,12 @@ def test_broken_files_are_refused(text: str, message: str, tmp_path: Path) -> No
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"topology must be one of h100-nvlink, .*, or a file, got 'h100'"):
         Topology.named("h100")
+    for get in (Topology.preset, Topology.named):
+        with pytest.raises(TypeError, match=r"topology must be the name of .*, got \['a'\]"):
+            get(["a"])  # type: ignore[arg-type]
+    for bandwidth in (10**400, True):
+        with pytest.raises(ValueError, match="bandwidth must be a positive, finite number"):
+            Hardware(1e12, bandwidth)
     with pytest.raises(TypeError, match="device must be a Device, got 'H100'"):
         Topology("H100", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="links must have a Link for tensor, got 3"):
