@@ -43,7 +43,7 @@ class Device:
     """
 
     name: str
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
     memory_bandwidth: float
     memory_bytes: float | None = None
     flops_share: float = 0.6

@@ -29,7 +29,7 @@ class Topology:
     """
 
     device: Device
-    links: Mapping[str, Link]
+    links: Mapping[str, Link] = dataclasses.field(hash=False)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -44,6 +44,7 @@ class Topology:
                 raise ValueError(f"links must be of the axes {', '.join(AXES)}, got {axis!r}")
             if not isinstance(link, Link):
                 raise TypeError(f"links must have a Link for {axis}, got {link!r}")
+        object.__setattr__(self, "links", dict(self.links))
 
     @classmethod
     def preset(cls, name: str) -> Self:

@@ -1,9 +1,10 @@
 """Topologies: what is found from devices and hosts, presets, files, and what is refused."""
 
 import json
+import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,22 @@ def test_presets_have_all_axes_and_go_through_files(name: str, tmp_path: Path) -
             choose_ring(4096, 4096, 4, GPU, topology).times
             == choose_ring(4096, 4096, 4, GPU, topology.hardware("context")).times
         )
+
+
+def test_a_topology_has_mappings_of_its_own() -> None:
+    """What it was made from may change, or be of any kind."""
+    flops, links = {"bfloat16": 1e12}, {"context": LINKS["rdma-400g"]}
+    device = Device("mine", MappingProxyType(flops), 1e12)
+    topology = Topology(device, MappingProxyType(links))
+    plain = topology.to_dict()
+    links["tensor"] = LINKS["nvlink-h100"]
+    flops["float8"] = 2e12
+    assert topology.to_dict() == plain
+    assert json.loads(json.dumps(plain)) == plain
+    same = Topology.from_dict(plain)
+    assert same == topology == pickle.loads(pickle.dumps(topology))
+    assert len({topology, same, Topology.preset("h100-rdma")}) == 2
+    assert hash(device) == hash(same.device)
 
 
 def test_a_file_may_use_names_and_numbers(tmp_path: Path) -> None:
