@@ -100,7 +100,10 @@ class Topology:
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, efficiency: float = 1.0) -> Self:
-        """A topology whose axes all have the link of a `Hardware`, of which a share is reached."""
+        """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
+
+        Bytes of elements are no part of it: give them to `hardware`.
+        """
         device = Device(
             "hardware",
             {"bfloat16": hardware.peak_flops},
@@ -109,7 +112,11 @@ class Topology:
             memory_share=efficiency,
             contention=hardware.contention,
         )
-        link = Link("hardware", hardware.bandwidth, hardware.latency, efficiency)
+        hop, collective = hardware.bandwidth, hardware.collective_bandwidth
+        most = max(hop, collective or 0)
+        share = None if collective is None else efficiency * (collective / most)
+        latency = hardware.collective_latency
+        link = Link("hardware", most, hardware.latency, efficiency * (hop / most), share, latency)
         return cls(device, dict.fromkeys(AXES, link))
 
     def link(self, axis: str) -> Link:

@@ -97,10 +97,10 @@ def roofline(
     if isinstance(hardware, Topology):
         if efficiency is not None:
             raise ValueError(f"efficiency is of a Hardware: a topology has shares of its own, got {efficiency}")
-        topology, element = hardware, element_bytes or 2
+        topology, element, partial = hardware, element_bytes or 2, 4.0
     else:
         topology = Topology.of_hardware(hardware, 0.6 if efficiency is None else efficiency)
-        element = element_bytes or hardware.bytes_per_element
+        element, partial = element_bytes or hardware.bytes_per_element, hardware.partial_bytes
     topology.check(stage=stage, tensor=tensor, context=context)
     device, layers = topology.device, layers_per_stage(model.num_layers, stage)
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
@@ -126,12 +126,18 @@ def roofline(
         per_pair=4 * layers * heads * model.head_dim / flops,
         per_key=2 * layers * kv_heads * model.head_dim * element / bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element),
+        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
     )
 
 
 def exchange_cost(
-    model: LlamaConfig, topology: Topology, stage: int, context: int, tensor: int, element_bytes: float = 2
+    model: LlamaConfig,
+    topology: Topology,
+    stage: int,
+    context: int,
+    tensor: int,
+    element_bytes: float = 2,
+    partial_bytes: float = 4,
 ) -> ExchangeCost | None:
     """What rows exchange over `context`; None for one rank.
 
@@ -141,7 +147,7 @@ def exchange_cost(
     if context == 1:
         return None
     shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
-    hardware = topology.hardware("context", element_bytes)
+    hardware = topology.hardware("context", element_bytes, partial_bytes)
     return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 
