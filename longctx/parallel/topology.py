@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -205,7 +206,8 @@ def device_name(device: Any) -> str | None:
     """The name of a `jax.Device` in the tables; None if it is an accelerator that isn't there."""
     if device is None or device.platform == "cpu":
         return "cpu"
-    return next((name for name in FOUND if name in device.device_kind), None)
+    words = re.split(r"[^0-9A-Za-z]+", device.device_kind)  # whole ones: a GH200 is no H200
+    return next((name for name in FOUND if name in words), None)
 
 
 def _host(device: Any) -> int:

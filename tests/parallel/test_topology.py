@@ -16,7 +16,7 @@ from longctx.models import LlamaConfig
 from longctx.parallel import Device, Link, Topology, choose_ring, find_topology, make_mesh
 from longctx.parallel.cost import LLAMA3_405B, Hardware
 from longctx.parallel.device_tables import DEVICES, LINKS, PRESETS
-from longctx.parallel.topology import AXES
+from longctx.parallel.topology import AXES, device_name
 from longctx.serving.predictor.roofline import roofline
 
 GPU = LLAMA3_405B.split(8)
@@ -61,6 +61,18 @@ def test_cpus_and_unknown_devices() -> None:
     assert find_topology(None).device.name == "cpu"
     unknown = find_topology(mesh_of("some accelerator", np.zeros((1, 1, 2), int)))
     assert unknown.device.name == "H100"
+    # A GH200's memory and links are not an H200's.
+    for kind in ("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A1000"):
+        assert device_name(SimpleNamespace(platform="gpu", device_kind=kind)) is None
+        assert find_topology(mesh_of(kind, np.zeros((1, 1, 2), int))).device.name == "H100"
+    known = {
+        "NVIDIA H200": "H200",
+        "NVIDIA H100 PCIe": "H100",
+        "A100-SXM4-40GB": "A100",
+        "NVIDIA A800 80GB PCIe": "A800",
+    }
+    for kind, name in known.items():
+        assert device_name(SimpleNamespace(platform="gpu", device_kind=kind)) == name
     assert find_topology(mesh_of("H100", np.zeros((2,), int), ("context",))).link("stage").name == "nvlink-h100"
 
 
