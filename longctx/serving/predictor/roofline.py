@@ -3,11 +3,12 @@
 Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
+import math
 from typing import Any
 
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
-from longctx.parallel.cost import Hardware, ModelShape, check_count
+from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
 from longctx.parallel.device_tables import DEVICES, LINKS
 from longctx.parallel.topology import Topology, device_name
 from longctx.serving.predictor.exchange import ExchangeCost
@@ -92,8 +93,12 @@ def roofline(
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
     check_count("max_rows", max_rows, 1)
-    if (efficiency is not None and not 0 < efficiency <= 1) or overhead < 0:
-        raise ValueError(f"efficiency must be above 0 and at most 1, overhead not negative: {efficiency}, {overhead}")
+    if efficiency is not None and not 0 < as_float(efficiency) <= 1:
+        raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
+    if not 0 <= as_float(overhead) < math.inf:
+        raise ValueError(f"overhead must be a finite number that is not negative, got {overhead!r}")
+    if element_bytes is not None and not 0 < as_float(element_bytes) < math.inf:
+        raise ValueError(f"element_bytes must be a positive, finite number, got {element_bytes!r}")
     if isinstance(hardware, Topology):
         if efficiency is not None:
             raise ValueError(f"efficiency is of a Hardware: a topology has shares of its own, got {efficiency}")
