@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 import math
-from numbers import Real
 from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, check_count, predict_times
+from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, as_float, check_count, predict_times
 from longctx.parallel.topology import Topology
 
 RULES = ("predicted", "algorithm_1", "algorithm_5")
@@ -35,9 +34,10 @@ class EmpiricalRule:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, Real) or not math.isfinite(value):
+            number = as_float(value)
+            if not math.isfinite(number):
                 raise ValueError(f"{field.name} must be a finite number, got {value!r}")
-            object.__setattr__(self, field.name, float(value))
+            object.__setattr__(self, field.name, number)
 
     @classmethod
     def parse(cls, text: str) -> Self:

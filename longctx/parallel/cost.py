@@ -13,6 +13,16 @@ def check_count(name: str, value: int, least: int) -> int:
     return int(value)
 
 
+def as_float(value: object) -> float:
+    """A real number, one that is too large as infinity; NaN for anything else, which no range of numbers includes."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
     """The heads of one attention layer on one device: all of them, or after `split` one tensor-parallel share.
@@ -84,8 +94,8 @@ class Hardware:
             name, value = field.name, getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            at_limit = (name, value) in _LIMITS
-            if not isinstance(value, Real) or not (at_limit or 0 < float(value) < math.inf):
+            number, at_limit = as_float(value), (name, value) in _LIMITS
+            if math.isnan(number) or not (at_limit or 0 < number < math.inf):
                 raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
 
     def hop(self, num_bytes: float) -> float:

@@ -3,18 +3,25 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
+from longctx.parallel.cost import as_float
+
 _OF_BYTES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
+DTYPES = ("float8", "bfloat16", "float16", "float32", "float64")
 
 
 def _check(name: str, value: Any, most: float = math.inf, may_be_zero: bool = False) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= most or (may_be_zero and value == 0)) or value == math.inf:
+    number = as_float(value)
+    if not (0 < number <= most or (may_be_zero and number == 0)) or number == math.inf:
         kind = "finite number that is not negative" if may_be_zero else "positive, finite number"
         raise ValueError(f"{name} must be a {kind}{'' if most == math.inf else f', at most {most:g}'}, got {value!r}")
-    return float(value)
+    return number
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"name must be a string, got {name!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Device:
     """What an accelerator can do by its data sheet, and which share of that is reached.
 
     Attributes:
-      flops: FLOP/s of dense products by dtype: `"bfloat16"`, which has to be there, `"float8"` and others.
+      flops: FLOP/s of dense products by dtype, of `DTYPES`: `"bfloat16"`, which has to be there, and others.
       memory_bandwidth: bytes/s. memory_bytes: of it, if that is known.
       flops_share, memory_share: the shares of both that are reached. The context parallelism paper advises to go by
         achieved rates (3.4).
@@ -31,11 +38,12 @@ class Device:
         memory bandwidth and multiprocessors.
 
     Raises:
-      ValueError: a number is out of range, or there are no FLOP/s for bfloat16.
+      ValueError: a number is out of range, there are no FLOP/s for bfloat16, a dtype is unknown, or the name is no
+        string.
     """
 
     name: str
-    flops: Mapping[str, float]
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
     memory_bandwidth: float
     memory_bytes: float | None = None
     flops_share: float = 0.6
@@ -44,8 +52,12 @@ class Device:
     contention: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         if not isinstance(self.flops, Mapping) or "bfloat16" not in self.flops:
             raise ValueError(f"flops must be a mapping from dtypes, with bfloat16 among them, got {self.flops!r}")
+        for dtype in self.flops:
+            if dtype not in DTYPES:
+                raise ValueError(f"flops must be of the dtypes {', '.join(DTYPES)}, got {dtype!r}")
         flops = {dtype: _check(f"flops of {dtype}", value) for dtype, value in self.flops.items()}
         object.__setattr__(self, "flops", flops)
         object.__setattr__(self, "memory_bandwidth", _check("memory_bandwidth", self.memory_bandwidth))
@@ -77,7 +89,7 @@ class Link:
       collective_share, collective_latency: of a collective that nothing runs beside; None: as of a hop.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is out of range, or the name is no string.
     """
 
     name: str
@@ -88,6 +100,7 @@ class Link:
     collective_latency: float | None = None
 
     def __post_init__(self) -> None:
+        _check_name(self.name)
         object.__setattr__(self, "bandwidth", _check("bandwidth", self.bandwidth))
         object.__setattr__(self, "share", _check("share", self.share, most=1.0))
         object.__setattr__(self, "latency", _check("latency", self.latency, may_be_zero=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -25,16 +26,18 @@ class Topology:
       links: by axis, `"tensor"`, `"context"` and `"stage"`.
 
     Raises:
-      TypeError, ValueError: device is no `Device`, a link no `Link`, or an axis does not exist.
+      TypeError, ValueError: device is no `Device`, a link no `Link`, the name no string, or an axis does not exist.
     """
 
     device: Device
-    links: Mapping[str, Link]
+    links: Mapping[str, Link] = dataclasses.field(hash=False)
     name: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
             raise TypeError(f"device must be a Device, got {self.device!r}")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string, got {self.name!r}")
         if not isinstance(self.links, Mapping):
             raise TypeError(f"links must be a mapping from axes to links, got {self.links!r}")
         for axis, link in self.links.items():
@@ -42,10 +45,13 @@ class Topology:
                 raise ValueError(f"links must be of the axes {', '.join(AXES)}, got {axis!r}")
             if not isinstance(link, Link):
                 raise TypeError(f"links must have a Link for {axis}, got {link!r}")
+        object.__setattr__(self, "links", dict(self.links))
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """A topology by its name; ValueError if there is none of it."""
+        """A topology by its name; ValueError if there is none of it, TypeError if it is no string."""
+        if not isinstance(name, str):
+            raise TypeError(f"topology must be the name of a preset or a file, a string, got {name!r}")
         if name not in PRESETS:
             raise ValueError(f"topology must be one of {', '.join(PRESETS)}, or a file, got {name!r}")
         device, tensor, context, stage = PRESETS[name]
@@ -60,7 +66,8 @@ class Topology:
           OSError: the file can't be read.
           ValueError: there is neither such a preset nor such a file, or the file is no topology.
         """
-        return cls.from_file(Path(text)) if text not in PRESETS and Path(text).is_file() else cls.preset(text)
+        is_file = isinstance(text, str) and text not in PRESETS and Path(text).is_file()
+        return cls.from_file(Path(text)) if is_file else cls.preset(text)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -86,7 +93,7 @@ class Topology:
         if not isinstance(fields["links"], Mapping):
             raise ValueError(f"links must be a mapping from axes to links, got {fields['links']!r}")
         links = {axis: _made(Link, LINKS, f"link of {axis}", link) for axis, link in fields["links"].items()}
-        return cls(_made(Device, DEVICES, "device", fields["device"]), links, str(fields.get("name", "")))
+        return cls(_made(Device, DEVICES, "device", fields["device"]), links, fields.get("name", ""))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, from which `from_dict` makes the same."""
@@ -94,7 +101,10 @@ class Topology:
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, efficiency: float = 1.0) -> Self:
-        """A topology whose axes all have the link of a `Hardware`, of which a share is reached."""
+        """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
+
+        Bytes of elements are no part of it: give them to `hardware`.
+        """
         device = Device(
             "hardware",
             {"bfloat16": hardware.peak_flops},
@@ -103,7 +113,11 @@ class Topology:
             memory_share=efficiency,
             contention=hardware.contention,
         )
-        link = Link("hardware", hardware.bandwidth, hardware.latency, efficiency)
+        hop, collective = hardware.bandwidth, hardware.collective_bandwidth
+        most = max(hop, collective or 0)
+        share = None if collective is None else efficiency * (collective / most)
+        latency = hardware.collective_latency
+        link = Link("hardware", most, hardware.latency, efficiency * (hop / most), share, latency)
         return cls(device, dict.fromkeys(AXES, link))
 
     def link(self, axis: str) -> Link:
@@ -192,7 +206,8 @@ def device_name(device: Any) -> str | None:
     """The name of a `jax.Device` in the tables; None if it is an accelerator that isn't there."""
     if device is None or device.platform == "cpu":
         return "cpu"
-    return next((name for name in FOUND if name in device.device_kind), None)
+    words = re.split(r"[^0-9A-Za-z]+", device.device_kind)  # whole ones: a GH200 is no H200
+    return next((name for name in FOUND if name in words), None)
 
 
 def _host(device: Any) -> int:

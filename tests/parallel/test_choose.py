@@ -1,6 +1,7 @@
 """Choosing an exchange: the paper's equations by hand, its tables 4 and 5, and what must hold for any numbers."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -394,3 +395,9 @@ def test_explain_returns_lines_to_print(capsys: pytest.CaptureFixture[str]) -> N
     assert "pass_kv, by empirical: 12,800 new and 115,200 cached tokens on 1 rank\n" in printed
     assert printed.endswith("empirical: pass_kv (h = 1.000)")
     assert "differ" not in printed
+
+
+@pytest.mark.parametrize("value", [True, "1", None, float("nan"), float("inf"), 10**400])
+def test_coefficients_that_are_no_finite_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="alpha must be a finite number, got"):
+        EmpiricalRule(value, 1, 1)

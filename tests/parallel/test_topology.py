@@ -1,9 +1,10 @@
 """Topologies: what is found from devices and hosts, presets, files, and what is refused."""
 
 import json
+import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longctx.models import LlamaConfig
 from longctx.parallel import Device, Link, Topology, choose_ring, find_topology, make_mesh
 from longctx.parallel.cost import LLAMA3_405B, Hardware
 from longctx.parallel.device_tables import DEVICES, LINKS, PRESETS
-from longctx.parallel.topology import AXES
+from longctx.parallel.topology import AXES, device_name
+from longctx.serving.predictor.roofline import roofline
 
 GPU = LLAMA3_405B.split(8)
+MODEL = LlamaConfig.preset("llama-3.1-8b")
 
 
 def mesh_of(kind: str, hosts: np.ndarray, names: tuple[str, ...] = ("stage", "context", "tensor"), **more: Any) -> Any:
@@ -57,6 +61,18 @@ def test_cpus_and_unknown_devices() -> None:
     assert find_topology(None).device.name == "cpu"
     unknown = find_topology(mesh_of("some accelerator", np.zeros((1, 1, 2), int)))
     assert unknown.device.name == "H100"
+    # A GH200's memory and links are not an H200's.
+    for kind in ("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A1000"):
+        assert device_name(SimpleNamespace(platform="gpu", device_kind=kind)) is None
+        assert find_topology(mesh_of(kind, np.zeros((1, 1, 2), int))).device.name == "H100"
+    known = {
+        "NVIDIA H200": "H200",
+        "NVIDIA H100 PCIe": "H100",
+        "A100-SXM4-40GB": "A100",
+        "NVIDIA A800 80GB PCIe": "A800",
+    }
+    for kind, name in known.items():
+        assert device_name(SimpleNamespace(platform="gpu", device_kind=kind)) == name
     assert find_topology(mesh_of("H100", np.zeros((2,), int), ("context",))).link("stage").name == "nvlink-h100"
 
 
@@ -76,6 +92,22 @@ def test_presets_have_all_axes_and_go_through_files(name: str, tmp_path: Path) -
             choose_ring(4096, 4096, 4, GPU, topology).times
             == choose_ring(4096, 4096, 4, GPU, topology.hardware("context")).times
         )
+
+
+def test_a_topology_has_mappings_of_its_own() -> None:
+    """What it was made from may change, or be of any kind."""
+    flops, links = {"bfloat16": 1e12}, {"context": LINKS["rdma-400g"]}
+    device = Device("mine", MappingProxyType(flops), 1e12)
+    topology = Topology(device, MappingProxyType(links))
+    plain = topology.to_dict()
+    links["tensor"] = LINKS["nvlink-h100"]
+    flops["float8"] = 2e12
+    assert topology.to_dict() == plain
+    assert json.loads(json.dumps(plain)) == plain
+    same = Topology.from_dict(plain)
+    assert same == topology == pickle.loads(pickle.dumps(topology))
+    assert len({topology, same, Topology.preset("h100-rdma")}) == 2
+    assert hash(device) == hash(same.device)
 
 
 def test_a_file_may_use_names_and_numbers(tmp_path: Path) -> None:
@@ -102,6 +134,22 @@ def test_hardware_is_what_is_reached() -> None:
     assert Topology.of_hardware(plain).hardware("stage") == Hardware(1e12, 1e9, 2, 1e-5, 1e11, 4, 1e9, 1e-5)
 
 
+@pytest.mark.parametrize("collective", [None, 0.5e9, 5e9])
+def test_the_topology_of_a_hardware_has_all_of_it(collective: float | None) -> None:
+    """So a predictor of a model and a choice of an exchange go by the same."""
+    given = Hardware(1e12, 1e9, 2, 1e-6, 1e11, 2, collective, None if collective is None else 1e-3, 0.1)
+    found = Topology.of_hardware(given).hardware("context", partial_bytes=2)
+    for name in ("peak_flops", "bandwidth", "latency", "memory_bandwidth", "partial_bytes", "contention"):
+        assert getattr(found, name) == pytest.approx(getattr(given, name))
+    assert found.collective(1e6, 2) == pytest.approx(given.collective(1e6, 2))
+    exchange = roofline(MODEL, given, 16, context=4, efficiency=1.0).exchange
+    assert exchange is not None
+    assert exchange.hardware == found
+    half = Topology.of_hardware(given, 0.5).hardware("context")
+    assert (half.bandwidth, half.peak_flops) == pytest.approx((0.5e9, 0.5e12))
+    assert half.collective(1e6) == pytest.approx((given.collective_latency or 1e-6) + 2e6 / (collective or 1e9))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -125,6 +173,23 @@ def test_hardware_is_what_is_reached() -> None:
         ('{"device": "H100", "links": {"tensor": {"bandwidth": 0}}}', "bandwidth must be a positive, finite number"),
         ('{"device": "H100", "links": {"tensor": {"bandwidth": "1"}}}', "bandwidth must be .*, got '1'"),
         ('{"device": "H100", "links": {"tensor": {"bandwidth": 1, "share": 1.5}}}', "share must be .* at most 1, got"),
+        (
+            '{"device": "H100", "links": {"context": {"bandwidth": 1' + "0" * 400 + "}}}",
+            "link of context: bandwidth must be a positive, finite number, got 1000",
+        ),
+        (
+            '{"device": {"flops": {"bfloat16": 1e12, "fp8": 2e12}, "memory_bandwidth": 1}, "links": {}}',
+            "device: flops must be of the dtypes float8, bfloat16, .* got 'fp8'",
+        ),
+        (
+            '{"device": {"name": [1], "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1}, "links": {}}',
+            r"device: name must be a string, got \[1\]",
+        ),
+        (
+            '{"device": "H100", "links": {"context": {"name": 3, "bandwidth": 1}}}',
+            "link of context: name must be a str",
+        ),
+        ('{"device": "H100", "links": {}, "name": []}', r"name must be a string, got \[\]"),
     ],
 )
 def test_broken_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -138,6 +203,12 @@ def test_broken_files_are_refused(text: str, message: str, tmp_path: Path) -> No
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"topology must be one of h100-nvlink, .*, or a file, got 'h100'"):
         Topology.named("h100")
+    for get in (Topology.preset, Topology.named):
+        with pytest.raises(TypeError, match=r"topology must be the name of .*, got \['a'\]"):
+            get(["a"])  # type: ignore[arg-type]
+    for bandwidth in (10**400, True):
+        with pytest.raises(ValueError, match="bandwidth must be a positive, finite number"):
+            Hardware(1e12, bandwidth)
     with pytest.raises(TypeError, match="device must be a Device, got 'H100'"):
         Topology("H100", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="links must have a Link for tensor, got 3"):

@@ -178,6 +178,14 @@ def test_roofline_equals_the_arithmetic_of_the_data_sheet() -> None:
             roofline(LLAMA_8B, sheet, 512, **change)
     with pytest.raises(ValueError, match="efficiency must be"):
         roofline(LLAMA_8B, sheet, 512, efficiency=0.0)
+    for name, values in {
+        "efficiency": [math.nan, 2],
+        "overhead": [-1, math.nan, math.inf],
+        "element_bytes": [-2, 0],
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name} must be .*, got {value}$"):
+                roofline(LLAMA_8B, sheet, 512, **{name: value})
 
 
 def test_a_profile_is_valid_for_one_engine(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
+import math
 from typing import Any
 
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
-from longctx.parallel.cost import Hardware, ModelShape, check_count
+from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
 from longctx.parallel.device_tables import DEVICES, LINKS
 from longctx.parallel.topology import Topology, device_name
 from longctx.serving.predictor.exchange import ExchangeCost
@@ -92,15 +93,19 @@ def roofline(
     if model.num_heads % tensor:
         raise ValueError(f"tensor must divide the {model.num_heads} query heads, got {tensor}")
     check_count("max_rows", max_rows, 1)
-    if (efficiency is not None and not 0 < efficiency <= 1) or overhead < 0:
-        raise ValueError(f"efficiency must be above 0 and at most 1, overhead not negative: {efficiency}, {overhead}")
+    if efficiency is not None and not 0 < as_float(efficiency) <= 1:
+        raise ValueError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
+    if not 0 <= as_float(overhead) < math.inf:
+        raise ValueError(f"overhead must be a finite number that is not negative, got {overhead!r}")
+    if element_bytes is not None and not 0 < as_float(element_bytes) < math.inf:
+        raise ValueError(f"element_bytes must be a positive, finite number, got {element_bytes!r}")
     if isinstance(hardware, Topology):
         if efficiency is not None:
             raise ValueError(f"efficiency is of a Hardware: a topology has shares of its own, got {efficiency}")
-        topology, element = hardware, element_bytes or 2
+        topology, element, partial = hardware, element_bytes or 2, 4.0
     else:
         topology = Topology.of_hardware(hardware, 0.6 if efficiency is None else efficiency)
-        element = element_bytes or hardware.bytes_per_element
+        element, partial = element_bytes or hardware.bytes_per_element, hardware.partial_bytes
     topology.check(stage=stage, tensor=tensor, context=context)
     device, layers = topology.device, layers_per_stage(model.num_layers, stage)
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
@@ -126,12 +131,18 @@ def roofline(
         per_pair=4 * layers * heads * model.head_dim / flops,
         per_key=2 * layers * kv_heads * model.head_dim * element / bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element),
+        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
     )
 
 
 def exchange_cost(
-    model: LlamaConfig, topology: Topology, stage: int, context: int, tensor: int, element_bytes: float = 2
+    model: LlamaConfig,
+    topology: Topology,
+    stage: int,
+    context: int,
+    tensor: int,
+    element_bytes: float = 2,
+    partial_bytes: float = 4,
 ) -> ExchangeCost | None:
     """What rows exchange over `context`; None for one rank.
 
@@ -141,7 +152,7 @@ def exchange_cost(
     if context == 1:
         return None
     shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
-    hardware = topology.hardware("context", element_bytes)
+    hardware = topology.hardware("context", element_bytes, partial_bytes)
     return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 
