@@ -1,11 +1,14 @@
 """Prompts give slots and pages to more urgent ones under optimistic admission, but not to and fro."""
 
+import random
+
 import pytest
 from bare_scheduler import BareScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.serving import ParallelPlan
+from longctx.serving.scheduler.preemption import dispensability
 from longctx.serving.scheduler.sequence import Sequence, State
 
 
@@ -137,3 +140,49 @@ def test_prompts_do_not_take_turns_at_preempting_each_other(data: st.DataObject)
     for computed in preempted.values():
         assert computed == sorted(computed)
     run.check_empty()
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])
+@pytest.mark.parametrize("policy", ["ilrs", "fcfs"])
+def test_a_long_prompt_does_not_thrash_beside_decodes_that_need_pages(policy: str, seed: int) -> None:
+    """It grows over nearly all memory, and small requests that decode come without end.
+
+    Whoever takes its pages, it begins again only when it can have all, and keeps them against those who came later.
+    """
+    draw = random.Random(seed)
+    plan = ParallelPlan(context=4, exchange="kvp", rank_tokens=40)
+    run = BareScheduler(plan, 20, 4, "optimistic", policy, max_running=8)
+
+    def add_small() -> None:
+        run.add(draw.randint(4, 20), draw.randint(10, 40), ttft_deadline=1.0)
+
+    for _ in range(6):
+        add_small()
+    run.step()
+    long = run.add(240, 4, ttft_deadline=3.0)  # nothing of it can be found in the cache
+    admissions = 0
+    while long.state is not State.FINISHED:
+        again = long.preemptions > 0
+        batch = run.step()
+        run.check()
+        if again and long in batch.admitted:
+            admissions += 1
+            assert long.claim == 0
+        if sum(s.state is State.WAITING for s in run.sequences) < 3:
+            add_small()
+        assert len(run.batches) < 4000, "it is starved"
+    assert long.recomputed <= 2 * long.prompt_length
+    assert admissions == long.preemptions
+    run.run()
+    run.check_empty()
+
+
+def test_a_prompt_that_computes_again_what_it_lost_goes_after_decodes_that_came_later() -> None:
+    prompt = Sequence("prompt", 1, 40, 4, state=State.PREFILLING, computed=10, protected=20)
+    older, later, urgent = (
+        Sequence(f"decode {order}", order, 40, 4, state=State.DECODING, priority=priority)
+        for order, priority in ((0, 0), (2, 0), (3, 1))
+    )
+    assert sorted([later, prompt, urgent, older], key=dispensability) == [urgent, older, prompt, later]
+    prompt.computed = 20
+    assert sorted([later, prompt, urgent, older], key=dispensability) == [urgent, older, later, prompt]

@@ -41,7 +41,7 @@ class PagePlanner:
     def least_pages(self, sequence: Sequence) -> int:
         """Of these, how many it needs to begin."""
         total = self.total_pages(sequence)
-        return min(total, self._growth.limit(sequence)) if self._placer.grows else total
+        return min(total, self._growth.limit(sequence)) if self._placer.grows and not sequence.preemptions else total
 
     def check(self, prompt_length: int, max_tokens: int) -> None:
         """Check that a request could be admitted by an empty engine.
@@ -109,10 +109,14 @@ class PagePlanner:
     def _begin_growth(
         self, sequence: Sequence, need: Need, available: list[int], num_shared: int, without: Collection[Sequence]
     ) -> tuple[Grown, int] | None:
-        """The first pages of a sequence that grows, and where they stop: all, or if these exceed its limit, one run."""
+        """The first pages of a sequence that grows, and where they stop: all, or if these exceed its limit, one run.
+
+        One that was preempted begins again only with all: decodes would take one run from it while it waits for more.
+        """
         rest, limit = need.stop - need.first, self._growth.limit(sequence)
         # A prompt of which one token is left could compute nothing if it had to wait for the rest.
-        first = min(rest, limit) if sequence.length - need.first * self._running.page_size > 1 else rest
+        is_last = sequence.length - need.first * self._running.page_size <= 1
+        first = rest if is_last or sequence.preemptions else min(rest, limit)
         free = sum(available) - self._pool.promised
         if self._growth.grantable(sequence, rest, free, num_shared, without) < first:
             return None

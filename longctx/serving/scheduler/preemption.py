@@ -12,8 +12,12 @@ from longctx.serving.scheduler.sequence import Sequence, State
 
 
 def dispensability(sequence: Sequence) -> tuple[bool, int, int]:
-    """Prompts before decodes, the lowest priority first, then who came last: the largest is preempted first."""
-    return sequence.state is State.PREFILLING, -sequence.priority, sequence.order
+    """Prompts before decodes, the lowest priority first, then who came last: the largest is preempted first.
+
+    A prompt that was preempted counts as a decode until it has computed what it lost, and as much besides.
+    """
+    is_prompt = sequence.state is State.PREFILLING and sequence.computed >= sequence.protected
+    return is_prompt, -sequence.priority, sequence.order
 
 
 class Preemption:
@@ -37,7 +41,8 @@ class Preemption:
     def make_room(self, sequence: Sequence) -> bool:
         """See to it that a decode can have a page; False if it was itself preempted for that.
 
-        Nobody who comes before it is preempted: the first decode of the highest priority always goes on.
+        Nobody who comes before it is preempted. So the first of the highest priority always goes on, be it a decode or
+        a prompt that computes again what it lost: it has all pages, or promises of them.
         """
         rank = self._next_rank(sequence)
         while sequence.reserved[rank] == 0 and self._pool.available(rank) == 0:
