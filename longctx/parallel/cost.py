@@ -14,13 +14,13 @@ def check_count(name: str, value: int, least: int) -> int:
 
 
 def as_float(value: object) -> float:
-    """A real number, one that is too large as infinity; NaN for anything else, which no range of numbers includes."""
+    """A real number, infinity if it is too large; NaN for anything else, which is in no range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf
 
 
 @dataclasses.dataclass(frozen=True)

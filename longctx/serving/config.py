@@ -30,7 +30,7 @@ class EngineConfig:
       slo: deadlines and targets of requests that have no `ttft_deadline` or `tpot_target` of their own.
       buckets: numbers of rows that steps are compiled for. None: doubling from 8, and the exact budget. With several
         context ranks, the numbers of each kind of rows (docs/parallel_plans.md), every combination of which is a
-        program; None: growing by a factor of 8.
+        program; None: growing by a factor of 8. With `"static:N"` those of sharded rows end at N.
       run_ahead: the most steps that are in flight at a time, 1 to 8. No step is planned ahead of one that is predicted
         to take 50 ms.
       admission: `"reserve"` admits a request when prompt and max_tokens fit, and preempts nobody; `"optimistic"` when
@@ -153,3 +153,14 @@ class EngineConfig:
         while rows[-1] < self.token_budget:
             rows.append(rows[-1] * factor)
         return (*(x for x in rows if x < self.token_budget), self.token_budget)
+
+    @property
+    def sharded_buckets(self) -> tuple[int, ...]:
+        """Numbers of sharded rows that steps are compiled for, of one of several context ranks, ascending.
+
+        They end at the rows that `chunking` lets a step have: a step of so many is full.
+        """
+        most = Chunking.parse(self.chunking, self.token_budget, self.max_running).tokens
+        buckets = self.growing_buckets(8)
+        most = max(most, buckets[0])
+        return (*(rows for rows in buckets if rows < most), most)

@@ -189,6 +189,9 @@ def fits(engine: Engine, shape: BatchShape) -> bool:
     config = engine.config
     if shape.chunk < 0 or shape.chunk_start < 0:
         return False
+    sharded = shape.decodes * (shape.decode_kind == SHARDED) + shape.chunk * (shape.chunk_kind == SHARDED)
+    if sharded > config.sharded_buckets[-1]:
+        return False
     parts = _parts(engine, shape)
     used = [0] * engine.plan.context
     for number, part in enumerate(parts):

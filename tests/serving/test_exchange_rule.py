@@ -290,17 +290,19 @@ def test_growth_is_placed_where_the_keys_are() -> None:
     local=st.integers(0, 9),
     start=st.sampled_from([0, 100, 5_000, 200_000]),
     decodes=st.booleans(),
+    most=st.sampled_from([1024, 1024, 512, 100, 4]),
 )
 def test_what_is_chosen_is_what_is_compiled(
-    exchange: str, placement: Any, sharded: int, replicated: int, local: int, start: int, decodes: bool
+    exchange: str, placement: Any, sharded: int, replicated: int, local: int, start: int, decodes: bool, most: int
 ) -> None:
     """So the exchange that a step reports is the one that it runs."""
     if (exchange, placement) == ("pass_q", "interleave"):  # then all rows are sharded
         replicated = local = 0
-    config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024)
+    config = EngineConfig(page_size=PAGE, num_pages=8192, token_budget=1024, max_running=1, chunking=f"static:{most}")
+    sharded = min(sharded, RANKS * most - 1)
     plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
     predictor = costs("h100-rdma")
-    by = ExchangeRule(plan, 1024, PAGE, predictor, predictor.exchange, buckets=config.growing_buckets(8))
+    by = ExchangeRule(plan, most, PAGE, predictor, predictor.exchange, buckets=config.sharded_buckets)
     if placement == "interleave":  # there are no local rows then, and with pass-Q all are sharded
         replicated, local = 0 if exchange == "pass_q" else replicated, 0
     chunks = [chunk(start, sharded)] + ([chunk(start, 1)] if decodes and placement == "interleave" else [])
@@ -328,6 +330,19 @@ def test_replicated_rows_of_different_ranks_are_counted_as_they_are_placed() -> 
     assert found is not None
     compiled = RowBuckets.of(plan, config)
     assert compiled.exchanges(compiled.round_up((buckets[-1] - 20, 12, 0))) == ("pass_q",) == (found.name,)
+
+
+@pytest.mark.parametrize("chunking", ["static", "static:512", "static:1000"])
+def test_keys_travel_in_steps_with_fewer_rows_than_the_token_budget(chunking: str) -> None:
+    """A step is full of sharded rows when it has as many as `chunking` lets it have."""
+    model, topology = LlamaConfig.preset("llama-3.1-8b"), Topology.preset("h100-rdma")
+    config = EngineConfig(page_size=PAGE, num_pages=4000, token_budget=2048, chunking=chunking)
+    plan = ParallelPlan(context=RANKS, placement="interleave")
+    predictor = roofline(model, topology, 2048, context=RANKS)
+    record = Simulation(model, config, predictor, plan, topology=topology).run([WorkloadRequest(0.0, 60_000, 1)])
+    exchanges = [step.exchange for step in record.steps if step.exchange]
+    assert all("pass_kv" in exchange.reason for exchange in exchanges[:-1])
+    assert exchanges[1].name in ("pass_kv", "all_gather")  # few keys are cached
 
 
 @pytest.mark.parametrize("exchange", ["pass_q", "pass_kv", "all_gather", "algorithm_1", "empirical"])

@@ -114,6 +114,24 @@ def test_the_number_of_programs(exchange: str, placement: str, programs: int) ->
     assert len(shapes) == len(set(shapes)) == programs
 
 
+@pytest.mark.parametrize("exchange", ["auto", "pass_q", "pass_kv", "algorithm_1"])
+@pytest.mark.parametrize("placement", ["grow", "interleave"])
+@pytest.mark.parametrize("tokens", [64, 512, 1000, 2048])
+def test_sharded_rows_end_at_what_a_step_has(exchange: str, placement: str, tokens: int) -> None:
+    """With as many rows as `chunking` lets a step have, keys may travel; there are no more programs for it."""
+    plan = ParallelPlan(stage=2, context=2, exchange=exchange, placement=placement)  # type: ignore[arg-type]
+    limited, whole = (
+        StepShapes(MODEL, EngineConfig(token_budget=2048, chunking=chunking), plan, 4096, 2048, 2)
+        for chunking in (f"static:{tokens}", "static")
+    )
+    assert limited.largest[0] == tokens
+    assert len(set(limited)) <= len(set(whole))
+    chosen = "pass_q" if exchange == "pass_q" else "pass_kv"
+    shape = limited.of_step((tokens, 0, 0), chosen, 100)
+    assert (shape.exchange, shape.sharded) == (chosen, tokens)
+    assert shape in set(limited)
+
+
 def test_messages_of_small_caches() -> None:
     assert list(Messages(24, 100, PAGE_BYTES, 1 << 30)) == [Message(24, 1)]
     assert NOTHING_CACHED.rounds_for(0) == 1

@@ -114,5 +114,5 @@ def _exchange_rule(
             costs, link = found, found.exchange
     if isinstance(predictor, MeshPredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
         known = [name for name in SHARDED if name in predictor.kinds]
-        return ExchangeRule(plan, rows, config.page_size, predictor, link, known, config.growing_buckets(8))
-    return ExchangeRule(plan, rows, config.page_size, costs, link, buckets=config.growing_buckets(8))
+        return ExchangeRule(plan, rows, config.page_size, predictor, link, known, config.sharded_buckets)
+    return ExchangeRule(plan, rows, config.page_size, costs, link, buckets=config.sharded_buckets)

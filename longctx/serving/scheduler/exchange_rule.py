@@ -32,7 +32,7 @@ class ExchangeRule:
       costs: a predictor that knows exchanges; None: `"auto"` has nothing to compare.
       link: what the equations of algorithms 1 and 5 go by.
       known: the exchanges of sharded rows that `costs` knows.
-      buckets: numbers of rows of a kind that steps are compiled for, ascending; empty: all steps have all exchanges.
+      buckets: numbers of sharded rows that steps are compiled for, ascending; empty: all steps have all exchanges.
 
     Raises:
       ValueError: the plan's rule needs a link.

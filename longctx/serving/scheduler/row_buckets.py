@@ -22,7 +22,7 @@ def keys_may_travel(buckets: List[int], sharded: int, *others: int) -> bool:
     It is if it is full of sharded rows and has few others: with fewer rows queries are less than keys.
 
     Args:
-      buckets: of a kind of rows, ascending.
+      buckets: of sharded rows, ascending; the last is the most that a step has.
     """
     return sharded > max(buckets[:-1], default=0) and max(others, default=0) <= buckets[0]
 
@@ -37,10 +37,10 @@ class RowBuckets(NamedTuple):
     def of(cls, plan: ParallelPlan, config: EngineConfig) -> Self:
         if plan.context == 1:
             return cls(plan, ((0,), (0,), config.row_buckets))
-        buckets = (0, *config.growing_buckets(8))
+        buckets, sharded = (0, *config.growing_buckets(8)), (0, *config.sharded_buckets)
         if plan.placement == "interleave" and plan.exchange == "pass_q":  # then all rows are sharded
-            return cls(plan, (buckets, (0,), (0,)))
-        return cls(plan, (buckets if plan.shards_rows else (0,), buckets, buckets))
+            return cls(plan, (sharded, (0,), (0,)))
+        return cls(plan, (sharded if plan.shards_rows else (0,), buckets, buckets))
 
     @property
     def largest(self) -> Rows:
