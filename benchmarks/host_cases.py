@@ -6,6 +6,7 @@ tokens, and keys only where it is about keys.
 """
 
 import functools
+import math
 import time
 from typing import NamedTuple, Protocol
 
