@@ -6,6 +6,7 @@ tokens, and keys only where it is about keys.
 """
 
 import functools
+import math
 import time
 from typing import NamedTuple, Protocol
 
@@ -171,7 +172,8 @@ class PlannedHost:
 
 def ranked_decodes(steps: int) -> PlannedHost:
     """256 decodes of some 1,000 tokens, 32 on each of 8 ranks."""
-    scheduler = _ranked_scheduler(BUDGET)
+    # Prompts whose rows are sharded would load all ranks alike, and their decodes be on the first.
+    scheduler = _ranked_scheduler(BUDGET, "kvp")
     for order in range(RANKED):
         scheduler.add(Sequence(str(order), order, 1000 + order % PAGE, steps + 1000))
     while len(scheduler.running.decoding) < RANKED:
@@ -255,9 +257,9 @@ def long_prefix(context: int, steps: int) -> PlannedHost:
     return PlannedHost(scheduler, len(lengths))
 
 
-def _ranked_scheduler(budget: int) -> Scheduler:
-    plan = ParallelPlan(context=RANKS)
-    placer = plan.placer(PAGE, BUDGET, np.inf)
+def _ranked_scheduler(budget: int, exchange: str = "auto") -> Scheduler:
+    plan = ParallelPlan(context=RANKS, exchange=exchange)
+    placer = plan.placer(PAGE, BUDGET, lambda _: math.inf)
     return Scheduler(_chunker(budget, plan), PagePool(RANKED * 1000, RANKS), PAGE, RANKED, placer=placer)
 
 
