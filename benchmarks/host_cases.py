@@ -258,7 +258,7 @@ def long_prefix(context: int, steps: int) -> PlannedHost:
 
 def _ranked_scheduler(budget: int) -> Scheduler:
     plan = ParallelPlan(context=RANKS)
-    placer = plan.placer(PAGE, BUDGET, lambda tpot: math.inf)
+    placer = plan.placer(PAGE, BUDGET, lambda _: math.inf)
     return Scheduler(_chunker(budget, plan), PagePool(RANKED * 1000, RANKS), PAGE, RANKED, placer=placer)
 
 

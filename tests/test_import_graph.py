@@ -24,7 +24,7 @@ LAYERS = [
     ["serving.recording"],
     ["serving.engine"],
     ["serving.server"],
-    ["serving.profiler"],
+    ["serving.profiler", "serving.profile_shapes"],
     ["simulation"],
     ["cli"],
 ]

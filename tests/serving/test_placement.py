@@ -68,3 +68,10 @@ def test_limits_follow_the_tpot_target_and_are_remembered() -> None:
     placer = Placer(2, limit=limit)
     assert [placer.limit(tpot) for tpot in (None, 0.5, 0.001, 0.5, None)] == [math.inf, 50, 1, 50, math.inf]
     assert asked == [None, 0.5, 0.001]
+
+
+def test_of_equally_busy_ranks_the_one_with_most_memory_is_taken() -> None:
+    """As where all prompts are sharded: else all pages would lie on the first rank."""
+    need = Need(0, 10, (0, 0, 0), None)
+    assert Placer(3).next_run(need, [20, 40, 30], lambda: [1.0, 1.0, 1.0], math.inf) == (1, 10)
+    assert Placer(3).next_run(need, [20, 40, 30], lambda: [0.5, 1.0, 1.0], math.inf) == (0, 10)

@@ -164,8 +164,8 @@ class Placer:
         """Where a sequence goes on to grow: a rank, and how many pages it gets there; None if none is available.
 
         It stays on its last rank while there is room within the limit. Else it takes the rank with the least work among
-        those that have room for all that it needs there, or if none has, among all. Where every rank has its limit of
-        the sequence's pages, or no memory, the limit rises.
+        those that have room for all that it needs there, or if none has, among all; of equals the one with the most
+        memory. Where every rank has its limit of the sequence's pages, or no memory, the limit rises.
 
         Args:
           available: pages on each rank.
@@ -182,5 +182,10 @@ class Placer:
         else:
             wanted = min(need.stop - need.first, most)
             fitting, seconds = [rank for rank in range(self.num_ranks) if room[rank] > 0], load()
-            rank = min(fitting, key=lambda rank: (room[rank] < wanted, seconds[rank], -room[rank], rank))
+
+            def order(rank: int) -> tuple[bool, float, float, int, int]:
+                # Where sharded prompts load all ranks alike, memory decides.
+                return room[rank] < wanted, seconds[rank], -min(room[rank], wanted), -available[rank], rank
+
+            rank = min(fitting, key=order)
         return rank, int(min(room[rank], need.stop - need.first))
