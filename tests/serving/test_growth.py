@@ -185,11 +185,26 @@ def test_a_request_that_does_not_fit_is_passed_for_a_bounded_time_only() -> None
             run.add(4, 4)
         now = run.now
         batch = run.step()
-        assert large in batch.blocked or large in batch.admitted or not batch.admitted
+        assert (large in batch.blocked) != (large in batch.admitted)
         admitted += [now for sequence in batch.admitted if sequence is not large]
         assert len(run.batches) < 1000
     assert large.passed_by == len(admitted) > 10
     assert 0.04 < max(admitted) - asked <= PASSING_SHARE * 0.5 + 0.01
+    run.run()
+
+
+@pytest.mark.parametrize("max_running", [1, 6])
+def test_who_has_no_room_is_named_in_each_step(max_running: int) -> None:
+    """Also while nothing changes that might give it some, and where no slot is free besides."""
+    run = BareScheduler(ParallelPlan(), 24, page_size=4, admission="optimistic", max_running=max_running)
+    run.add(16, 64)
+    run.step()  # it decodes
+    large, steps = run.add(90, 2), 0
+    while not large.is_running:
+        batch = run.step()
+        assert batch.blocked == ([] if large in batch.admitted else [large])
+        steps += 1
+    assert steps > 30
     run.run()
 
 

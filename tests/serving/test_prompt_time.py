@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+from bare_scheduler import BareScheduler
 
 from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor.roofline import roofline
+from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -85,3 +87,28 @@ def test_the_limit_of_a_rank_follows_the_tpot_target() -> None:
     limits = [256 * placer.limit(tpot) for tpot in (0.03, 0.1, None)]
     assert limits[0] < 1_000_000
     assert limits[0] < limits[1] < limits[2]
+
+
+def test_prompts_are_predicted_once_and_follow_the_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait, a step does not predict them anew when the device turns out to be slower."""
+    predicted: list[tuple[int, int]] = []
+    predict = PromptTime.prefill_seconds
+
+    def note(time: PromptTime, start: int, stop: int, tpot: float | None = None) -> float:
+        predicted.append((start, stop))
+        return predict(time, start, stop, tpot)
+
+    monkeypatch.setattr(PromptTime, "prefill_seconds", note)
+    run = BareScheduler(ParallelPlan(context=4, exchange="kvp", rank_tokens=40), 100)
+    sequences = [run.add(200 + i, 4) for i in range(8)]  # no last step of one token, which would count as a decode
+    assert predicted == [(0, 200 + i) for i in range(8)]
+    deadlines = [sequence.deadline for sequence in sequences]
+    predictor, forecast = run.scheduler.chunker.predictor, run.scheduler.forecast
+    for factor in (1.5, 1.2):
+        predictor.prompt_factor = factor
+        predicted.clear()
+        forecast.heed_correction(sequences)
+        assert not predicted
+        for sequence in sequences:
+            assert sequence.prefill_remaining == pytest.approx(forecast.prefill_seconds(0, sequence.length), rel=1e-9)
+    assert [sequence.deadline for sequence in sequences] == deadlines

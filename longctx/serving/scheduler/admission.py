@@ -96,6 +96,11 @@ class Admission:
 
     def admit(self, batch: Batch, now: float) -> None:
         """Admit whoever can be. `batch.blocked` has those that run and wait for memory; who waits is added to them."""
+        self._admit_waiting(batch, now)
+        if self._blocked is not None:  # found in this step, or before, and nothing has changed since
+            batch.blocked.append(self._blocked.sequence)
+
+    def _admit_waiting(self, batch: Batch, now: float) -> None:
         slots = self._running.slots
         if not self.waiting or not (slots.free or (self._optimistic and not slots.resting)):
             return
@@ -136,7 +141,6 @@ class Admission:
                 sequence.blocked_since = now
             if not self._may_be_passed(sequence, now):
                 break
-        batch.blocked += blocked[:1]
 
     def _make_way(self, batch: Batch, sequence: Sequence, shared: list[int], now: float) -> PagePlan | None:
         """Preempt prompts for the most urgent sequence, if that gives it room: where its pages will be then."""

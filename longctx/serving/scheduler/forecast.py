@@ -8,7 +8,7 @@ from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 
-# A change of the predictor's correction for which all prompts are predicted anew.
+# A change of the predictor's correction for which the predictions of all prompts are corrected.
 _NOTABLE = 0.05
 # A prompt's rest is predicted as a whole whenever this share of it has been computed: one part of so many.
 _PARTS = 16
@@ -45,11 +45,15 @@ class Forecast:
         return self.time.prefill_seconds(start, stop, tpot)
 
     def promise(self, sequence: Sequence) -> None:
-        """Set when its first token is due, and how long each later one may take: once, when it comes."""
+        """Predict a prompt that comes; set when its first token is due, and how long each later one may take: once."""
         sequence.tpot_target = self._slo.tpot if sequence.tpot_target is None else sequence.tpot_target
+        self.update(sequence)
         ttft = sequence.ttft_deadline
         if ttft is None:
-            ttft = self._slo.ttft(self.prefill_seconds(0, sequence.prompt_length, sequence.tpot_target))
+            alone = sequence.prefill_remaining
+            if sequence.predicted_at:  # the cache has some of it
+                alone = self.prefill_seconds(0, sequence.prompt_length, sequence.tpot_target)
+            ttft = self._slo.ttft(alone)
         sequence.deadline, sequence.ttft_budget = sequence.arrival + ttft, ttft
 
     def update(self, sequence: Sequence) -> None:
@@ -81,12 +85,14 @@ class Forecast:
         return load
 
     def heed_correction(self, *queues: Iterable[Sequence]) -> None:
-        """Predict all prompts anew where the device turns out to be slower or faster than predicted.
+        """Correct the predictions of all prompts where the device turns out to be slower or faster than predicted.
 
         Deadlines stay: what was promised is what is measured.
         """
         factor = self._predictor.prompt_factor
         if abs(factor / self._factor - 1) > _NOTABLE:
-            self._factor = factor
+            # Steps of prompts are predicted in proportion to it, but a last one of a single token; to predict them anew
+            # would take many milliseconds. What was predicted since its last notable change is off by that little.
             for sequence in itertools.chain(*queues):
-                self.update(sequence)
+                sequence.prefill_remaining *= factor / self._factor
+            self._factor = factor

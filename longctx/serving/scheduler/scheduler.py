@@ -94,7 +94,6 @@ class Scheduler:
         """Put a sequence into the queue; it has been checked."""
         sequence.prefix_hit_tokens = self.count_cached(sequence.keys) if sequence.may_share else 0
         self.forecast.promise(sequence)
-        self.forecast.update(sequence)
         self.chunker.tenants.enter(sequence)
         self.admission.add(sequence)
 
