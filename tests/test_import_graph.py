@@ -24,7 +24,8 @@ LAYERS = [
     ["serving.recording"],
     ["serving.engine"],
     ["serving.server"],
-    ["serving.profiler", "serving.profile_shapes"],
+    ["serving.profile_shapes"],
+    ["serving.profiler"],
     ["simulation"],
     ["cli"],
 ]
