@@ -282,6 +282,7 @@ def test_too_many_readers_push_out_those_that_take_nothing(
 
 def test_malformed_requests_are_ignored(publisher: KvPublisher, client: Client) -> None:
     publisher.publish(lambda: b"x")
+    wait_for(lambda: len(publisher._kept) == 1)  # its thread has taken it
     sockets = [client.ask(publisher, 0, *before) for before in ((b"junk",), (b"", b"more"), (b"",) * 9)]
     no_number = client.open(zmq.DEALER, publisher.replay_endpoint)
     for frames in ([b""], [b"", b""], [b"", b"123"], [b"", bytes(9)], [b"x" * 100_000]):
