@@ -16,7 +16,7 @@ from longctx.simulation.workloads import WorkloadRequest
 
 def test_a_slowly_growing_prefix_is_not_waited_for_longer_than_computing_it() -> None:
     rng = np.random.default_rng(0)
-    engine = make_engine(num_pages=400, page_size=1, token_budget=32, max_running=16, policy="fcfs")
+    engine = make_engine(num_pages=800, page_size=1, token_budget=32, max_running=16, policy="fcfs")
     document = rng.integers(0, 50, 128).tolist()
     one = SamplingParams(max_tokens=1)
     engine.submit(Request([9] * 3, SamplingParams(max_tokens=200, ignore_eos=True), priority=2))
