@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
 from longctx.models import Llama, LlamaConfig, RopeConfig, param_specs
-from longctx.models.params import Params
+from longctx.models.layer_stacks import stacks_of
+from longctx.models.params import Params, abstract_params
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -153,7 +154,7 @@ def test_repeated_calls_compile_once() -> None:
     ("shape", "expected"),
     [
         ({"stage": 3, "tensor": 2}, {"wk": P("stage", None, "tensor", None)}),
-        ({"stage": 2, "tensor": 4}, {"wq": P(None, None, "tensor", None), "wk": P(None, None, None, None)}),
+        ({"stage": 2, "tensor": 4}, {"wq": P("stage", None, "tensor", None), "wk": P("stage", None, None, None)}),
         ({"tensor": 8}, {"wq": P(None, None, None, None), "w_down": P(None, "tensor", None)}),
         ({"context": 8}, {"wq": P(None, None, None, None), "w_down": P(None, None, None)}),
     ],
@@ -161,9 +162,11 @@ def test_repeated_calls_compile_once() -> None:
 def test_param_specs(shape: dict[str, int], expected: dict[str, P]) -> None:
     mesh = make_mesh(**shape)
     specs = param_specs(CONFIG, mesh)
+    (layers,) = stacks_of(specs["layers"])
     for name, spec in expected.items():
-        assert specs["layers"][name] == spec
-    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(MODEL.abstract_params()), strict=True):
+        assert layers[name] == spec
+    params = abstract_params(CONFIG, stages=mesh.shape.get("stage", 1))
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
         NamedSharding(mesh, spec).shard_shape(leaf.shape)  # raises where the shape does not divide
 
 
