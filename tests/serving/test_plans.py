@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,8 +29,6 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
 
-messages._LEAST_PAGES = 2  # so that short sequences have messages of several lengths
-
 PLANS = st.builds(
     ParallelPlan,
     stage=st.sampled_from([1, 2, 3, 4]),
@@ -38,6 +37,14 @@ PLANS = st.builds(
     placement=st.sampled_from(["grow", "interleave"]),
     rank_tokens=st.sampled_from([None, 4, 16, 40]),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_messages() -> Iterator[None]:
+    """Short sequences have messages of several lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "_LEAST_PAGES", 2)
+        yield
 
 
 @settings(max_examples=10)
