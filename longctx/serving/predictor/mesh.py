@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left
 from typing import Any, Self
 
-from longctx.serving.predictor.runtime import keys_by_tile, split_into_tiles
+from longctx.serving.predictor.runtime import keys_by_tile, split_into_tiles, sum_of_steps
 from longctx.serving.predictor.work import Work
 
 KINDS = ("local", "replicated", "pass_kv", "pass_q", "all_gather")
@@ -142,16 +142,10 @@ class MeshPredictor:
         return min(program.seconds(work, self.buckets) for program in programs)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        if stop <= start:
-            return 0.0
-        steps, rest = divmod(stop - start, chunk)
-        last = self.seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
-        if not steps:
-            return last
-        # Seconds of the full steps are linear in their context, so the mean of the first and the last counts for all.
-        ends = [self.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
-        sample = self.seconds(Work(1, 1, 1)) - self.seconds(Work(1, 0, 1))
-        return steps * sum(ends) / 2 + last + (0.0 if rest else sample)
+        def per_sample() -> float:
+            return self.seconds(Work(1, 1, 1)) - self.seconds(Work(1, 0, 1))
+
+        return sum_of_steps(self.seconds, start, stop, chunk, per_sample)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:

@@ -6,6 +6,7 @@ Source: Mnemosyne, section 4.2, and Medha, section 4.1, which both use Vidur's p
 import dataclasses
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Protocol
 
 from longctx.serving.predictor.exchange import ExchangeCost
@@ -136,6 +137,25 @@ def keys_by_tile(tiles: tuple[int, ...], work: Work) -> list[int]:
     return found
 
 
+def sum_of_steps(
+    seconds: Callable[[Work], float], start: int, stop: int, chunk: int, per_sample: Callable[[], float]
+) -> float:
+    """`Predictor.prefill_seconds` where the seconds of a full step are linear in its context.
+
+    Args:
+      per_sample: gives the seconds of a row of logits in a full step.
+    """
+    if stop <= start:
+        return 0.0
+    steps, rest = divmod(stop - start, chunk)
+    last = seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
+    if not steps:
+        return last
+    # The mean of the first and the last step counts for all.
+    ends = [seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
+    return steps * sum(ends) / 2 + last + (0.0 if rest else per_sample())
+
+
 @dataclasses.dataclass(frozen=True)
 class RuntimePredictor:
     """Predicts an engine whose steps are compiled for a few numbers of rows.
@@ -156,16 +176,7 @@ class RuntimePredictor:
         return self._program(work.rows).seconds(work) if work.rows else 0.0
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        if stop <= start:
-            return 0.0
-        steps, rest = divmod(stop - start, chunk)
-        last = self.seconds(Work().with_chunk(stop - rest, rest, True)) if rest else 0.0
-        if not steps:
-            return last
-        # Seconds of the full steps are linear in their context, so the mean of the first and the last counts for all.
-        program = self._program(chunk)
-        ends = [program.seconds(Work().with_chunk(at, chunk, False)) for at in (start, stop - rest - chunk)]
-        return steps * sum(ends) / 2 + last + (0.0 if rest else program.per_sample)
+        return sum_of_steps(self.seconds, start, stop, chunk, lambda: self._program(chunk).per_sample)
 
     def _program(self, rows: int) -> Program:
         """The program that a batch runs in; ValueError if it has more rows than any."""
