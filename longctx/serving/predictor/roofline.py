@@ -32,13 +32,6 @@ GPUS = {
 CPU = Hardware(100e9, 10e9, bytes_per_element=4, memory_bandwidth=15e9)
 
 
-def hardware_of(device: Any) -> Hardware:
-    """The data sheet of a `jax.Device`, by name; None counts as a CPU, and an unknown accelerator as an H100."""
-    if device is None or device.platform == "cpu":
-        return CPU
-    return data_sheet(device) or GPUS["H100"]
-
-
 def data_sheet(device: Any) -> Hardware | None:
     """The data sheet of a `jax.Device`; None if there is none, as of CPUs."""
     return GPUS.get(device_name(device) or "")
