@@ -1,0 +1,105 @@
+"""How pages leave the devices and arrive: what the executor asks of tiers and of other engines. No JAX.
+
+Stores and loads are planned by the scheduler (`Batch.stores`, `Batch.loads`) and end in wall time. A store that is
+dropped costs a later hit; a load that fails or comes short is computed instead. So whatever is behind these protocols
+may lose pages at any time, and must never give wrong ones.
+"""
+
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from longctx.serving.kv_cache.page_layout import PageSlice
+from longctx.serving.kv_cache.page_pool import Key
+
+
+class PageStore(NamedTuple):
+    """A full page of the device pool that is complete, and may be kept elsewhere.
+
+    Attributes:
+      key: of the page. page: its number in the pool.
+      number: which page of its sequence it is. tenant: whose it is.
+    """
+
+    key: Key
+    page: int
+    number: int
+    tenant: str = ""
+
+
+class PageBlock(NamedTuple):
+    """Keys and values of consecutive pages of a load.
+
+    Attributes:
+      first: number of the first of them within the load.
+      part: the layers and KV heads that they are of.
+      data: `[pages, layers, 2, page_size, heads, head_dim]` in the layout's `bits`; a numpy array, or one of JAX's,
+        which is on some devices already.
+    """
+
+    first: int
+    part: PageSlice
+    data: Any
+
+
+class PageFetch(Protocol):
+    """Pages on their way. Threads of its own fill it; the engine's thread empties it."""
+
+    def take(self, max_bytes: int) -> list[PageBlock]:
+        """Blocks that have come, at least one if there is one, without waiting. They stay valid until `close`."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no block will come any more, and all have been taken."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Leading pages of which every layer and head has been taken and was right."""
+        ...
+
+    def close(self) -> None:
+        """Nobody wants the rest. It may be called more than once, and waits for nobody."""
+        ...
+
+
+class PageSource(Protocol):
+    """Where a load gets its pages."""
+
+    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+        """Begin to fetch pages; `wake()` is called, in any thread, when blocks have come and at the end."""
+        ...
+
+
+class PageRead(Protocol):
+    """Pages that are being copied from the devices to the host."""
+
+    def result(self) -> list[PageBlock]:
+        """Wait for them. `first` counts from the first page that was asked for; together they are of all layers."""
+        ...
+
+
+class PageSink(Protocol):
+    """What keeps pages that leave the devices."""
+
+    def wanted(self, stores: List[PageStore]) -> list[PageStore]:
+        """Those that are not there yet, and for which there is room in the queue: only these are read."""
+        ...
+
+    def put(self, stores: List[PageStore], read: PageRead) -> None:
+        """Keep pages once they are read; never waits."""
+        ...
+
+
+def assemble(blocks: list[PageBlock], out: np.ndarray, whole: PageSlice) -> None:
+    """Copy blocks into an array `[pages, layers, 2, page_size, heads, head_dim]` of the layers and heads of `whole`."""
+    for block in blocks:
+        common = block.part.intersect(whole)
+        if common is None:
+            continue
+        layers, heads = common.within(whole)
+        from_layers, from_heads = common.within(block.part)
+        pages = slice(block.first, block.first + len(block.data))
+        out[pages, layers, :, :, heads] = np.asarray(block.data)[:, from_layers, :, :, from_heads]

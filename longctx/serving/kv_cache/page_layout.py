@@ -1,0 +1,74 @@
+"""What the bytes of a page are, and which part of them somebody has: how engines of different plans understand pages.
+
+A page's payload is `[layers, 2, page_size, K, H]`, keys before values, of all layers and KV heads of the model, so it
+does not depend on a mesh. 16-bit floats travel as their bits.
+"""
+
+import math
+from typing import NamedTuple, Self
+
+import numpy as np
+
+
+class PageLayout(NamedTuple):
+    """The shape of a page's payload.
+
+    Attributes:
+      num_layers, num_kv_heads, head_dim, page_size: of the model and the engine.
+      dtype: of keys and values, such as `"bfloat16"`.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+
+    @property
+    def bits(self) -> np.dtype:
+        """The dtype in which pages lie in memory: unsigned integers for 16-bit floats, which numpy may not know."""
+        return np.dtype(np.uint16) if self.dtype in ("bfloat16", "float16") else np.dtype(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of one page: `(layers, 2, page_size, K, H)`."""
+        return self.num_layers, 2, self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def page_bytes(self) -> int:
+        return math.prod(self.shape) * self.bits.itemsize
+
+    @property
+    def whole(self) -> "PageSlice":
+        """All layers and heads."""
+        return PageSlice((0, self.num_layers), (0, self.num_kv_heads))
+
+    def check_same(self, other: "PageLayout", who: str) -> None:
+        """ValueError, unless pages of `who` have this layout; the message names what differs."""
+        pairs = zip(self._fields, self, other, strict=True)
+        differs = [f"{name} {theirs} instead of {own}" for name, own, theirs in pairs if own != theirs]
+        if differs:
+            raise ValueError(f"{who} has pages of another layout: {', '.join(differs)}")
+
+
+class PageSlice(NamedTuple):
+    """Layers and KV heads, each `(first, stop)`, of all layers and KV heads of the model."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+
+    def intersect(self, other: Self) -> "PageSlice | None":
+        """What both have; None if that is nothing."""
+        layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
+        return None if layers is None or heads is None else PageSlice(layers, heads)
+
+    def within(self, outer: Self) -> tuple[slice, slice]:
+        """Where an array of `outer` has these layers and heads."""
+        return tuple(  # type: ignore[return-value]
+            slice(own[0] - other[0], own[1] - other[0]) for own, other in zip(self, outer, strict=True)
+        )
+
+
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+    first, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (first, stop) if first < stop else None
