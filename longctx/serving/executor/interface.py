@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -34,6 +35,10 @@ class Executor(Protocol):
 
     def wait(self, pending: Any) -> Results:
         """The results of what `submit` returned."""
+        ...
+
+    def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
+        """Loads that have ended since the last call; meanwhile it moves pages. It waits for one up to `timeout` s."""
         ...
 
     def compile(self, progress: Progress = ignore_progress) -> None:

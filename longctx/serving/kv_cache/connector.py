@@ -14,6 +14,10 @@ from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
 
+TIERS = "tiers"
+"""The source of loads from the engine's own tiers."""
+
+
 class PageStore(NamedTuple):
     """A full page of the device pool that is complete, and may be kept elsewhere.
 
@@ -26,6 +30,28 @@ class PageStore(NamedTuple):
     page: int
     number: int
     tenant: str = ""
+
+
+class PageLoad(NamedTuple):
+    """Pages that a sequence waits for.
+
+    Attributes:
+      name: of the sequence. keys: of the pages, in order. pages: the pages of the pool that they are written to.
+      source: `"tiers"`, or the id of a transfer.
+    """
+
+    name: str
+    keys: list[Key]
+    pages: list[int]
+    source: str = TIERS
+
+
+class Loaded(NamedTuple):
+    """A load has ended: how many leading pages are there, and how many seconds it took."""
+
+    name: str
+    num_pages: int
+    seconds: float
 
 
 class PageBlock(NamedTuple):

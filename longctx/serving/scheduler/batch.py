@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from longctx.serving.kv_cache.connector import PageLoad, PageStore
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -54,6 +55,9 @@ class Batch:
 
     `work` is what it asks of the rank that takes longest, `predicted` the seconds that it should take; `rank_seconds`
     are those of each context rank. `exchange` is what its rows exchange over ranks; None: nothing.
+
+    Before it runs, in this order: the loads of sequences named in `dropped` end, so that none of their pages is written
+    any more; pages in `stores` are read; `loads` begin.
     """
 
     index: int
@@ -65,6 +69,9 @@ class Batch:
     predicted: float = 0.0
     rank_seconds: tuple[float, ...] = ()
     exchange: Exchange | None = None
+    stores: list[PageStore] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
