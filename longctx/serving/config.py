@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
 from longctx.serving.scheduler.slo import Slo
@@ -40,7 +41,8 @@ class EngineConfig:
       max_logprobs: the largest `logprobs` that a request may ask for.
       tenant_weights: of tenants by name: what they get of the engine while several wait, relative to 1 for others.
       seed: seed of the generator that draws the seeds of requests without one.
-      hash_key: secret key of the page hashes, 16 to 64 bytes. None: random.
+      hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
+      tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
@@ -63,6 +65,7 @@ class EngineConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     hash_key: bytes | None = None
+    tiers: TierConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -90,6 +93,10 @@ class EngineConfig:
         Chunking.parse(self.chunking, self.token_budget, self.max_running)
         if not isinstance(self.slo, Slo):
             raise TypeError(f"slo must be an Slo, got {self.slo!r}")
+        if not isinstance(self.tiers, TierConfig | None):
+            raise TypeError(f"tiers must be a TierConfig, got {shown(self.tiers)}")
+        if self.tiers is not None and not self.prefix_cache:
+            raise ValueError("tiers need prefix_cache=True: pages are found there by the keys of prefixes")
         if self.admission not in ("reserve", "optimistic"):
             raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
         if self.buckets is not None:

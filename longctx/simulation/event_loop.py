@@ -92,8 +92,12 @@ class Simulation:
                 request = requests[submitted]
                 dues[self._add(request, start + request.arrival, seed)] = request.arrival
                 submitted += 1
+            for loaded in executor.poll_loads():
+                self.core.end_load(loaded)
             step = run_step(self.core, self._queue, executor.now)
             if step is None:
+                if self.core.scheduler.loads:
+                    continue
                 executor.now = max(executor.now, start + requests[submitted].arrival)
                 continue
             record.steps.append(StepMetrics.of(step))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
+from longctx.serving.kv_cache.connector import Loaded, PageLoad
 from longctx.serving.scheduler.batch import Batch, Chunk
 
 
@@ -42,12 +43,14 @@ class VirtualExecutor:
         self._seconds, self._vocab_size = seconds, vocab_size
         self._in_stages: deque[Pending] = deque(maxlen=stages)  # the last stage's first
         self._free = 0.0  # when the last tick ends
+        self._loads: list[PageLoad] = []
 
     def clock(self) -> float:
         """Virtual seconds since the beginning."""
         return self.now
 
     def submit(self, batch: Batch) -> Pending:
+        self._loads += batch.loads
         seconds = self._seconds(batch) if batch.chunks else 0.0
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must return finite seconds of at least 0, got {seconds}")
@@ -62,6 +65,11 @@ class VirtualExecutor:
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
+
+    def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
+        """Every load comes at once, and whole: what it is to take is not known here."""
+        loads, self._loads = self._loads, []
+        return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         pass

@@ -28,8 +28,10 @@ from longctx.serving.distributed.orders import (
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
+from longctx.serving.scheduler.sequence import Sequence
 
 DIGEST_INTERVAL = 16  # steps from one comparison of decisions to the next
 
@@ -87,18 +89,24 @@ class Lockstep:
     # In process 0.
 
     def note_arrival(
-        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[object] = ()
+        self, request: Request, tokens: np.ndarray, request_id: str, now: float, sequences: List[Sequence] = ()
     ) -> None:
         """Queue a request, with its prompt as tokens, for the next step's message."""
         if self.is_alone:
             return
-        self._updates.append(request_to_fields(request) | {"id": request_id, "now": now})
+        available = sequences[0].available if sequences else 0
+        self._updates.append(request_to_fields(request) | {"id": request_id, "now": now, "available": available})
         self._frames.append(tokens.astype("<i4").tobytes())
 
     def note_cancel(self, request_id: str, now: float) -> None:
         """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
             self._updates.append({"id": request_id})
+
+    def note_load(self, loaded: Loaded, now: float) -> None:
+        """Queue the end of a load for the next step's message."""
+        if not self.is_alone:
+            self._updates.append({"loaded": loaded})
 
     def note_step(self, now: float) -> None:
         """Order all other processes to plan the next step, see `StepOrder`."""
@@ -148,7 +156,9 @@ class Lockstep:
             for fields in header.get("news", ()):
                 if "sampling" in fields:
                     request = request_from_fields(fields, next(prompts), fields["id"])
-                    updates.append(Arrival(request, fields["id"], fields["now"]))
+                    updates.append(Arrival(request, fields["id"], fields["now"], fields["available"]))
+                elif "loaded" in fields:
+                    updates.append(Loaded(*fields["loaded"]))
                 else:
                     updates.append(Cancel(fields["id"]))
             self.now = header["now"]

@@ -8,16 +8,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 
 
 class Arrival(NamedTuple):
-    """A request that the engine has accepted, the id that it got, and its time of arrival."""
+    """A request that the engine has accepted, the id that it got, and its time of arrival.
+
+    `available`: leading tokens of its prompt that could be loaded then.
+    """
 
     request: Request
     request_id: str
     now: float
+    available: int = 0
 
 
 class Cancel(NamedTuple):
@@ -26,7 +31,7 @@ class Cancel(NamedTuple):
     request_id: str
 
 
-RequestUpdate = Arrival | Cancel
+RequestUpdate = Arrival | Cancel | Loaded
 
 
 class StepOrder(NamedTuple):

@@ -83,6 +83,7 @@ def build_core(
             config.token_budget,
             lambda tpot: limit_of_rank(predictor, chunking, tpot, plan.stage, max_length),
         ),
+        keeps_pages=config.tiers is not None,
     )
     sessions = Sessions(page_hash, num_pages * plan.context)
     return Built(

@@ -13,6 +13,7 @@ The drivers are `Engine`, a follower process (`engine/follower.py`) and the simu
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.executor.interface import Results
+from longctx.serving.kv_cache.connector import Loaded, PageKeeper
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import PartialPage, Sessions
@@ -51,6 +52,14 @@ class Core:
     def pool(self) -> PagePool:
         return self.scheduler.pool
 
+    def look_up(self, sequences: list[Sequence], store: PageKeeper) -> None:
+        """Note how much of the prompt of a request, which is about to be added, can be loaded."""
+        keys = sequences[0].keys if sequences[0].may_share else []
+        found = self.scheduler.count_cached(keys) // self.scheduler.running.page_size
+        count = store.look_up(keys[found:])
+        for sequence in sequences:
+            sequence.available = (found + count) * self.scheduler.running.page_size if count else 0
+
     def add(self, sequences: list[Sequence]) -> None:
         """Let sequences wait; their sizes have been checked (`Scheduler.check`)."""
         for sequence in sequences:
@@ -61,6 +70,16 @@ class Core:
         if sequence.state is State.FINISHED:
             return []
         return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self._now)]
+
+    def end_load(self, loaded: Loaded) -> None:
+        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing."""
+        sequence = self.scheduler.end_load(loaded)
+        if sequence is not None and sequence.cached is not None:
+            metrics = completion_of(sequence).metrics
+            gained = sequence.computed - sequence.cached if not sequence.preemptions else 0
+            sequence.cached += gained
+            metrics.cached_tokens, metrics.loaded_tokens = sequence.cached, metrics.loaded_tokens + gained
+            self._counts["cached_tokens"] += gained
 
     def begin(self, now: float) -> Batch | None:
         """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
@@ -114,9 +133,14 @@ class Core:
         return completion.fail(error)
 
     @property
+    def has_stores(self) -> bool:
+        """Whether pages wait to be stored: steps without rows let them leave."""
+        return bool(self.scheduler.stores)
+
+    @property
     def is_stuck(self) -> bool:
         """Whether sequences wait that nothing will ever admit."""
-        return bool(self.scheduler.waiting) and not self.in_flight
+        return bool(self.scheduler.waiting) and not self.in_flight and not self.scheduler.loads
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.pool

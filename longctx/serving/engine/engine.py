@@ -28,6 +28,7 @@ from longctx.serving.engine.step_lock import Interrupts, StepLock
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import SubmitQueue
+from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -38,6 +39,8 @@ from longctx.serving.scheduler.look_ahead import copy_scheduler
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.slo import check_possible
 from longctx.serving.validation import check_real
+
+_LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
         `longctx.serving.distributed.initialize`. The first one's engine takes requests; the others `follow`.
       recorder: writes a log for `longctx replay`, of one engine, in the first process; see `open_recorder`.
       topology: what devices can do and which link each axis has; None: found from the mesh.
+      store: keeps pages beyond the devices. None: as `config.tiers` says. It may be shared by engines of one model.
 
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
@@ -89,10 +93,12 @@ class Engine:
         process_group: ProcessGroup | None = None,
         recorder: Recorder | None = None,
         topology: Topology | None = None,
+        store: PageKeeper | None = None,
     ) -> None:
         self._lockstep = Lockstep(process_group or ProcessGroup.alone())
         resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
-        executor = executor or resolved.make_executor(params)
+        self.store = store or resolved.make_store(params)
+        executor = executor or resolved.make_executor(params, self.store)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
         self._resolved, self._executor, self._clock = resolved, executor, clock
@@ -112,6 +118,7 @@ class Engine:
         self._step_lock = StepLock()
         self._error: BaseException | None = None
         self._is_warm = False
+        self._is_idle = False  # whether the last step had nothing to begin
 
     # One call for all.
 
@@ -315,7 +322,7 @@ class Engine:
         if self._error is not None and not self._events:
             self._check_alive()
         self._apply_updates()
-        return bool(self._jobs or self._events)
+        return bool(self._jobs or self._events or self.core.has_stores)
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""
@@ -389,6 +396,8 @@ class Engine:
         if job.sequences:
             return  # it was cancelled before
         job.sequences = self._sequence_maker.make(job.prepared, job.request_id, job.arrival)
+        if self.store is not None:
+            self.core.look_up(job.sequences, self.store)
         request, tokens = job.prepared.request, job.prepared.tokens
         for journal in self._journals:
             journal.note_arrival(request, tokens, job.request_id, job.arrival, job.sequences)
@@ -421,10 +430,15 @@ class Engine:
             self._warm_up()
         now = self._clock()
         with self._failing(), self._lockstep.limit("a step"):
+            for loaded in self._executor.poll_loads(_LOAD_WAIT if self._is_idle else 0.0):
+                for journal in self._journals:
+                    journal.note_load(loaded, now)
+                self.core.end_load(loaded)
             for journal in self._journals:
                 journal.note_step(now)
             step = run_step(self.core, self._queue, now, self._journals)
             events: list[Event] = []
+            self._is_idle = step is None
             if step is not None:
                 self._monitor.note(step)
                 events = self.core.end(step.batch, step.results, step.finished, step.seconds)

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
@@ -26,6 +27,10 @@ class Journal(Protocol):
 
     def note_cancel(self, request_id: str, now: float) -> None:
         """A request has been cancelled."""
+        ...
+
+    def note_load(self, loaded: Loaded, now: float) -> None:
+        """A load has ended."""
         ...
 
     def note_step(self, now: float) -> None:

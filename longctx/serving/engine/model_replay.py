@@ -23,7 +23,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.recording.contents import RecordedRequest, request_of
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Content, Ended, Snapshot, Step
+from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Content, Ended, LoadEnded, Snapshot, Step
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -98,6 +98,11 @@ class ModelReplay:
                     raise ValueError(
                         f"{self._log.directory} lacks its beginning: the cache's contents then are not known. Another "
                         "plan, such as --stage, can be replayed"
+                    )
+                case LoadEnded():
+                    raise ValueError(
+                        f"{self._log.directory}: pages were loaded from beyond the devices, and a log does not hold "
+                        "them. Another plan, such as --stage, can be replayed"
                     )
                 case Cancelled():
                     self._core.hear(Cancel(record.request_id))

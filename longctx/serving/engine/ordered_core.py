@@ -6,6 +6,7 @@ from longctx.serving.distributed.orders import Arrival, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.run_step import DecisionLog, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.request.output import Event
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -34,9 +35,14 @@ class OrderedCore:
         self._ended: dict[str, int] = {}  # completions that have, of these requests
 
     def hear(self, news: RequestUpdate) -> list[Event]:
-        """Let a request enter or end."""
+        """Let a request enter or end, or a load end."""
+        if isinstance(news, Loaded):
+            self.core.end_load(news)
+            return []
         if isinstance(news, Arrival):
             sequences = self._make(news)
+            for sequence in sequences:
+                sequence.available = news.available
             self.open[news.request_id] = sequences
             self.core.add(sequences)
             return []

@@ -18,6 +18,8 @@ from longctx.serving.engine.build import Built, build_core
 from longctx.serving.engine.memory import default_pages, estimate, head_bytes, param_bytes
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
+from longctx.serving.kv_cache.connector import PageKeeper
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
@@ -42,7 +44,18 @@ class Resolved(NamedTuple):
     topology: Topology
     element_bytes: int
 
-    def make_executor(self, params: Params | None) -> Executor:
+    def make_store(self, params: Params | None) -> PageKeeper | None:
+        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing, or there are no parameters."""
+        if params is None or self.config.tiers is None:
+            return None
+        from longctx.serving.engine.page_fingerprint import page_fingerprint
+        from longctx.serving.kv_cache.tiers.store import open_store
+
+        model, dtype = self.model.config, str(params["embed"].dtype)
+        layout = PageLayout(model.num_layers, model.num_kv_heads, model.head_dim, self.config.page_size, dtype)
+        return open_store(self.config.tiers, layout, page_fingerprint(model, params, layout))
+
+    def make_executor(self, params: Params | None, store: PageKeeper | None = None) -> Executor:
         """The executor that runs batches on the mesh; ValueError without parameters."""
         if params is None or self.mesh is None:
             raise ValueError("params must be given, unless an executor is")

@@ -13,7 +13,6 @@ import numpy as np
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
-
 TIERS = "tiers"
 """The source of loads from the engine's own tiers."""
 
@@ -116,6 +115,22 @@ class PageSink(Protocol):
 
     def put(self, stores: List[PageStore], read: PageRead) -> None:
         """Keep pages once they are read; never waits."""
+        ...
+
+
+class PageKeeper(PageSink, PageSource, Protocol):
+    """What keeps pages beyond the devices of an engine."""
+
+    def look_up(self, keys: List[Key]) -> int:
+        """How many leading pages it has. Those that are slow to fetch are fetched ahead."""
+        ...
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was put is kept; False if that took longer than `timeout` seconds."""
+        ...
+
+    def close(self) -> None:
+        """End its threads; it may be called more than once."""
         ...
 
 

@@ -9,7 +9,7 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,9 +55,12 @@ class PagePool:
       promised: pages promised of whichever rank.
       num_alone: pages that have one holder.
       listener: is told of what can be found, if there is one.
+
+    Args:
+      on_evict: is called with a page and its key before it is overwritten, as memory is needed.
     """
 
-    def __init__(self, per_rank: int, num_ranks: int = 1) -> None:
+    def __init__(self, per_rank: int, num_ranks: int = 1, on_evict: Callable[[int, Key], object] | None = None) -> None:
         if per_rank < 1:
             raise ValueError(f"num_pages must be at least 1, got {per_rank}")
         self.per_rank, self.num_ranks, self.num_pages = per_rank, num_ranks, per_rank * num_ranks
@@ -66,6 +69,7 @@ class PagePool:
         self.num_evicted = 0
         self.num_returned = 0  # how often pages became available
         self.listener: PageListener | None = None
+        self.on_evict = on_evict
         self._free = [list(range((rank + 1) * per_rank - 1, rank * per_rank - 1, -1)) for rank in range(num_ranks)]
         self._references = [0] * self.num_pages
         self._holders = [0] * self.num_pages  # the sum of the numbers of a page's holders: with one left, its number
@@ -77,7 +81,7 @@ class PagePool:
     def __deepcopy__(self, memo: dict[int, object]) -> "PagePool":
         """For looking ahead, without going through every page."""
         memo[id(self)] = twin = copy.copy(self)
-        twin.listener = None
+        twin.listener = twin.on_evict = None
         for name in ("reserved", "_references", "_holders", "_key_of", "_page_of"):
             setattr(twin, name, getattr(self, name).copy())
         twin._alone = {holder: pages.copy() for holder, pages in self._alone.items()}
@@ -150,7 +154,9 @@ class PagePool:
             page = self._free[rank].pop()
         else:
             page, _ = self._idle[rank].popitem(last=False)
-            self.forget(page)
+            key = self.forget(page)
+            if self.on_evict is not None:
+                self.on_evict(page, key)
             self.num_evicted += 1
         assert self._references[page] == 0
         self._references[page] = 1
@@ -214,13 +220,14 @@ class PagePool:
         self._key_of[page] = key
         return True
 
-    def forget(self, page: int) -> None:
-        """Let a page be found no more."""
+    def forget(self, page: int) -> Key:
+        """Let a page be found no more; the key that it had."""
         key, self._key_of[page] = self._key_of[page], None
         assert key is not None
         del self._page_of[key]
         if self.listener is not None:
             self.listener.removed(key)
+        return key
 
     def state(self) -> list[RankState]:
         """What a pool knows of each rank when nobody holds pages."""

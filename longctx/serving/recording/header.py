@@ -10,6 +10,7 @@ from longctx import __version__
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.mesh import MeshPredictor
@@ -127,8 +128,14 @@ def _policy_name(config: EngineConfig) -> str:
 
 def _config(fields: dict[str, Any]) -> EngineConfig:
     buckets = fields["buckets"]
+    tiers = fields.get("tiers")
     return EngineConfig(
-        **fields | {"slo": Slo(**fields["slo"]), "buckets": None if buckets is None else tuple(buckets)}
+        **fields
+        | {
+            "slo": Slo(**fields["slo"]),
+            "buckets": None if buckets is None else tuple(buckets),
+            "tiers": None if tiers is None else TierConfig(**tiers),
+        }
     )
 
 

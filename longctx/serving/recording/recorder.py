@@ -13,6 +13,7 @@ import numpy as np
 from longctx.serving.distributed.digest import DecisionDigest, pack
 from longctx.serving.distributed.orders import request_to_fields
 from longctx.serving.executor.submit_queue import EndedStep
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import PartialPage, Sessions
 from longctx.serving.recording.header import Header
@@ -27,6 +28,7 @@ from longctx.serving.recording.records import (
     Content,
     Ended,
     Failed,
+    LoadEnded,
     Record,
     Step,
     encode,
@@ -181,11 +183,15 @@ class Recorder:
             keys=b"".join(first.keys),
             partial_page=first.partial_page,
             content=content,
+            available=first.available,
         )
         self._write(arrived)
 
     def note_cancel(self, request_id: str, now: float) -> None:
         self._write(Cancelled(request_id, now, self._take_left()))
+
+    def note_load(self, loaded: Loaded, now: float) -> None:
+        self._write(LoadEnded(*loaded))
 
     def note_step(self, now: float) -> None:
         self._now = now

@@ -49,6 +49,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
     keys: bytes
     partial_page: PartialPage | None
     content: Content | None
+    available: int = 0  # leading tokens that could be loaded
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -101,6 +102,14 @@ class Closed(msgspec.Struct, array_like=True, frozen=True, tag=6):
     reason: str
 
 
+class LoadEnded(msgspec.Struct, array_like=True, frozen=True, tag=8):
+    """A load has ended, see `Loaded`."""
+
+    name: str
+    num_pages: int
+    seconds: float
+
+
 LeftChunk = tuple[int, int, int, bool, bool, tuple[int, ...], bool]
 
 
@@ -131,9 +140,10 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
     chunker: tuple[list[int], int]
     tenants: tuple[dict[str, float], float]
     in_flight: list[LeftBatch]
+    load_seconds: float | None = None  # of a page, in the mean
 
 
-Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed
+Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

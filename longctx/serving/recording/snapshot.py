@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def is_idle(core: "Core") -> bool:
-    """Whether a core has no request. Batches may be in flight whose sequences have ended."""
-    return not core.scheduler.running and not core.scheduler.waiting
+    """Whether a core has no request, and no page to store. Batches may be in flight whose sequences have ended."""
+    scheduler = core.scheduler
+    return not (scheduler.running or scheduler.waiting or scheduler.stores or scheduler.loads.dropped)
 
 
 def take_snapshot(core: "Core", now: float) -> Snapshot:
@@ -35,6 +36,7 @@ def take_snapshot(core: "Core", now: float) -> Snapshot:
             LeftBatch(batch.index, batch.predicted, batch.work, tuple(map(_left, batch.chunks)))
             for batch in core.in_flight
         ],
+        load_seconds=scheduler.loads.seconds_per_page,
     )
 
 
@@ -61,6 +63,7 @@ def restore_snapshot(core: "Core", snapshot: Snapshot) -> list[Batch]:
     pages = [RankState(unpack("i", free), unpack("i", idle), split_keys(keys)) for free, idle, keys in snapshot.pages]
     core.pool.restore(pages)
     scheduler.forecast.factor = snapshot.factor
+    scheduler.loads.seconds_per_page = snapshot.load_seconds
     chunker.predictor.restore(snapshot.windows)
     chunker.restore(*snapshot.chunker)
     chunker.tenants.restore(*snapshot.tenants)

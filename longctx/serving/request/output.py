@@ -21,6 +21,7 @@ class Metrics:
       arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
+      loaded_tokens: those of them that came from beyond the devices.
       preemptions: how often it was preempted (optimistic admission).
       recomputed_tokens: tokens that were computed again because of that: those that it no longer found in the cache.
       ttft_deadline, tpot_target: what was promised when it came, by its request or by default: seconds, both.
@@ -44,6 +45,7 @@ class Metrics:
     tpot_target: float | None = None
     slack: float | None = None
     passed_by: int = 0
+    loaded_tokens: int = 0
 
     @property
     def ttft(self) -> float | None:

@@ -204,7 +204,7 @@ class Admission:
             self._pool.forget(found[-1])  # it is written to from now on
             sequence.computed += sequence.partial_page.tokens
         sequence.cached = sequence.computed if sequence.cached is None else sequence.cached
-        lost = max(0, sequence.lost - sequence.computed)
+        lost = max(0, sequence.lost - max(sequence.computed, sequence.available))
         sequence.recomputed += lost
         sequence.protected, sequence.lost = sequence.computed + 2 * lost, 0
         sequence.prefix_hit_tokens = 0  # they are computed now

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State
@@ -74,7 +75,9 @@ def look_ahead(
       is_enough: says when to stop looking.
     """
     sequence, clock, has_entered = newcomers[-1], copied, False
-    for other in tuple(scheduler.running):  # steps in flight end at once
+    for other in tuple(scheduler.running):  # steps and loads in flight end at once
+        if other.state is State.LOADING:
+            _end_load(scheduler, other)
         other.in_flight = 0
         if other.is_drained:
             scheduler.finish(other)
@@ -95,6 +98,8 @@ def look_ahead(
                 clock = now
                 continue
             batch = scheduler.idle()  # while tokens are in later stages
+        for load in batch.loads:
+            scheduler.end_load(Loaded(load.name, len(load.pages), 0.0))
         in_stages.append(batch)
         seconds = max(each.predicted for each in in_stages)
         clock += seconds
@@ -107,6 +112,11 @@ def look_ahead(
                 if other.is_running and other.length - other.in_flight >= length_at_end(other):
                     scheduler.finish(other)
     return Outlook(first, max(0.0, clock - now), max(waited, key=lambda bound: waited[bound]) if waited else "queue")
+
+
+def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:
+    pages = scheduler.running.pages_of(sequence.loading_until - sequence.computed)
+    scheduler.end_load(Loaded(sequence.name, pages, 0.0))
 
 
 def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:

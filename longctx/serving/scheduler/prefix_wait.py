@@ -72,7 +72,7 @@ class PrefixWaits:
         for leader in list(self._leaders.values()):
             there = leader.sequence.registered
             over: list[Sequence] = []
-            if leader.sequence.state is not State.PREFILLING:
+            if leader.sequence.state not in (State.LOADING, State.PREFILLING):
                 over, there = list(leader.waiting), max(there, leader.registered)
             elif there >= min(leader.waiting.values(), default=math.inf):
                 over = [sequence for sequence, pages in leader.waiting.items() if pages <= there]
@@ -81,7 +81,8 @@ class PrefixWaits:
                 sequence.prefix_hit_tokens = max(hit, sequence.prefix_hit_tokens)
                 self._forecast.update(sequence)
                 self.forget(sequence)
-            if leader.waiting and leader.is_slow(now, self._running.prompt_rows):
+            is_loading = leader.sequence.state is State.LOADING
+            if leader.waiting and not is_loading and leader.is_slow(now, self._running.prompt_rows):
                 first = self._order(leader.sequence, now)
                 slow = [sequence for sequence in leader.waiting if self._order(sequence, now) < first]
                 for sequence in slow:

@@ -5,8 +5,10 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
+from longctx.serving.kv_cache.connector import PageStore
 from longctx.serving.kv_cache.page_pool import PageListener, PagePool
 from longctx.serving.kv_cache.placement import Grown, Placement
+from longctx.serving.scheduler.page_stores import PageStores
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
 
@@ -33,15 +35,18 @@ class Slots:
 class Running:
     """Running sequences.
 
+    Args:
+      stores: is told of full pages, if something beyond the devices keeps pages.
+
     Attributes:
-      prefilling: prompt tokens are yet to be planned; in order of arrival.
+      prefilling: prompt tokens are yet to be planned or loaded; in order of arrival.
       decoding: every step computes one token; higher priorities first, then in order of arrival.
       slots: see `Slots`.
       prompt_rows: tokens of prompts that have been planned so far.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, max_running: int) -> None:
-        self.pool, self.page_size = pool, page_size
+    def __init__(self, pool: PagePool, page_size: int, max_running: int, stores: PageStores | None = None) -> None:
+        self.pool, self.page_size, self.stores = pool, page_size, stores
         self.max_running, self.slots = max_running, Slots(max_running)
         self.prompt_rows = 0
         self.prefilling: list[Sequence] = []
@@ -131,6 +136,10 @@ class Running:
         are_new = [self.pool.register(sequence.pages[i], sequence.keys[i]) for i in range(first, full)]
         if self.pool.listener is not None:
             self._announce(self.pool.listener, sequence, first, are_new)
+        if self.stores is not None:
+            pages, keys, tenant = sequence.pages, sequence.keys, sequence.tenant
+            new = (i for i, is_new in enumerate(are_new, first) if is_new)
+            self.stores.note(PageStore(keys[i], pages[i], i, tenant) for i in new)
         sequence.registered = max(first, full)
 
     def _announce(self, listener: PageListener, sequence: Sequence, first: int, are_new: list[bool]) -> None:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Sequence as List
 from typing import Literal
 
+from longctx.serving.kv_cache.connector import TIERS, Loaded
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.kv_cache.sessions import PartialPage
@@ -22,7 +23,9 @@ from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
+from longctx.serving.scheduler.page_loads import PageLoads
 from longctx.serving.scheduler.page_planner import PagePlanner
+from longctx.serving.scheduler.page_stores import PageStores
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.prompt_time import PromptTime
@@ -34,6 +37,9 @@ from longctx.serving.scheduler.step_budget import Share
 
 class Scheduler:
     """Continuous batching: every step has all decodes, and chunks of prompts as the chunker says.
+
+    Args:
+      keeps_pages: something beyond the devices keeps full pages (`PageStores`).
 
     Attributes:
       waiting: sequences that are not admitted, in order of arrival.
@@ -49,10 +55,14 @@ class Scheduler:
         admission: Literal["reserve", "optimistic"] = "reserve",
         slo: Slo | None = None,
         placer: Placer | None = None,
+        keeps_pages: bool = False,
     ) -> None:
         placer, self._is_optimistic = placer or Placer(), admission == "optimistic"
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
-        self.running = Running(pool, page_size, max_running)
+        self.stores = PageStores(self.plan.stage) if keeps_pages else None
+        if self.stores is not None:
+            pool.on_evict = self.stores.note_evicted
+        self.running = Running(pool, page_size, max_running, self.stores)
         rows, rank_tokens = chunker.chunking.tokens, pool.per_rank * page_size
         time = PromptTime(chunker.predictor, chunker.rule, placer, rows, page_size, rank_tokens)
         self.forecast = Forecast(chunker.predictor, time, self.plan.context, slo or Slo())
@@ -76,6 +86,7 @@ class Scheduler:
             self._is_optimistic,
         )
         self.waiting = self.admission.waiting
+        self.loads = PageLoads(self.running, self.forecast)
         self._all_ranks = tuple(range(self.plan.context))
         self._page_size = page_size
         self.num_preempted = 0
@@ -92,7 +103,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue; it has been checked."""
-        sequence.prefix_hit_tokens = self.count_cached(sequence.keys) if sequence.may_share else 0
+        sequence.available = min(sequence.available, sequence.length - 1) if sequence.may_share else 0
+        found = self.count_cached(sequence.keys) if sequence.may_share else 0
+        sequence.prefix_hit_tokens = max(found, sequence.available)
         self.forecast.promise(sequence)
         self.chunker.tenants.enter(sequence)
         self.admission.add(sequence)
@@ -122,17 +135,24 @@ class Scheduler:
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None if there is nothing to compute."""
         batch = Batch(self.num_steps)
+        if self.stores is not None:
+            self.stores.step = batch.index
         self.forecast.heed_correction(self.waiting, self.running.prefilling)
         self._plan_decodes(batch)
         self.running.slots.wake(batch.index)
         self._grow_prompts(batch, now)
         self.admission.admit(batch, now)
-        prompts = [s for s in self.running.prefilling if s.ready <= batch.index and s.plannable > 0]
+        self.loads.begin(batch)
+        prompts = [s for s in self._prompts(batch) if s.plannable > 0]
         for sequence, share in self.chunker.pack(prompts, batch.chunks, now, self._in_stages(batch)).items():
             self._plan_prompt(batch, sequence, share)
+        if self.stores is not None:
+            batch.stores = self.stores.take()
         if not batch.chunks:
-            assert not batch.admitted
-            return None
+            if not (batch.stores or batch.loads or batch.dropped):
+                assert not batch.admitted
+                return None
+            return self._without_rows(batch)
         batch.exchange, works = self.chunker.rule.choose(batch.chunks)
         seconds = list(map(self.chunker.predictor.seconds, works))
         batch.predicted, batch.rank_seconds = max(seconds), tuple(seconds)
@@ -143,19 +163,25 @@ class Scheduler:
 
     def idle(self) -> Batch:
         """A step that computes nothing, so that batches in later stages go on."""
+        return self._without_rows(Batch(self.num_steps))
+
+    def end_load(self, loaded: Loaded) -> Sequence | None:
+        """A load has ended; the sequence that goes on, None if nobody waits for it any more."""
+        return self.loads.end(loaded)
+
+    def _without_rows(self, batch: Batch) -> Batch:
         self.num_steps += 1
         self.chunker.note([])
-        return Batch(self.num_steps - 1)
+        return batch
 
     @property
     def is_held_up(self) -> bool:
-        """Whether those who wait may be admitted after some idle steps."""
-        return bool(self.waiting and self.running.slots.resting)
+        """Whether some idle steps let those who wait be admitted, or pages be stored."""
+        return bool((self.waiting and self.running.slots.resting) or self.stores)
 
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
-        prompts = [sequence for sequence in self.running.prefilling if sequence.ready <= batch.index]
-        beside = max(prompts, key=lambda sequence: sequence.remaining, default=None)
+        beside = max(self._prompts(batch), key=lambda sequence: sequence.remaining, default=None)
         sharded = self.chunker.rule.shards_decodes(len(self.running.decoding), beside)
         is_interleaved = self.plan.shards_rows and self.plan.placement == "interleave"
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
@@ -177,9 +203,14 @@ class Scheduler:
             sequence.in_flight += 1
             sequence.ready = ready
 
+    def _prompts(self, batch: Batch) -> list[Sequence]:
+        """Prompts of which rows may be in a batch."""
+        prompts, index = self.running.prefilling, batch.index
+        return [s for s in prompts if s.ready <= index and s.state is not State.LOADING]
+
     def _grow_prompts(self, batch: Batch, now: float) -> None:
         """Promise prompts what they need in this step, the most urgent first; others may give way to them."""
-        due = [sequence for sequence in self.running.prefilling if self.growth.is_due(sequence)]
+        due = [sequence for sequence in self._prompts(batch) if self.growth.is_due(sequence)]
         for sequence in by_urgency(self.chunker.policy, due, now, self.chunker.tenants) if due else ():
             if sequence.state is not State.PREFILLING or self.growth.grow(sequence):
                 sequence.blocked_since = None
@@ -230,11 +261,14 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.lost = sequence.computed
         sequence.prefix_hit_tokens = sequence.registered * self._page_size if sequence.may_share else 0
+        if self.stores is not None and sequence.source == TIERS:
+            sequence.available = sequence.prefix_hit_tokens
         self._release(sequence)
         self.forecast.update(sequence)
         sequence.to(State.WAITING)
         self.admission.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self.loads.forget(sequence)
         # The last batch planned is in the last stage `stage - 1` steps later.
         self.running.release(sequence, self.num_steps - 1 + self.plan.stage)

@@ -5,6 +5,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Placement
 from longctx.serving.kv_cache.sessions import PartialPage
@@ -12,9 +13,10 @@ from longctx.serving.request.completion import Completion
 
 
 class State(enum.Enum):
-    """The states of a sequence. Preemption (optimistic admission) leads from the middle two to WAITING."""
+    """The states of a sequence. Preemption (optimistic admission) leads from the middle three to WAITING."""
 
     WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # has a slot and pages; waits for keys and values from beyond the devices
     PREFILLING = "prefilling"  # has a slot and pages; tokens to compute before the next can be sampled
     DECODING = "decoding"  # every step computes the token that the step before has sampled
     FINISHED = "finished"
@@ -22,7 +24,8 @@ class State(enum.Enum):
 
 _NEXT = {
     State.WAITING: {State.PREFILLING, State.FINISHED},
-    State.PREFILLING: {State.DECODING, State.WAITING, State.FINISHED},
+    State.LOADING: {State.PREFILLING, State.WAITING, State.FINISHED},
+    State.PREFILLING: {State.LOADING, State.DECODING, State.WAITING, State.FINISHED},
     State.DECODING: {State.WAITING, State.FINISHED},
     State.FINISHED: set(),
 }
@@ -48,6 +51,9 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)  # of its full pages, as far as tokens are known
     partial_page: PartialPage | None = None  # that the turn before it left
     may_share: bool = True  # begin with pages that others have computed
+    available: int = 0  # leading tokens that can be loaded, as far as is known
+    source: str = TIERS  # where from
+    tail_key: Key | None = None  # of a last, partial page that can be loaded
     completion: Completion | None = None  # what executors read tokens from
 
     state: State = State.WAITING
@@ -64,6 +70,7 @@ class Sequence:
     registered: int = 0  # pages that have been offered for sharing, or were shared
     length: int = 0
     computed: int = 0
+    loading_until: int = 0  # tokens that it has when its load is complete
     in_flight: int = 0
     cached: int | None = None  # tokens found in the cache when first admitted
     preemptions: int = 0
@@ -116,7 +123,7 @@ class Sequence:
 
     @property
     def is_running(self) -> bool:
-        return self.state in (State.PREFILLING, State.DECODING)
+        return self.state in (State.LOADING, State.PREFILLING, State.DECODING)
 
 
 def completion_of(sequence: Sequence) -> Completion:

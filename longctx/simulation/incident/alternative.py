@@ -8,7 +8,7 @@ from typing import NamedTuple
 from longctx.serving.config import EngineConfig
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Closed, Record, Snapshot, Step
+from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Closed, LoadEnded, Record, Snapshot, Step
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.baseline import Baseline, Decision
@@ -113,6 +113,8 @@ class Alternative:
                 self._hear(record)
                 record = next(news, None)
             step = engine.step(executor.now)
+            for loaded in executor.poll_loads():
+                engine.core.end_load(loaded)
             if step is not None:
                 self._note(engine.end(step))
             elif isinstance(record, Arrived | Cancelled):
@@ -124,6 +126,8 @@ class Alternative:
         match record:
             case Arrived():
                 self.engine.arrive(record)
+            case LoadEnded():
+                self.engine.end_load(record)
             case Cancelled():
                 self._note(self.engine.cancel(record))
             case Cleared():

@@ -13,10 +13,11 @@ from longctx.serving.engine.input_processor import SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.engine.run_step import DecisionLog
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.kv_cache.sessions import PartialPage
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.recording.header import Header
-from longctx.serving.recording.records import Arrived, Cancelled, Snapshot, split_keys
+from longctx.serving.recording.records import Arrived, Cancelled, LoadEnded, Snapshot, split_keys
 from longctx.serving.recording.snapshot import restore_snapshot
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest, Request
@@ -164,12 +165,18 @@ class Rebuilt:
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
         )
-        self._ordered.hear(Arrival(request, name, arrived.now))
+        self._ordered.hear(Arrival(request, name, arrived.now, arrived.available))
 
     def cancel(self, cancelled: Cancelled) -> list[Event]:
         """End a request, if it has not ended."""
         name = self._names.get(cancelled.request_id, "")
         return self._ordered.hear(Cancel(name)) if name in self.open else []
+
+    def end_load(self, record: LoadEnded) -> None:
+        """End a load, if somebody waits for it."""
+        request_id, _, index = record.name.rpartition("/")
+        name = f"{self._names.get(request_id, '')}/{index}"
+        self._ordered.hear(Loaded(name, record.num_pages, record.seconds))
 
     def step(self, now: float) -> EndedStep | None:
         """See `run_step`."""

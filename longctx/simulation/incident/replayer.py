@@ -15,6 +15,7 @@ from longctx.serving.recording.records import (
     Cleared,
     Closed,
     Failed,
+    LoadEnded,
     Snapshot,
     Step,
     split_keys,
@@ -98,6 +99,8 @@ class Replayer:
                 case Snapshot():
                     self.engine.restore(record)
                     self._decisions = DecisionDigest()
+                case LoadEnded():
+                    self.engine.end_load(record)
                 case Cleared():
                     self.engine.core.pool.clear()
                 case Failed():

@@ -1,0 +1,1 @@
+"""Pages beyond the devices: in host memory, on disk, in a distributed store. No JAX."""
