@@ -4,10 +4,11 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
-from longctx.serving.kv_cache.connector import Loaded, PageLoad
+from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.scheduler.batch import Batch, Chunk
 
 
@@ -43,6 +44,7 @@ class VirtualExecutor:
         self._seconds, self._vocab_size = seconds, vocab_size
         self._in_stages: deque[Pending] = deque(maxlen=stages)  # the last stage's first
         self._free = 0.0  # when the last tick ends
+        self.sources: dict[str, PageSource] = {}
         self._loads: list[PageLoad] = []
 
     def clock(self) -> float:
@@ -70,6 +72,10 @@ class VirtualExecutor:
         """Every load comes at once, and whole: what it is to take is not known here."""
         loads, self._loads = self._loads, []
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
+        """NotImplementedError: its pages hold nothing."""
+        raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         pass

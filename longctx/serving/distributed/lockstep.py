@@ -19,6 +19,7 @@ from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import (
     Arrival,
     Cancel,
+    Release,
     RequestUpdate,
     StepOrder,
     WarmUpOrder,
@@ -98,10 +99,15 @@ class Lockstep:
         self._updates.append(request_to_fields(request) | {"id": request_id, "now": now, "available": available})
         self._frames.append(tokens.astype("<i4").tobytes())
 
-    def note_cancel(self, request_id: str, now: float) -> None:
+    def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
         """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
-            self._updates.append({"id": request_id})
+            self._updates.append({"id": request_id, "lease": lease})
+
+    def note_release(self, lease_id: str) -> None:
+        """Queue the end of a lease for the next step's message."""
+        if self.leads and not self.is_alone:
+            self._updates.append({"released": lease_id})
 
     def note_load(self, loaded: Loaded, now: float) -> None:
         """Queue the end of a load for the next step's message."""
@@ -159,8 +165,10 @@ class Lockstep:
                     updates.append(Arrival(request, fields["id"], fields["now"], fields["available"]))
                 elif "loaded" in fields:
                     updates.append(Loaded(*fields["loaded"]))
+                elif "released" in fields:
+                    updates.append(Release(fields["released"]))
                 else:
-                    updates.append(Cancel(fields["id"]))
+                    updates.append(Cancel(fields["id"], fields["lease"]))
             self.now = header["now"]
             yield StepOrder(self.now, header["seconds"], updates)
 

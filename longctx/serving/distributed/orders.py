@@ -26,12 +26,20 @@ class Arrival(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """A request that the engine has cancelled."""
+    """A request that the engine has cancelled; or, with `lease`, ended for another engine, for which its pages are kept
+    under this id, see `Request.lease`."""
 
     request_id: str
+    lease: str | None = None
 
 
-RequestUpdate = Arrival | Cancel | Loaded
+class Release(NamedTuple):
+    """A lease that nobody needs any more."""
+
+    lease_id: str
+
+
+RequestUpdate = Arrival | Cancel | Loaded | Release
 
 
 class StepOrder(NamedTuple):

@@ -10,16 +10,21 @@ A driver adds sequences, begins batches, has an executor run them (`run_step`), 
 The drivers are `Engine`, a follower process (`engine/follower.py`) and the simulator (`longctx.simulation`).
 """
 
+import itertools
+from collections import deque
+
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.executor.interface import Results
 from longctx.serving.kv_cache.connector import Loaded, PageKeeper
+from longctx.serving.kv_cache.leases import TAIL_KEY, Leases
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import PartialPage, Sessions
 from longctx.serving.request.completion import Completion
-from longctx.serving.request.output import Event, FinishReason, Metrics
-from longctx.serving.scheduler.batch import Batch
+from longctx.serving.request.handoff import Handoff
+from longctx.serving.request.output import Event, FinishReason, Lease, Metrics
+from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
 
@@ -45,6 +50,8 @@ class Core:
         self.scheduler, self.sessions = scheduler, sessions
         self.in_flight = BatchQueue(run_ahead, scheduler.plan.stage)
         self.page_hash = page_hash
+        self.leases = Leases(scheduler.pool, scheduler.running.page_size)
+        self._completing: deque[tuple[int, str, Chunk]] = deque()  # rows of sequences with leases, and their steps
         self._now = 0.0
         self._counts = {"prompt_tokens": 0, "output_tokens": 0, "queried_tokens": 0, "cached_tokens": 0}
 
@@ -63,13 +70,50 @@ class Core:
     def add(self, sequences: list[Sequence]) -> None:
         """Let sequences wait; their sizes have been checked (`Scheduler.check`)."""
         for sequence in sequences:
+            lease_id = completion_of(sequence).lease_id
+            if lease_id is not None:
+                self.leases.begin(lease_id, sequence.keys, sequence.length)
             self.scheduler.add(sequence)
+
+    def resume(self, sequences: list[Sequence], handoff: Handoff, now: float) -> list[Event]:
+        """Add sequences of which another engine has computed something; the events of the tokens that it has drawn.
+
+        A source of each sequence's loads has the name of its lease.
+        """
+        events = []
+        for sequence, progress in zip(sequences, handoff.completions, strict=True):
+            completion, reason = completion_of(sequence), None
+            if completion.num_prompt_logprobs is not None and handoff.prompt_logprobs is not None:
+                completion.add_prompt_logprobs(1, list(handoff.prompt_logprobs))
+                sequence.may_share = True
+            for token, logprob in itertools.zip_longest(progress.tokens, progress.logprobs):
+                if reason is None:
+                    text, reason = completion.push(token, logprob, now)
+                    events.append(completion.event(text, token, reason))
+            if reason is not None:
+                sequence.to(State.FINISHED)
+                _complete(completion.metrics, sequence, now)
+                continue
+            sequence.length = completion.num_known
+            if self.page_hash is not None:
+                self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
+            if progress.lease is not None:
+                sequence.source, sequence.available, sequence.tail_key = progress.lease, progress.length, TAIL_KEY
+            self.add([sequence])
+        return events
 
     def cancel(self, sequence: Sequence) -> list[Event]:
         """End a sequence wherever it is."""
         if sequence.state is State.FINISHED:
             return []
         return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self._now)]
+
+    def hand_off(self, sequence: Sequence, name: str) -> list[Event]:
+        """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`."""
+        if sequence.state is State.FINISHED:
+            return []
+        self._keep_pages(sequence, completion_of(sequence).lease_under(name))
+        return [self._finish(sequence, "", None, "moved", self._now)]
 
     def end_load(self, loaded: Loaded) -> None:
         """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing."""
@@ -96,6 +140,8 @@ class Core:
             batch = self.scheduler.idle()
         self.in_flight.append(batch)
         self._note_planned(batch, now)
+        if self.leases:
+            self._note_complete(batch)
         return batch
 
     def end(self, batch: Batch, results: Results, now: float, seconds: float | None) -> list[Event]:
@@ -140,7 +186,7 @@ class Core:
     @property
     def is_stuck(self) -> bool:
         """Whether sequences wait that nothing will ever admit."""
-        return bool(self.scheduler.waiting) and not self.in_flight and not self.scheduler.loads
+        return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.pool
@@ -168,6 +214,11 @@ class Core:
 
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:
         completion = completion_of(sequence)
+        if completion.lease_id is not None and reason != "moved":
+            if reason in ("stop", "length"):
+                self._keep_pages(sequence, completion.lease_id)
+            else:
+                self.leases.release(completion.lease_id)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
@@ -176,6 +227,29 @@ class Core:
         self.scheduler.finish(sequence)
         _complete(completion_of(sequence).metrics, sequence, now)
         return completion_of(sequence).fail(error)
+
+    def _keep_pages(self, sequence: Sequence, lease_id: str) -> None:
+        """Keep the pages of a sequence that is about to end, as far as their contents are known to be right."""
+        completion, complete = completion_of(sequence), sequence.computed
+        if sequence.state is State.PREFILLING and self.scheduler.plan.stage > 1:
+            complete = 0  # later stages compute its last chunks still
+        length = min(complete, completion.num_known - 1)
+        if sequence.is_running and length > 0:
+            self.leases.keep(lease_id, sequence.keys, sequence.pages, length)
+            completion.lease = Lease(lease_id, length)
+        else:
+            self.leases.release(lease_id)
+
+    def _note_complete(self, batch: Batch) -> None:
+        """Note how much of sequences with leases is complete once all planned batches have been submitted."""
+        for chunk in batch.chunks:
+            lease_id = completion_of(chunk.sequence).lease_id
+            if lease_id is not None:
+                self._completing.append((batch.index, lease_id, chunk))
+        while self._completing and self._completing[0][0] + self.scheduler.plan.stage <= self.scheduler.num_steps:
+            _, lease_id, chunk = self._completing.popleft()
+            if chunk.sequence.is_running:
+                self.leases.note(lease_id, chunk.sequence.pages, chunk.start + chunk.num_tokens)
 
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 
 from jax.sharding import Mesh
@@ -18,20 +18,19 @@ from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.begin_recording import begin_recording
 from longctx.serving.engine.follower import Follower
-from longctx.serving.engine.jobs import Job, Jobs, naming_prompt
-from longctx.serving.engine.journal import Journal
+from longctx.serving.engine.jobs import Job, naming_prompt
 from longctx.serving.engine.metrics import EngineStats
-from longctx.serving.engine.monitor import Monitor, StepMonitor
+from longctx.serving.engine.monitor import StepMonitor
 from longctx.serving.engine.resolve import resolve
-from longctx.serving.engine.run_step import run_step
-from longctx.serving.engine.step_lock import Interrupts, StepLock
+from longctx.serving.engine.step_driver import StepDriver
+from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.executor.submit_queue import SubmitQueue
-from longctx.serving.kv_cache.connector import PageKeeper
+from longctx.serving.kv_cache.connector import PageKeeper, PageSource
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
 from longctx.serving.request.sampling_params import SamplingParams
@@ -40,10 +39,8 @@ from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.slo import check_possible
 from longctx.serving.validation import check_real
 
-_LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 
-
-class Engine:
+class Engine(StepDriver):
     """Serves a model, on one device or many. Any thread may call any method.
 
     Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
@@ -97,28 +94,19 @@ class Engine:
     ) -> None:
         self._lockstep = Lockstep(process_group or ProcessGroup.alone())
         resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
-        self.store = store or resolved.make_store(params)
-        executor = executor or resolved.make_executor(params, self.store)
+        store = store or resolved.make_store(params)
+        executor = executor or resolved.make_executor(params, store)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
-        self._resolved, self._executor, self._clock = resolved, executor, clock
+        self._resolved = resolved
         self.config, self.plan, self.mesh = resolved.config, resolved.plan, resolved.mesh
         self.model, self.tokenizer, self.topology = model, tokenizer, resolved.topology
         self.max_length, self.num_pages = resolved.max_length, resolved.num_pages
         self.core, self.input_processor, self._sequence_maker = resolved.make_core()
         self.scheduler, self.predictor = self.core.scheduler, self.core.scheduler.chunker.predictor
-        self._queue = SubmitQueue(executor, clock, self.plan.stage)
-        self._journals: list[Journal] = [self._lockstep] if recorder is None else [recorder, self._lockstep]
         if recorder is not None:
             begin_recording(recorder, resolved, params, self.core, self._lockstep.leads)
-        self._jobs = Jobs()
-        self._updates: deque[tuple[Callable[[Job], None], list[Job]]] = deque()  # between steps
-        self._events: deque[Event] = deque()  # of requests that no stream waits for
-        self._monitor = Monitor(monitor)
-        self._step_lock = StepLock()
-        self._error: BaseException | None = None
-        self._is_warm = False
-        self._is_idle = False  # whether the last step had nothing to begin
+        super().__init__(executor, clock, recorder, monitor, store)
 
     # One call for all.
 
@@ -239,11 +227,19 @@ class Engine:
             alone = dataclasses.replace(self.scheduler.forecast.time, predictor=self.predictor.predictor)
             check_possible(request, cached, len(tokens), alone, self.plan.stage)
 
-    def submit(self, request: Request | PreparedRequest, arrival: float | None = None) -> str:
+    def submit(
+        self,
+        request: Request | PreparedRequest,
+        arrival: float | None = None,
+        handoff: Handoff | None = None,
+        sources: Mapping[str, PageSource] | None = None,
+    ) -> str:
         """Begin a request; its id. `step` returns its events.
 
         Args:
           arrival: when it came, by the engine's clock; None: now.
+          handoff: what another engine has computed of it; the first events have its tokens so far.
+          sources: where the pages of the handoff's leases come from, by lease. What does not come is computed.
 
         Raises:
           TypeError, ValueError: it can't be served.
@@ -251,7 +247,13 @@ class Engine:
         arrival = self._clock() if arrival is None else check_real("arrival", arrival, -math.inf, self._clock())
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         jobs: list[Job] = []
-        self._start([prepared], arrival, self._events, jobs)
+        if handoff is not None:
+            if len(self._journals) > 1 or not self._lockstep.is_alone:
+                raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
+            sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
+            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            self._executor.sources.update(sources or {})
+        self._start([prepared], arrival, self._events, jobs, handoff)
         return jobs[0].request_id
 
     def cancel(self, request_id: str) -> bool:
@@ -266,6 +268,22 @@ class Engine:
             self.cancel_jobs([job])
         return job is not None
 
+    def hand_off(self, request_id: str, lease: str) -> bool:
+        """End a request wherever it is, for another engine that goes on with it; False if it is unknown or has ended.
+
+        Its last events say `"moved"`, and `Handoff.of` their outputs is what the other engine is given.
+
+        Args:
+          lease: under which its pages are kept, see `Request.lease`.
+        """
+        self._check_alive()
+        self._apply_updates()
+        job = self._jobs.get(request_id)
+        if job is not None:
+            with Interrupts():
+                self._update(lambda job: self._leave(job, lease), [job])
+        return job is not None
+
     def cancel_jobs(self, jobs: list[Job]) -> None:
         """End what has not ended of them."""
         with Interrupts():
@@ -273,7 +291,7 @@ class Engine:
 
     def abandon(self, jobs: list[Job]) -> None:
         """`cancel_jobs`, later: this is safe in a finaliser, which may run in the midst of anything."""
-        self._updates.append((self._leave, jobs))
+        self._updates.add(self._leave, jobs)
 
     def step(self) -> list[Event]:
         """Begin what can be, wait for the oldest in-flight batch; returns the events of submitted requests.
@@ -357,7 +375,14 @@ class Engine:
         self._start(prepared, arrival, stream.events, stream.jobs)
         return stream
 
-    def _start(self, requests: List[PreparedRequest], arrival: float, events: deque[Event], jobs: list[Job]) -> None:
+    def _start(
+        self,
+        requests: List[PreparedRequest],
+        arrival: float,
+        events: deque[Event],
+        jobs: list[Job],
+        handoff: Handoff | None = None,
+    ) -> None:
         """Check that all of them can be served, and let them enter, as `jobs`; all or none."""
         try:
             with Interrupts():
@@ -366,149 +391,8 @@ class Engine:
                 for i, prepared in enumerate(requests):
                     with naming_prompt(i, len(requests)):
                         self.check(prepared)
-                self._jobs.claim(requests, arrival, events, jobs)
+                self._jobs.claim(requests, arrival, events, jobs, handoff)
                 self._update(self._enter, jobs)
         except BaseException:
             self.cancel_jobs(jobs)
             raise
-
-    # Updates between steps.
-
-    def _update(self, update: Callable[[Job], None], jobs: list[Job]) -> None:
-        """Do something with jobs now, or else as soon as no step runs."""
-        self._updates.append((update, jobs))
-        self._apply_updates()
-
-    def _apply_updates(self) -> None:
-        with Interrupts(), self._step_lock.held_if_free() as held:
-            if held:
-                self._apply_updates_locked()
-
-    def _apply_updates_locked(self) -> None:
-        with self._failing():
-            while self._updates and self._error is None:
-                update, jobs = self._updates.popleft()
-                for job in jobs:
-                    update(job)
-
-    def _enter(self, job: Job) -> None:
-        """Let a request wait for its first step."""
-        if job.sequences:
-            return  # it was cancelled before
-        job.sequences = self._sequence_maker.make(job.prepared, job.request_id, job.arrival)
-        if self.store is not None:
-            self.core.look_up(job.sequences, self.store)
-        request, tokens = job.prepared.request, job.prepared.tokens
-        for journal in self._journals:
-            journal.note_arrival(request, tokens, job.request_id, job.arrival, job.sequences)
-        self.core.add(job.sequences)
-
-    def _leave(self, job: Job) -> None:
-        """End what has not ended of a request."""
-        self._enter(job)
-        if job.open:
-            for sequence in job.sequences:
-                self._deliver(self.core.cancel(sequence))
-            now = self._clock()
-            for journal in self._journals:
-                journal.note_cancel(job.request_id, now)
-
-    # Steps.
-
-    def _take_turn(self, call: str, events: deque[Event] | None) -> None:
-        """Run a step, and tell the monitor; nothing if there are events by the time that it is this thread's turn."""
-        with Interrupts() as interrupts, self._step_lock.turn(call):
-            with self._step_lock.held(interrupts):
-                if not events:
-                    self._step()
-            self._monitor.catch_up()
-
-    def _step(self) -> None:
-        self._check_alive()
-        self._apply_updates_locked()
-        if not (self._is_warm or self._lockstep.is_alone):
-            self._warm_up()
-        now = self._clock()
-        with self._failing(), self._lockstep.limit("a step"):
-            for loaded in self._executor.poll_loads(_LOAD_WAIT if self._is_idle else 0.0):
-                for journal in self._journals:
-                    journal.note_load(loaded, now)
-                self.core.end_load(loaded)
-            for journal in self._journals:
-                journal.note_step(now)
-            step = run_step(self.core, self._queue, now, self._journals)
-            events: list[Event] = []
-            self._is_idle = step is None
-            if step is not None:
-                self._monitor.note(step)
-                events = self.core.end(step.batch, step.results, step.finished, step.seconds)
-                self._deliver(events)
-            for journal in self._journals:
-                journal.note_end(step, events)
-
-    def _drain(self, message: str) -> None:
-        """Run steps until none is in flight; RuntimeError with the number of requests, if there are some."""
-        with Interrupts():
-            self._check_alive()
-            self._apply_updates_locked()
-            if self._jobs:
-                raise RuntimeError(message.format(len(self._jobs)))
-            while self._queue:
-                self._step()
-
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            job = self._jobs[event.request_id]
-            job.deliver(event)
-            if not job.open:
-                del self._jobs[event.request_id]
-
-    def _prepare(self, name: str, prepare: Callable[[Progress], None], progress: Progress) -> None:
-        with self._step_lock.turn(name):
-            with self._step_lock.held():
-                self._drain(f"{name} must be called before requests, and {{}} have not ended")
-                prepare(progress)
-            self._monitor.catch_up()
-
-    def _compile(self, progress: Progress) -> None:
-        with Interrupts.allowed():
-            self._executor.compile(progress)  # an interrupt here breaks nothing
-
-    def _warm_up(self, progress: Progress = ignore_progress) -> None:
-        alone = self._lockstep.is_alone
-        if alone:
-            self._compile(progress)
-        with Interrupts() if alone else Interrupts.allowed(), self._failing():
-            if alone:
-                self._executor.warm_up()
-            else:
-                self._lockstep.send_warm_up()
-                self._lockstep.warm_up(self._executor, progress)
-            self._is_warm = True
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """An error inside is the end of the engine, in all processes, and of all requests."""
-        try:
-            yield
-        except BaseException as error:
-            self._error, cause = error, f"{type(error).__name__}: {error}"
-            try:
-                for job in list(self._jobs.values()):
-                    job.sequences = job.sequences or self._sequence_maker.make(
-                        job.prepared, job.request_id, job.arrival
-                    )
-                    for index in sorted(job.open):
-                        self._deliver([self.core.abort(job.sequences[index], f"a step failed: {cause}")])
-            finally:
-                for journal in self._journals:
-                    journal.note_failure(cause)
-            raise
-
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise RuntimeError("the engine has failed, and its requests with it") from self._error
-        if not self._lockstep.leads:
-            raise RuntimeError(
-                f"process {self._lockstep.group.process_id} follows process 0, which takes requests: follow()"
-            )

@@ -120,11 +120,14 @@ class SequenceMaker:
         self._rng = np.random.default_rng(config.seed)
         self._count = 0
 
-    def make(self, prepared: PreparedRequest, request_id: str, arrival: float) -> list[Sequence]:
-        """A sequence for each of the request's n completions."""
+    def make(
+        self, prepared: PreparedRequest, request_id: str, arrival: float, seed: int | None = None
+    ) -> list[Sequence]:
+        """A sequence for each of the request's n completions; `seed`: what another engine drew for it."""
         request, tokens, keys, _ = prepared
         params = request.sampling
-        seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
+        if seed is None:
+            seed = params.seed if params.seed is not None else int(self._rng.integers(2**31))
         stop_ids = frozenset({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         prompt_logprobs: list[TokenLogprob] | None = None if params.prompt_logprobs is None else []
         if params.n > 1 and not self._prefix_cache:

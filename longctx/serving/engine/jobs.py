@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.scheduler.sequence import Sequence, State
@@ -22,6 +23,7 @@ class Job:
     prepared: PreparedRequest
     arrival: float
     events: deque[Event]
+    handoff: Handoff | None = None  # what another engine has computed of it
     sequences: list[Sequence] = field(default_factory=list)
     open: set[int] = field(init=False)
 
@@ -51,7 +53,14 @@ class Jobs(dict[str, Job]):
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
-    def claim(self, requests: List[PreparedRequest], arrival: float, events: deque[Event], jobs: list[Job]) -> None:
+    def claim(
+        self,
+        requests: List[PreparedRequest],
+        arrival: float,
+        events: deque[Event],
+        jobs: list[Job],
+        handoff: Handoff | None = None,
+    ) -> None:
         """Let each request have its id, or a new one; `jobs` gets them.
 
         Raises:
@@ -61,7 +70,9 @@ class Jobs(dict[str, Job]):
         try:
             for i, prepared in enumerate(requests):
                 request_id = prepared.request.request_id
-                job = Job(self._choose_id(given) if request_id is None else request_id, prepared, arrival, events)
+                job = Job(
+                    self._choose_id(given) if request_id is None else request_id, prepared, arrival, events, handoff
+                )
                 jobs.append(job)
                 # One call, so that nobody comes between the question and the answer.
                 if self.setdefault(job.request_id, job) is not job:

@@ -25,8 +25,12 @@ class Journal(Protocol):
         """A request has entered, as sequences that are about to be added to the core; its prompt is `tokens` `[T]`."""
         ...
 
-    def note_cancel(self, request_id: str, now: float) -> None:
-        """A request has been cancelled."""
+    def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
+        """A request has been cancelled, or ended for another engine, for which its pages are kept under `lease`."""
+        ...
+
+    def note_release(self, lease_id: str) -> None:
+        """Nobody needs a lease any more."""
         ...
 
     def note_load(self, loaded: Loaded, now: float) -> None:

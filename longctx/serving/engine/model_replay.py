@@ -12,7 +12,7 @@ from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel
+from longctx.serving.distributed.orders import Arrival, Cancel, Release
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.ordered_core import OrderedCore
@@ -23,7 +23,17 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.recording.contents import RecordedRequest, request_of
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Content, Ended, LoadEnded, Snapshot, Step
+from longctx.serving.recording.records import (
+    Arrived,
+    Cancelled,
+    Cleared,
+    Content,
+    Ended,
+    LoadEnded,
+    Released,
+    Snapshot,
+    Step,
+)
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, State, completion_of
@@ -105,7 +115,9 @@ class ModelReplay:
                         "them. Another plan, such as --stage, can be replayed"
                     )
                 case Cancelled():
-                    self._core.hear(Cancel(record.request_id))
+                    self._core.hear(Cancel(record.request_id, record.lease))
+                case Released():
+                    self._core.hear(Release(record.lease_id))
                 case Cleared():
                     self._core.core.pool.clear()
                 case Step():

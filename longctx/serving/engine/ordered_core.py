@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from longctx.serving.distributed.orders import Arrival, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.run_step import DecisionLog, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -46,7 +46,12 @@ class OrderedCore:
             self.open[news.request_id] = sequences
             self.core.add(sequences)
             return []
-        events = [event for sequence in self.open[news.request_id] for event in self.core.cancel(sequence)]
+        if isinstance(news, Release):
+            self.core.leases.release(news.lease_id)
+            return []
+        events = []
+        for sequence in self.open[news.request_id]:
+            events += self.core.cancel(sequence) if news.lease is None else self.core.hand_off(sequence, news.lease)
         self._note(events)
         return events
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
-from longctx.serving.kv_cache.connector import Loaded
+from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -39,6 +39,15 @@ class Executor(Protocol):
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
         """Loads that have ended since the last call; meanwhile it moves pages. It waits for one up to `timeout` s."""
+        ...
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
+        """Begin to read pages of the pool as they are after all submitted batches, of these layers at least."""
+        ...
+
+    @property
+    def sources(self) -> dict[str, PageSource]:
+        """Where loads get pages from, by name (`PageLoad.source`)."""
         ...
 
     def compile(self, progress: Progress = ignore_progress) -> None:

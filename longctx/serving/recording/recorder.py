@@ -30,6 +30,7 @@ from longctx.serving.recording.records import (
     Failed,
     LoadEnded,
     Record,
+    Released,
     Step,
     encode,
 )
@@ -184,11 +185,15 @@ class Recorder:
             partial_page=first.partial_page,
             content=content,
             available=first.available,
+            lease=request.lease,
         )
         self._write(arrived)
 
-    def note_cancel(self, request_id: str, now: float) -> None:
-        self._write(Cancelled(request_id, now, self._take_left()))
+    def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
+        self._write(Cancelled(request_id, now, self._take_left(), lease))
+
+    def note_release(self, lease_id: str) -> None:
+        self._write(Released(lease_id))
 
     def note_load(self, loaded: Loaded, now: float) -> None:
         self._write(LoadEnded(*loaded))

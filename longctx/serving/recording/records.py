@@ -50,14 +50,16 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
     partial_page: PartialPage | None
     content: Content | None
     available: int = 0  # leading tokens that could be loaded
+    lease: str | None = None
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
-    """A request has been cancelled; `left` as in `Ended`."""
+    """A request has been cancelled, or ended for another engine (`lease`); `left` as in `Ended`."""
 
     request_id: str
     now: float
     left: tuple[PartialPage | None, ...]
+    lease: str | None = None
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
@@ -110,6 +112,12 @@ class LoadEnded(msgspec.Struct, array_like=True, frozen=True, tag=8):
     seconds: float
 
 
+class Released(msgspec.Struct, array_like=True, frozen=True, tag=9):
+    """A lease has ended."""
+
+    lease_id: str
+
+
 LeftChunk = tuple[int, int, int, bool, bool, tuple[int, ...], bool]
 
 
@@ -143,7 +151,7 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
     load_seconds: float | None = None  # of a page, in the mean
 
 
-Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded
+Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

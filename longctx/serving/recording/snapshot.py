@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def is_idle(core: "Core") -> bool:
     """Whether a core has no request, and no page to store. Batches may be in flight whose sequences have ended."""
     scheduler = core.scheduler
-    return not (scheduler.running or scheduler.waiting or scheduler.stores or scheduler.loads.dropped)
+    return not (scheduler.running or scheduler.waiting or scheduler.stores or scheduler.loads.dropped or core.leases)
 
 
 def take_snapshot(core: "Core", now: float) -> Snapshot:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longctx.serving.request.detokenizer import Detokenizer
-from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
+from longctx.serving.request.output import Event, FinishReason, Lease, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 
@@ -27,6 +27,7 @@ class Completion:
     num_known: int = 0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    lease: Lease | None = None  # of its pages, once it has ended
 
     def __post_init__(self) -> None:
         self.num_known = self.num_prompt
@@ -39,6 +40,15 @@ class Completion:
     def tokens(self) -> np.ndarray:
         """Prompt and output so far, int32 `[T]`."""
         return self.known[: self.num_known]
+
+    @property
+    def lease_id(self) -> str | None:
+        """Under which its pages are kept for another engine; None: they are not."""
+        return None if self.request.lease is None else self.lease_under(self.request.lease)
+
+    def lease_under(self, name: str) -> str:
+        """The id of its own lease, of those of its request."""
+        return name if self.params.n == 1 else f"{name}/{self.index}"
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -98,6 +108,8 @@ class Completion:
             None if self.params.logprobs is None else self.logprobs,
             None if self.num_prompt_logprobs is None else self.prompt_logprobs,
             error,
+            self.seed,
+            self.lease,
         )
 
     def fail(self, error: str) -> Event:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
 
 class TokenLogprob(NamedTuple):
@@ -70,6 +70,13 @@ class Metrics:
         return None if self.tpot is None or self.tpot_target is None else self.tpot <= self.tpot_target
 
 
+class Lease(NamedTuple):
+    """Pages of a completion that an engine keeps for another one: of `length` tokens."""
+
+    lease_id: str
+    length: int
+
+
 @dataclass(frozen=True)
 class Output:
     """One completion, whole. A request with n > 1 has n of them, `index` 0 to n - 1.
@@ -77,11 +84,14 @@ class Output:
     Attributes:
       token_ids: what was generated, a stop token included.
       text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
-      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"` or `"error"`.
+      finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"`, `"error"`, or `"moved"`
+        (another engine goes on with it).
       error: what went wrong, a sentence, where `finish_reason` is `"error"`: the logits of a token were not finite, or
         a step of the engine failed.
       logprobs: of each token, if asked for.
       prompt_logprobs: of the prompt's tokens but the first, if asked for; with the first completion (`index` 0) alone.
+      seed: that its tokens were drawn with.
+      lease: what the engine keeps of it, for a request with `lease`.
     """
 
     request_id: str
@@ -93,6 +103,8 @@ class Output:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    seed: int = 0
+    lease: Lease | None = None
 
 
 @dataclass(slots=True)

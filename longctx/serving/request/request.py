@@ -28,6 +28,8 @@ class Request:
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
       priority: 0 or more; higher is more urgent. It comes before any policy.
+      lease: keep its pages for another engine, which goes on with it: under this id, followed by the index of the
+        completion if there are several. `Handoff.of` its outputs has what else that engine needs.
     """
 
     prompt: str | Sequence[int]
@@ -39,11 +41,12 @@ class Request:
     ttft_deadline: float | None = None
     tpot_target: float | None = None
     priority: int = 0
+    lease: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {type(self.sampling).__name__}")
-        for name in ("request_id", "session_id", "tenant", "cache_salt"):
+        for name in ("request_id", "session_id", "tenant", "cache_salt", "lease"):
             value = getattr(self, name)
             if value is not None or name in ("tenant", "cache_salt"):
                 check_text(name, value)

@@ -8,7 +8,17 @@ from typing import NamedTuple
 from longctx.serving.config import EngineConfig
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.reader import RecordedLog
-from longctx.serving.recording.records import Arrived, Cancelled, Cleared, Closed, LoadEnded, Record, Snapshot, Step
+from longctx.serving.recording.records import (
+    Arrived,
+    Cancelled,
+    Cleared,
+    Closed,
+    LoadEnded,
+    Record,
+    Released,
+    Snapshot,
+    Step,
+)
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation.incident.baseline import Baseline, Decision
@@ -106,10 +116,10 @@ class Alternative:
         """Go on in virtual time."""
         engine, executor = self.engine, self.engine.executor
         known = itertools.takewhile(lambda record: not isinstance(record, Closed), records)  # until a gap, or the end
-        news = (record for record in known if isinstance(record, Arrived | Cancelled | Cleared))
+        news = (record for record in known if isinstance(record, Arrived | Cancelled | Cleared | Released))
         record = next(news, None)
         while self._wanted:
-            while record is not None and (isinstance(record, Cleared) or record.now <= executor.now):
+            while record is not None and (isinstance(record, Cleared | Released) or record.now <= executor.now):
                 self._hear(record)
                 record = next(news, None)
             step = engine.step(executor.now)
@@ -126,6 +136,8 @@ class Alternative:
         match record:
             case Arrived():
                 self.engine.arrive(record)
+            case Released():
+                self.engine.core.leases.release(record.lease_id)
             case LoadEnded():
                 self.engine.end_load(record)
             case Cancelled():

@@ -164,13 +164,14 @@ class Rebuilt:
             ttft_deadline=arrived.ttft_deadline,
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
+            lease=arrived.lease,
         )
         self._ordered.hear(Arrival(request, name, arrived.now, arrived.available))
 
     def cancel(self, cancelled: Cancelled) -> list[Event]:
         """End a request, if it has not ended."""
         name = self._names.get(cancelled.request_id, "")
-        return self._ordered.hear(Cancel(name)) if name in self.open else []
+        return self._ordered.hear(Cancel(name, cancelled.lease)) if name in self.open else []
 
     def end_load(self, record: LoadEnded) -> None:
         """End a load, if somebody waits for it."""

@@ -16,6 +16,7 @@ from longctx.serving.recording.records import (
     Closed,
     Failed,
     LoadEnded,
+    Released,
     Snapshot,
     Step,
     split_keys,
@@ -99,6 +100,8 @@ class Replayer:
                 case Snapshot():
                     self.engine.restore(record)
                     self._decisions = DecisionDigest()
+                case Released():
+                    self.engine.core.leases.release(record.lease_id)
                 case LoadEnded():
                     self.engine.end_load(record)
                 case Cleared():

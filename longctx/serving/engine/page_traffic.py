@@ -1,0 +1,125 @@
+"""Pages that leave an engine and arrive, between its steps: loads that end, leases, and reads by other engines."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.journal import Journal
+from longctx.serving.executor.interface import Executor
+from longctx.serving.kv_cache.connector import PageBlock, PageKeeper, PageRead
+from longctx.serving.kv_cache.leases import LeasedPages
+from longctx.serving.scheduler.sequence import Sequence
+
+LEASE_SECONDS = 60.0
+"""For so long a lease is kept that nobody asks for."""
+
+_LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
+_READ_TIMEOUT = 60.0  # seconds: no step takes as long
+
+
+class LeaseGone(Exception):
+    """A lease is unknown, released or expired, or its pages are not there; the text says which."""
+
+
+class PageTraffic:
+    """What an engine does about pages beyond its devices.
+
+    Its calls for leases may come from any thread, and wait for no step; all others come between steps.
+
+    Args:
+      store: keeps pages beyond the devices; None: nothing does.
+      between_steps: makes a call now, or as soon as no step runs.
+      clock: seconds, by which leases expire.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        executor: Executor,
+        store: PageKeeper | None,
+        journals: Iterable[Journal],
+        between_steps: Callable[[Callable[[], object]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self._core, self._executor, self._journals = core, executor, tuple(journals)
+        self._between_steps, self._clock = between_steps, clock
+        self._asked: dict[str, float] = {}  # when somebody asked for a lease last
+
+    # Between steps.
+
+    def look_up(self, sequences: list[Sequence]) -> None:
+        """Note how much of the prompt of a request, which is about to be added, can be loaded."""
+        if self.store is not None:
+            self._core.look_up(sequences, self.store)
+
+    def poll(self, now: float, may_wait: bool) -> None:
+        """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
+        for loaded in self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0):
+            for journal in self._journals:
+                journal.note_load(loaded, now)
+            self._core.end_load(loaded)
+        if self._core.leases or self._asked:
+            self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        leases = self._core.leases
+        self._asked = {lease: at for lease, at in self._asked.items() if lease in leases}
+        for lease_id in leases.over():
+            if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
+                self._release(lease_id)
+
+    def _release(self, lease_id: str) -> None:
+        lease = self._core.leases.get(lease_id)
+        if lease is not None and lease.is_over:  # a request that runs ends its lease itself
+            for journal in self._journals:
+                journal.note_release(lease_id)
+            self._core.leases.release(lease_id)
+
+    # From any thread.
+
+    def lease(self, lease_id: str) -> LeasedPages:
+        """The pages of a lease, as far as they are there. Whoever asks keeps it alive.
+
+        Raises:
+          LeaseGone: it is unknown, or has ended.
+        """
+        lease = self._core.leases.get(lease_id)
+        if lease is None:
+            raise LeaseGone(f"lease {lease_id} is unknown, or has ended")
+        self._asked[lease_id] = self._clock()
+        return lease
+
+    def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
+        """Begin to read pages `first` to `stop` of a lease, which are complete, of these layers at least.
+
+        Raises:
+          LeaseGone: it is unknown, or has ended.
+        """
+        self.lease(lease_id)
+        read = _LaterRead()
+        self._between_steps(lambda: self._begin_read(read, lease_id, first, stop, layers))
+        return read
+
+    def release(self, lease_id: str) -> None:
+        """Nobody needs a lease any more; one that has ended is no error."""
+        self._between_steps(lambda: self._release(lease_id))
+
+    def _begin_read(self, read: "_LaterRead", lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> None:
+        lease = self._core.leases.get(lease_id)
+        if lease is None or stop > len(lease.pages):  # it has ended, or its sequence was preempted
+            read.begun.set_exception(LeaseGone(f"the pages of lease {lease_id} are not there any more"))
+        else:
+            read.begun.set_result(self._executor.read_pages(lease.pages[first:stop], layers))
+
+
+class _LaterRead:
+    """A read that begins between steps."""
+
+    def __init__(self) -> None:
+        self.begun: Future[Any] = Future()
+
+    def result(self) -> list[PageBlock]:
+        blocks: list[PageBlock] = self.begun.result(_READ_TIMEOUT).result()
+        return blocks

@@ -1,0 +1,92 @@
+"""Pages that outlive their request, or are read while it runs, for another engine that goes on with it.
+
+Source: Mooncake, section 3, figure 4 (pages are streamed to the decoding side while prefill still runs).
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+from longctx.serving.kv_cache.page_pool import Key, PagePool
+
+TAIL_KEY = b"tail".ljust(16, b"\0")
+"""Stands for a last, partial page: it has no key, as nobody else can find it."""
+
+
+@dataclass
+class LeasedPages:
+    """Pages of one completion: `length` tokens in `pages`, of which the last may be partial.
+
+    While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them.
+    """
+
+    keys: list[Key] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    total: int = 0  # tokens that there are to be
+    holder: int | None = None  # in the pool, once its sequence has ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its sequence has ended: nothing more will come."""
+        return self.holder is not None
+
+
+class Leases:
+    """The pages that an engine's pool keeps for others, by the ids of leases. Decides nothing by itself."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool, self._page_size = pool, page_size
+        self._leases: dict[str, LeasedPages] = {}
+        self._holders = itertools.count(-2, -1)  # sequences have numbers from 0 on
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
+    def get(self, lease_id: str) -> LeasedPages | None:
+        return self._leases.get(lease_id)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are held for ended sequences, each as often as leases have it."""
+        return sum(len(lease.pages) for lease in self._leases.values() if lease.is_over)
+
+    def over(self) -> list[str]:
+        """The leases of sequences that have ended."""
+        return [lease_id for lease_id, lease in self._leases.items() if lease.is_over]
+
+    def begin(self, lease_id: str, keys: list[Key], total: int) -> None:
+        """A sequence of so many tokens comes whose pages are to be kept."""
+        if lease_id not in self._leases:
+            self._leases[lease_id] = LeasedPages(self._keys(keys, total), total=total)
+
+    def note(self, lease_id: str, pages: list[int], length: int) -> None:
+        """So many tokens of a running sequence are complete, or will be before anything is read."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and not lease.is_over:
+            full = min(length, lease.total) // self._page_size
+            lease.pages, lease.length = pages[:full], full * self._page_size
+
+    def keep(self, lease_id: str, keys: list[Key], pages: list[int], length: int) -> None:
+        """A sequence ends with `length` tokens; it still holds the pages, and is about to give them back."""
+        lease = self._leases.setdefault(lease_id, LeasedPages())
+        if lease.is_over:  # another request had this id
+            self.release(lease_id)
+            lease = self._leases[lease_id] = LeasedPages()
+        count = -(-length // self._page_size)
+        lease.holder, lease.length, lease.total = next(self._holders), length, length
+        lease.pages, lease.keys = pages[:count], self._keys(keys, length)
+        for page in lease.pages:
+            self._pool.share(page, lease.holder)
+
+    def _keys(self, keys: list[Key], length: int) -> list[Key]:
+        full, tail = divmod(length, self._page_size)
+        return [*keys[:full], TAIL_KEY] if tail else keys[:full]
+
+    def release(self, lease_id: str) -> None:
+        """Nobody needs a lease any more."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None and lease.holder is not None:
+            self._pool.release(lease.pages, lease.holder)

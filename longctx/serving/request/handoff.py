@@ -1,0 +1,122 @@
+"""`Handoff`: what one engine has computed of a request that another one goes on with. Plain data.
+
+The pages with its keys and values are apart: the first engine keeps them under leases, one of each completion, until
+the second one has them. If it gets none, or not all, it computes what is missing from the tokens.
+
+Source: Mooncake, section 3 (steps 3 and 4: a request joins the decoding side when its last page is there).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from longctx.serving.request.output import Output, TokenLogprob
+from longctx.serving.validation import MAX_INT32, check_integer, check_text
+
+
+class Progress(NamedTuple):
+    """How far a completion has come.
+
+    Attributes:
+      lease: under which its pages are kept; None: nowhere, all of it is computed again.
+      length: tokens of prompt and output whose keys and values the pages have.
+      tokens: its output so far.
+      logprobs: of these, if the request asks for them.
+    """
+
+    lease: str | None
+    length: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Handoff(NamedTuple):
+    """What another engine has computed of a request.
+
+    Attributes:
+      seed: that its tokens are drawn with, also where the engine drew it.
+      completions: of each of its n completions, in order.
+      prompt_logprobs: of the prompt's tokens but the first, if the request asks for them.
+    """
+
+    seed: int
+    completions: tuple[Progress, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output]) -> Self:
+        """Of the outputs of a request with `lease`."""
+        completions = tuple(
+            Progress(
+                None if each.lease is None else each.lease.lease_id,
+                0 if each.lease is None else each.lease.length,
+                tuple(each.token_ids),
+                tuple(each.logprobs or ()),
+            )
+            for each in outputs
+        )
+        prompt = outputs[0].prompt_logprobs
+        return cls(outputs[0].seed, completions, None if prompt is None else tuple(prompt))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "seed": self.seed,
+            "completions": [
+                {**each._asdict(), "tokens": list(each.tokens), "logprobs": _plain(each.logprobs)}
+                for each in self.completions
+            ],
+            "prompt_logprobs": None if self.prompt_logprobs is None else _plain(self.prompt_logprobs),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Self:
+        """The handoff of such fields, which anybody may have sent; ValueError if they are none."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"handoff must be an object, got {type(fields).__name__}")
+        try:
+            seed = check_integer("handoff.seed", fields["seed"], 0, MAX_INT32)
+            completions = tuple(_progress(each) for each in fields["completions"])
+            prompt = fields.get("prompt_logprobs")
+            return cls(seed, completions, None if prompt is None else _logprobs(prompt))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"handoff is none that an engine makes: {type(error).__name__}: {error}") from None
+
+    def check(self, num_prompt: int, n: int, max_tokens: int, vocab_size: int) -> None:
+        """ValueError, unless it can be of a request with such a prompt and sampling parameters."""
+        if len(self.completions) != n:
+            raise ValueError(f"handoff must have n={n} completions, got {len(self.completions)}")
+        for each in self.completions:
+            if len(each.tokens) > max_tokens:
+                raise ValueError(f"handoff must have up to max_tokens={max_tokens} tokens, got {len(each.tokens)}")
+            if not all(0 <= token < vocab_size for token in each.tokens):
+                raise ValueError(f"handoff must have tokens in the vocabulary, 0 to {vocab_size - 1}")
+            if not 0 <= each.length < num_prompt + len(each.tokens):
+                raise ValueError(
+                    f"handoff must have pages of fewer than the {num_prompt} + {len(each.tokens)} tokens that there "
+                    f"are, got {each.length}"
+                )
+            if len(each.logprobs) not in (0, len(each.tokens)):
+                raise ValueError(f"handoff must have logprobs of all {len(each.tokens)} tokens or none")
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) != num_prompt - 1:
+            raise ValueError(f"handoff must have prompt_logprobs of {num_prompt - 1} tokens")
+
+
+def _plain(logprobs: tuple[TokenLogprob, ...]) -> list[Any]:
+    return [[x.logprob, [list(pair) for pair in x.top]] for x in logprobs]
+
+
+def _progress(fields: Mapping[str, Any]) -> Progress:
+    lease = fields["lease"]
+    return Progress(
+        None if lease is None else check_text("lease", lease),
+        check_integer("length", fields["length"], 0, MAX_INT32),
+        tuple(check_integer("tokens", token, 0, MAX_INT32) for token in fields["tokens"]),
+        _logprobs(fields.get("logprobs", ())),
+    )
+
+
+def _logprobs(listed: Any) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(float(logprob), tuple((check_integer("token", token, 0), float(other)) for token, other in top))
+        for logprob, top in listed
+    )
