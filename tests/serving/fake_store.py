@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from fake_device import FakeExecutor
 
-from longctx.serving import EngineConfig, ParallelPlan
+from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.executor.executor import Pending
-from longctx.serving.kv_cache.connector import Loaded, PageLoad
+from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageLoad
+from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.scheduler.batch import Batch
 
 LOST = -7  # a token that nobody may see
@@ -45,6 +46,7 @@ class StoringExecutor(FakeExecutor):
         self.num_stored = self.num_loaded = self.num_short = 0
         self._per_rank = num_pages
         self._loads: dict[str, tuple[PageLoad, int]] = {}
+        self.sources: dict[str, Any] = {}
 
     def submit(self, batch: Batch) -> Pending:
         pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]
@@ -74,12 +76,40 @@ class StoringExecutor(FakeExecutor):
                 continue
             del self._loads[name]
             count = 0
+            source = self.store if load.source == "tiers" else self.sources[load.source]
             for key, page in zip(load.keys, load.pages, strict=True):
-                if key not in self.store.pages or self.store.random.random() < self.store.loses:
+                if key not in source.pages or self.store.random.random() < self.store.loses:
                     self.num_short += 1
                     break
-                pages[:, page // self._per_rank, page % self._per_rank] = self.store.pages[key]
+                pages[:, page // self._per_rank, page % self._per_rank] = source.pages[key]
                 count += 1
             self.num_loaded += count
             ended.append(Loaded(name, count, 1e-5 * count))
         return ended
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> Any:
+        all_pages: Any = self.runner.pages  # type: ignore[attr-defined]
+        data = [all_pages[:, page // self._per_rank, page % self._per_rank].copy() for page in pages]
+        return _Read(np.stack(data))
+
+
+class _Read:
+    """Pages that have been read: the tokens `[pages, stages, page_size]`."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def result(self) -> list[PageBlock]:
+        return [PageBlock(0, PageSlice((0, 1), (0, 1)), self.data)]
+
+
+class LeaseSource:
+    """The pages of an engine's lease, as another engine's source."""
+
+    def __init__(self, engine: Engine, lease_id: str) -> None:
+        lease = engine.pages.lease(lease_id)
+        blocks = engine.pages.read(lease_id, 0, len(lease.pages), (0, 1)).result()
+        data = np.moveaxis(blocks[0].data, 1, 0).reshape(blocks[0].data.shape[1], -1)
+        assert (data[:, : lease.length] == data[0, : lease.length]).all(), "a page is read before it is complete"
+        self.pages = dict(zip(lease.keys, blocks[0].data[:, 0], strict=True))
+        engine.pages.release(lease_id)
