@@ -1,6 +1,8 @@
 """`ModelRunner`, the interface between executor and devices, and `MeshModelRunner`, which runs a mesh of devices."""
 
+import functools
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from typing import Any, Protocol
 
 import jax
@@ -12,13 +14,30 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
+from longctx.serving.kv_cache.connector import PageBlock, PageRead
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
+from longctx.serving.runner.page_transfer import DevicePageRead, PageTransfer, PlacedBlock
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
+
+
+class DeviceRead(PageRead, Protocol):
+    """Pages that are being copied from devices to the host."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes on devices, and on the host, as long as it is referred to."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the devices have read the pages."""
+        ...
 
 
 class ModelRunner(Protocol):
@@ -65,6 +84,43 @@ class ModelRunner(Protocol):
 
     def prompt_logprobs(self, hidden: Any, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
         """Log probabilities of `targets` `[ranks, rows]` after a step's rows, see `state_updates.prompt_logprobs`."""
+        ...
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """Of pages that are read and written. Their numbers count the pages of all ranks, rank after rank."""
+        ...
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DeviceRead:
+        """Begin to copy layers `(first, stop)` of pages to the host, as calls so far leave them."""
+        ...
+
+    def place_block(self, pages: List[int], block: PageBlock) -> Any:
+        """Send a block of a load of `pages` to the devices that it is for. This call alone may come from any thread.
+
+        Raises:
+          ValueError: the block is not of these pages, or has another layout.
+        """
+        ...
+
+    def write_placed(self, blocks: List[Any]) -> Callable[[], bool]:
+        """Write blocks from `place_block` over their pages.
+
+        Returns:
+          whether they are written by now, so that the memory that the blocks came from may change.
+        """
+        ...
+
+    def write_pages(self, pages: List[int], block: PageBlock) -> None:
+        """Write a block of a load of `pages`; its memory must stay as it is until the next step has ended."""
+        ...
+
+    def needed(self, pages: List[int]) -> np.ndarray:
+        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
+        ...
+
+    def compile_pages(self) -> None:
+        """Compile what reads and writes pages."""
         ...
 
 
@@ -156,6 +212,34 @@ class MeshModelRunner:
     def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray, shape: Shape) -> tuple[Any, Any, Any]:
         on_devices = self._put(targets, P("context"))
         return state_updates.prompt_logprobs(self.model, self.mesh, self.params, hidden, on_devices, shape.num_top)
+
+    @functools.cached_property
+    def _pages(self) -> PageTransfer:
+        return PageTransfer(self.mesh, self.model.config, self._num_pages, self._page_size, self.params["embed"].dtype)
+
+    @property
+    def page_layout(self) -> PageLayout:
+        return self._pages.layout
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
+        return self._pages.read(self.state.cache, pages, layers)
+
+    def place_block(self, pages: List[int], block: PageBlock) -> PlacedBlock:
+        return self._pages.place(pages, block)
+
+    def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], bool]:
+        cache, written = self._pages.write(self.state.cache, blocks)
+        self.state = self.state._replace(cache=cache)
+        return lambda: all(x.is_ready() for x in written)
+
+    def write_pages(self, pages: List[int], block: PageBlock) -> None:
+        self.write_placed([self.place_block(pages, block)])
+
+    def needed(self, pages: List[int]) -> np.ndarray:
+        return self._pages.needed(pages)
+
+    def compile_pages(self) -> None:
+        self._pages.compile()
 
     def _to_devices(self, rows: np.ndarray, samples: np.ndarray) -> tuple[Any, Any]:
         if self.mesh.size == 1:

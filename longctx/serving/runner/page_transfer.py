@@ -1,0 +1,288 @@
+"""Reads pages from the pools of devices and writes them, beside the steps: no copy of a pool, and no wait for a step.
+
+Every device runs small programs of its own, which its order of execution puts between two steps: a read gathers rows of
+the pool into fresh memory, a write updates the donated pool in place. Where pages lie on one rank, the others do
+nothing and are sent nothing; and processes of one mesh, whose blocks come at different times, need not agree on an
+order, as nothing is exchanged.
+
+Programs have few shapes, `_BUCKETS` times the layers of a stage in rows, and are compiled ahead: a read or write of any
+pages, layers and heads never waits for XLA in the thread that runs steps.
+"""
+
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from longctx.kernels.bits import bits_dtype
+from longctx.models import LlamaConfig
+from longctx.models.layer_runs import layers_per_stage
+from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.runner.page_parts import device_parts
+from longctx.serving.runner.page_programs import compile_read, compile_write, cut_block, slice_pages
+from longctx.serving.runner.paged_cache import PagedCache
+
+_BUCKETS = (1, 8, 64)  # pages
+_MAX_BUCKET_BYTES = 64 << 20  # of a program's rows on a device
+
+
+class _Part(NamedTuple):
+    """Rows on their way to a device: arguments of its program."""
+
+    device: int  # number among the shards of the pool
+    program: Any
+    rows: Array
+    count: Array
+    head: Array
+    data: Array
+
+
+class PlacedBlock(NamedTuple):
+    """A block whose bytes are on their way to the devices that it is for.
+
+    Attributes:
+      num_bytes: that were sent.
+      block: whose memory must stay valid until the write of it has run.
+    """
+
+    parts: list[_Part]
+    num_bytes: int
+    block: PageBlock
+
+
+class _DeviceBlock(NamedTuple):
+    """Rows that were read from one device: `numbers` are the pages, among those that were asked for."""
+
+    numbers: np.ndarray
+    part: PageSlice
+    rows: Array
+
+
+class DevicePageRead:
+    """Pages that are copied from the devices; see `connector.PageRead`. Any thread may wait for them.
+
+    In a process of several it has what the process's devices have.
+    """
+
+    def __init__(self, blocks: list[_DeviceBlock]) -> None:
+        self._blocks = blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.rows.nbytes for block in self._blocks)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return all(block.rows.is_ready() for block in self._blocks)
+
+    def result(self) -> list[PageBlock]:
+        """Wait for the pages; blocks of consecutive ones, in numpy arrays `[pages, layers, 2, page_size, K, H]`."""
+        found = []
+        for numbers, part, rows in self._blocks:
+            data = _as_pages(np.asarray(rows), len(numbers), part)
+            found += [PageBlock(int(numbers[first]), part, data[first:stop]) for first, stop in _runs(numbers)]
+        return found
+
+    def on_devices(self) -> list[PageBlock]:
+        """The same blocks in arrays of JAX on the devices that have them, without waiting."""
+        found = []
+        for numbers, part, rows in self._blocks:
+            for first, stop in _runs(numbers):
+                data = slice_pages(rows, np.int32(first), stop - first, part.layers[1] - part.layers[0])
+                found.append(PageBlock(int(numbers[first]), part, data))
+        return found
+
+
+class PageTransfer:
+    """Reads and writes pages of the pools of a mesh's devices; of several processes, each those of its own devices.
+
+    Args:
+      num_pages: of each rank.
+      dtype: of keys and values.
+    """
+
+    def __init__(self, mesh: Mesh, config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> None:
+        self.layout = PageLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, page_size, jnp.dtype(dtype).name
+        )
+        parts = device_parts(mesh, config)
+        self.devices = {device: part for device, part in parts.items() if device.process_index == jax.process_index()}
+        self._num_pages, self._total_pages = num_pages, num_pages * mesh.shape["context"]
+        self._is_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._layers = layers_per_stage(config.num_layers, mesh.shape["stage"])
+        heads = next(iter(parts.values())).part.heads
+        row = 2 * page_size * (heads[1] - heads[0]) * config.head_dim
+        row_bytes = row * bits_dtype(dtype).itemsize
+        rows = [pages * self._layers for pages in _BUCKETS]
+        self._buckets = [*reversed([n for n in rows if n == rows[0] or n * row_bytes <= _MAX_BUCKET_BYTES])]
+        self._programs: dict[Any, Any] = {}
+        self._compiling = threading.Lock()
+
+    def read(self, cache: PagedCache, pages: List[int], layers: tuple[int, int]) -> DevicePageRead:
+        """Begin to copy layers `(first, stop)` of pages to the host."""
+        numbers = self._check_pages(pages)
+        if not 0 <= layers[0] < layers[1] <= self.layout.num_layers:
+            raise ValueError(f"layers must be a part of 0 to {self.layout.num_layers}, got {layers}")
+        asked = PageSlice(layers, (0, self.layout.num_kv_heads))
+        blocks = []
+        for shards in zip(cache.k.addressable_shards, cache.v.addressable_shards, strict=True):
+            device = self.devices[shards[0].device]
+            part, here = device.part.intersect(asked), np.flatnonzero(numbers // self._num_pages == device.rank)
+            if part is None or not here.size or not device.is_first:
+                continue
+            for at, bucket in self._split(here, part):
+                rows = _pad(device.rows(numbers[at] % self._num_pages, part.layers, self._num_pages), bucket)
+                program = self._program(shards[0].device, bucket)
+                found = program(*(shard.data for shard in shards), jax.device_put(rows, shards[0].device))
+                found.copy_to_host_async()
+                blocks.append(_DeviceBlock(at, part, found))
+        return DevicePageRead(blocks)
+
+    def place(self, pages: List[int], block: PageBlock) -> PlacedBlock:
+        """Send a block to the devices that it is for; any thread may.
+
+        Args:
+          pages: of the load.
+
+        Raises:
+          ValueError: the block is not of these pages, or not of this layout.
+        """
+        self._check_block(block, len(pages))
+        numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]
+        data, parts = block.data, list[_Part]()
+        if self._is_cpu:
+            data = np.asarray(data)
+        for index, (device, own) in enumerate(self.devices.items()):
+            part, here = own.part.intersect(block.part), np.flatnonzero(numbers // self._num_pages == own.rank)
+            if part is None or not here.size:
+                continue
+            for at, bucket in self._split(here, part):
+                rows = own.rows(numbers[at] % self._num_pages, part.layers, self._num_pages)
+                head = part.heads[0] - own.part.heads[0]
+                cut = _cut(data, at, part.within(block.part), bucket)
+                program = self._program(device, bucket, part.heads[1] - part.heads[0])
+                scalars = np.int32(len(rows)), np.int32(head)
+                arguments = jax.device_put((_pad(rows, bucket), *scalars, cut), device, may_alias=True)
+                parts.append(_Part(index, program, *arguments))
+        return PlacedBlock(parts, sum(part.data.nbytes for part in parts), block)
+
+    def write(self, cache: PagedCache, blocks: List[PlacedBlock]) -> tuple[PagedCache, list[Array]]:
+        """Write blocks over their pages, in place: the cache is donated.
+
+        Returns:
+          (cache; arrays that are ready when the blocks are written).
+        """
+        order = {device: index for index, device in enumerate(self.devices)}
+        pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache]
+        k, v = ([shard.data for shard in shards] for shards in pools)
+        written = []
+        for block in blocks:
+            for index, program, *arguments in block.parts:
+                k[index], v[index], done = program(k[index], v[index], *arguments)
+                written.append(done)
+        make = partial(jax.make_array_from_single_device_arrays, cache.k.shape, cache.k.sharding)
+        return PagedCache(make(k), make(v)), written
+
+    def needed(self, pages: List[int]) -> np.ndarray:
+        """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
+        ranks, layout = self._check_pages(pages) // self._num_pages, self.layout
+        has = np.zeros((len(ranks), layout.num_layers, layout.num_kv_heads), bool)
+        for own in self.devices.values():
+            has[np.ix_(ranks == own.rank, np.arange(*own.part.layers), np.arange(*own.part.heads))] = True
+        return has
+
+    def compile(self) -> None:
+        """Compile all programs of whole heads; for a block of fewer heads `place` compiles one."""
+        for device, own in self.devices.items():
+            for bucket in self._buckets:
+                self._program(device, bucket)
+                self._program(device, bucket, own.part.heads[1] - own.part.heads[0])
+
+    def _split(self, here: np.ndarray, part: PageSlice) -> Iterator[tuple[np.ndarray, int]]:
+        """Pages in as many parts as there are programs to run, with the rows of each program."""
+        layers = part.layers[1] - part.layers[0]
+        start = 0
+        while start < len(here):
+            left = len(here) - start
+            bucket = next((x for x in self._buckets if x // layers <= left), self._buckets[-1])
+            count = min(bucket // layers, left)
+            yield here[start : start + count], bucket
+            start += count
+
+    def _program(self, device: jax.Device, bucket: int, heads: int = 0) -> Any:
+        """The compiled program that reads rows, or that writes so many heads of them."""
+        key = device, bucket, heads
+        if key not in self._programs:
+            with self._compiling:
+                if key not in self._programs:
+                    self._programs[key] = self._compile(device, bucket, heads)
+        return self._programs[key]
+
+    def _compile(self, device: jax.Device, bucket: int, heads: int) -> Any:
+        own, layout = self.devices[device].part.heads, self.layout
+        pool = self._layers * self._num_pages, layout.page_size, own[1] - own[0], layout.head_dim
+        if heads:
+            return compile_write(device, pool, layout.bits, bucket, heads, self._is_cpu)
+        return compile_read(device, pool, layout.bits, bucket)
+
+    def _check_pages(self, pages: List[int]) -> np.ndarray:
+        numbers = np.asarray(pages, np.int64).reshape(-1)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self._total_pages):
+            raise ValueError(f"pages must be from 0 to {self._total_pages - 1}, got {sorted(pages)}")
+        return numbers
+
+    def _check_block(self, block: PageBlock, num_pages: int) -> None:
+        layout, part = self.layout, block.part
+        if part.intersect(layout.whole) != part:
+            raise ValueError(f"block must be of a part of {layout.whole}, got {part}")
+        shape = part.layers[1] - part.layers[0], 2, layout.page_size, part.heads[1] - part.heads[0], layout.head_dim
+        if block.data.shape[1:] != shape or block.data.dtype != layout.bits:
+            got = f"{block.data.dtype}{list(block.data.shape[1:])}"
+            raise ValueError(f"block must have pages {layout.bits}{list(shape)}, got {got}")
+        if not (block.first >= 0 and block.first + len(block.data) <= num_pages):
+            stop = block.first + len(block.data)
+            raise ValueError(
+                f"block must be of pages 0 to {num_pages - 1} of its load, got {block.first} to {stop - 1}"
+            )
+
+
+def _pad(rows: np.ndarray, bucket: int) -> np.ndarray:
+    """Rows up to a program's number: the last one again, which reads need not look at, and writes do not write."""
+    return np.pad(rows, (0, bucket - len(rows)), mode="edge")
+
+
+def _cut(data: Any, pages: np.ndarray, within: tuple[slice, slice], bucket: int) -> Any:
+    """Rows `[bucket, 2, page_size, heads, head_dim]` of some pages, layers and heads of a block."""
+    layers, heads = within
+    if not isinstance(data, np.ndarray):
+        count, width = layers.stop - layers.start, heads.stop - heads.start
+        at = _pad(pages.astype(np.int32), bucket // count)
+        return cut_block(data, at, np.int32(layers.start), np.int32(heads.start), count, width, bucket)
+    at = slice(pages[0], pages[-1] + 1) if pages[-1] - pages[0] + 1 == len(pages) else pages
+    cut = data[at, layers, :, :, heads] if isinstance(at, slice) else data[at][:, layers, :, :, heads]
+    rows = np.ascontiguousarray(cut).reshape(-1, *cut.shape[2:])
+    if len(rows) == bucket:
+        return rows
+    padded = np.empty((bucket, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _as_pages(rows: np.ndarray, count: int, part: PageSlice) -> np.ndarray:
+    layers = part.layers[1] - part.layers[0]
+    return rows[: count * layers].reshape(count, layers, *rows.shape[1:])
+
+
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where consecutive numbers begin and end."""
+    ends = [*np.flatnonzero(np.diff(numbers) != 1) + 1, len(numbers)]
+    yield from zip([0, *ends[:-1]], ends, strict=True)
