@@ -48,10 +48,10 @@ class PageLoads:
             sequence.to(State.LOADING)
             sequence.loading_until = tokens
             self._loading[sequence.name] = sequence
-            keys = [*sequence.keys[first : first + count]]
-            if len(keys) < count:  # the last page is partial
+            keys = sequence.keys[first : tokens // self._running.page_size]
+            if len(keys) < count:  # of the last page only some tokens are there, whatever comes after them
                 assert sequence.tail_key is not None
-                keys.append(sequence.tail_key)
+                keys = [*keys, sequence.tail_key]
             batch.loads.append(PageLoad(sequence.name, keys, sequence.pages[first : first + count], sequence.source))
 
     def end(self, loaded: Loaded) -> Sequence | None:

@@ -103,7 +103,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into the queue; it has been checked."""
-        sequence.available = min(sequence.available, sequence.length - 1) if sequence.may_share else 0
+        available = min(sequence.available, sequence.length - 1) if sequence.may_share else 0
+        sequence.available = available if sequence.tail_key else available - available % self._page_size
         found = self.count_cached(sequence.keys) if sequence.may_share else 0
         sequence.prefix_hit_tokens = max(found, sequence.available)
         self.forecast.promise(sequence)
