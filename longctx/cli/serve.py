@@ -20,6 +20,7 @@ from longctx.cli.arguments.observe import OBSERVERS
 from longctx.cli.arguments.serve import LIMITS, SETTINGS
 from longctx.cli.engine_flags import check_memory, engine_config, make_engine, naming_flags, parallel_plan, prefixing
 from longctx.cli.files import check_input, read_text
+from longctx.cli.kv_flags import page_hash_key, tier_config
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.prompt_progress import show_compiling
 from longctx.cli.terminal import FAILED, Console, interrupts
@@ -119,6 +120,8 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         max_length=options.max_length,
         max_logprobs=options.max_logprobs,
         tenant_weights=dict(map(_read_weight, options.tenant_weight)),
+        tiers=tier_config(options),
+        hash_key=page_hash_key(options),
     )
 
 

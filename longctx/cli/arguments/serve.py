@@ -12,6 +12,7 @@ from longctx.cli.arguments.engine import (
     add_scheduling_arguments,
     flag,
 )
+from longctx.cli.arguments.kv_cache import add_tier_arguments
 from longctx.cli.arguments.observe import add_observer_arguments
 from longctx.cli.arguments.processes import add_process_arguments
 
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_record_arguments(parser)
     add_observer_arguments(parser)
     add_engine_arguments(parser)
+    add_tier_arguments(parser)
     add_plan_arguments(parser)
     add_process_arguments(parser)
     add_scheduling_arguments(parser)

@@ -1,0 +1,84 @@
+"""Flags of what keeps pages beyond the devices."""
+
+import argparse
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx.cli.arguments.kv_cache import EVICTIONS as WRITTEN
+from longctx.cli.kv_flags import page_hash_key, parse_bytes, tier_config
+from longctx.serving.kv_cache.tiers.config import EVICTIONS, TierConfig
+
+
+def options(**given: Any) -> argparse.Namespace:
+    names = ("kv_host_bytes", "kv_disk", "kv_disk_bytes", "kv_store", "kv_secret_file")
+    return argparse.Namespace(**dict.fromkeys(names) | {"kv_eviction": "lru", "kv_verify_share": 0.0} | given)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("17", 17),
+        ("8GiB", 8 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5kB", 1500),
+        ("2 KiB", 2048),
+        ("3B", 3),
+        ("1TiB", 2**40),
+    ],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes("--kv-host-bytes", text) == count
+
+
+@pytest.mark.parametrize("text", ["", "8G", "-1", "1e9", "GiB", "0x10", "8 GiB 2", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--kv-host-bytes must be a number of bytes"):
+        parse_bytes("--kv-host-bytes", text)
+
+
+def test_tiers_of_flags(tmp_path: Path) -> None:
+    assert tier_config(options()) is None
+    given = options(kv_host_bytes="1MiB", kv_disk=tmp_path, kv_disk_bytes="2MiB", kv_eviction="lfu")
+    assert tier_config(given) == TierConfig(2**20, 2**21, str(tmp_path), "lfu")
+    assert WRITTEN == EVICTIONS
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"kv_disk": Path("x")}, "--kv-disk needs --kv-host-bytes"),
+        ({"kv_host_bytes": "1", "kv_disk": Path("x")}, "--kv-disk and --kv-disk-bytes must be given together"),
+        ({"kv_host_bytes": "0"}, "--kv-host-bytes must be at least"),
+        ({"kv_host_bytes": "1", "kv_verify_share": 2.0}, "--kv-verify-share"),
+    ],
+)
+def test_flags_that_contradict_each_other(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        tier_config(options(**given))
+
+
+def test_a_folder_of_pages_keeps_its_own_secret(tmp_path: Path) -> None:
+    given = options(kv_host_bytes="1", kv_disk=tmp_path / "pages", kv_disk_bytes="1")
+    key = page_hash_key(given)
+    assert key is not None
+    assert key == page_hash_key(given)
+    assert stat.S_IMODE((tmp_path / "pages" / "secret").stat().st_mode) == 0o600
+    assert page_hash_key(options()) is None
+    with pytest.raises(ValueError, match="--kv-store needs --kv-secret-file"):
+        page_hash_key(options(kv_store="mooncake://localhost:1"))
+
+
+def test_a_secret_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a" * 40 + "\n")
+    first = page_hash_key(options(kv_secret_file=file))
+    file.write_text("b" * 40)
+    assert first != page_hash_key(options(kv_secret_file=file))
+    file.write_text("short")
+    with pytest.raises(ValueError, match="at least 32 characters"):
+        page_hash_key(options(kv_secret_file=file))
+    with pytest.raises(ValueError, match="--kv-secret-file"):
+        page_hash_key(options(kv_secret_file=tmp_path / "none"))
