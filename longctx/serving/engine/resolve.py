@@ -67,6 +67,7 @@ class Resolved(NamedTuple):
             self.mesh,
             self.num_pages,
             self.max_length,
+            store,
         )
 
     def make_core(self) -> Built:

@@ -19,10 +19,12 @@ from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.executor.messages import Message
+from longctx.serving.executor.page_mover import PageMover
 from longctx.serving.executor.page_tables import PageTables
 from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
@@ -32,6 +34,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.rank_work import keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
+_READ_BYTES = 256 << 20  # of pages that are stored, at least
 _MAX_COMPILING = 4  # programs at a time: compiling takes memory
 
 
@@ -60,6 +63,9 @@ class DeviceExecutor:
       num_pages: of each rank.
       make_runner: of (slots, pages of the longest sequence, the largest bucket of each kind of rows).
       element_bytes: of a number of keys and values.
+
+    Attributes:
+      mover: moves pages beyond the devices and back; None: they stay there.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class DeviceExecutor:
         entries, slots = -(-max_length // config.page_size), config.max_running
         self.shapes = StepShapes(model, config, plan, num_pages, entries, element_bytes)
         self.runner = make_runner(slots, entries, self.shapes.largest)
+        self.mover: PageMover | None = None
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
         self._plain = np.ones(slots, bool)
@@ -92,9 +99,21 @@ class DeviceExecutor:
         mesh: Mesh,
         num_pages: int,
         max_length: int,
+        store: PageKeeper | None = None,
     ) -> Self:
         make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
-        return cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
+        executor = cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
+        if store is not None:
+            executor.keep_pages(store)
+        return executor
+
+    def keep_pages(self, store: PageKeeper) -> None:
+        """Keep pages in a store beyond the devices from now on."""
+        page_bytes = self.runner.page_layout.page_bytes
+        step_pages = -(-self._config.token_budget // self._config.page_size) * self._plan.context
+        self.mover = PageMover(
+            self.runner, store, {TIERS: store}, read_bytes=max(_READ_BYTES, 2 * step_pages * page_bytes)
+        )
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
@@ -106,6 +125,8 @@ class DeviceExecutor:
                 compiled.put(error)
 
         total = len(steps) * self.runner.num_programs
+        if self.mover is not None:
+            self.runner.compile_pages()
         # XLA compiles without Python's lock, while another thread traces.
         pool = ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, _MAX_COMPILING))
         try:
@@ -120,6 +141,8 @@ class DeviceExecutor:
 
     def warm_up(self) -> None:
         self._tables.warm_up()
+        if self.mover is not None:
+            self.mover.warm_up()
         self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint32))
         self.runner.set_bias(0, LogitBias.row(SamplingParams()))
         for rows, samples, shape in self._empty_steps():
@@ -129,6 +152,8 @@ class DeviceExecutor:
             jax.device_get(self.runner.prompt_logprobs(hidden, targets, shape))
 
     def submit(self, batch: Batch) -> Pending:
+        if self.mover is not None:
+            self.mover.submit(batch)
         for sequence in batch.admitted:
             self.admit(sequence)
         rows, samples, shape = self.assemble(batch)
@@ -141,6 +166,9 @@ class DeviceExecutor:
     def wait(self, pending: Pending) -> Results:
         assert pending.read_out is not None, "a batch is waited for that is not in the last stage yet"
         return pending.read_out.results(pending.layout)
+
+    def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
+        return [] if self.mover is None else self.mover.poll(timeout)
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""

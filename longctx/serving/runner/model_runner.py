@@ -34,11 +34,6 @@ class DeviceRead(PageRead, Protocol):
         """That it takes on devices, and on the host, as long as it is referred to."""
         ...
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the devices have read the pages."""
-        ...
-
 
 class ModelRunner(Protocol):
     """Runs steps on devices. Calls take effect in their order, in all stages. Each rank numbers its own pages."""
@@ -96,23 +91,21 @@ class ModelRunner(Protocol):
         ...
 
     def place_block(self, pages: List[int], block: PageBlock) -> Any:
-        """Send a block of a load of `pages` to the devices that it is for. This call alone may come from any thread.
+        """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
+
+        This call alone may come from any thread. After it, the block's memory may change.
 
         Raises:
           ValueError: the block is not of these pages, or has another layout.
         """
         ...
 
-    def write_placed(self, blocks: List[Any]) -> Callable[[], bool]:
-        """Write blocks from `place_block` over their pages.
-
-        Returns:
-          whether they are written by now, so that the memory that the blocks came from may change.
-        """
+    def write_placed(self, blocks: List[Any]) -> None:
+        """Write blocks from `place_block` over their pages."""
         ...
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        """Write a block of a load of `pages`; its memory must stay as it is until the next step has ended."""
+        """Write a block of a load of `pages`: `place_block` and `write_placed`."""
         ...
 
     def needed(self, pages: List[int]) -> np.ndarray:
@@ -227,10 +220,8 @@ class MeshModelRunner:
     def place_block(self, pages: List[int], block: PageBlock) -> PlacedBlock:
         return self._pages.place(pages, block)
 
-    def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], bool]:
-        cache, written = self._pages.write(self.state.cache, blocks)
-        self.state = self.state._replace(cache=cache)
-        return lambda: all(x.is_ready() for x in written)
+    def write_placed(self, blocks: List[PlacedBlock]) -> None:
+        self.state = self.state._replace(cache=self._pages.write(self.state.cache, blocks))
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
         self.write_placed([self.place_block(pages, block)])

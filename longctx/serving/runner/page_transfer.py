@@ -37,25 +37,15 @@ _MAX_BUCKET_BYTES = 64 << 20  # of a program's rows on a device
 class _Part(NamedTuple):
     """Rows on their way to a device: arguments of its program."""
 
-    device: int  # number among the shards of the pool
+    device: int  # its number among the process's
     program: Any
-    rows: Array
-    count: Array
-    head: Array
-    data: Array
+    arguments: tuple[Array, ...]  # rows, count, head, data
 
 
 class PlacedBlock(NamedTuple):
-    """A block whose bytes are on their way to the devices that it is for.
-
-    Attributes:
-      num_bytes: that were sent.
-      block: whose memory must stay valid until the write of it has run.
-    """
+    """A block whose bytes are on the devices that it is for, in arrays of their own."""
 
     parts: list[_Part]
-    num_bytes: int
-    block: PageBlock
 
 
 class _DeviceBlock(NamedTuple):
@@ -78,11 +68,6 @@ class DevicePageRead:
     @property
     def num_bytes(self) -> int:
         return sum(block.rows.nbytes for block in self._blocks)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
-        return all(block.rows.is_ready() for block in self._blocks)
 
     def result(self) -> list[PageBlock]:
         """Wait for the pages; blocks of consecutive ones, in numpy arrays `[pages, layers, 2, page_size, K, H]`."""
@@ -148,7 +133,7 @@ class PageTransfer:
         return DevicePageRead(blocks)
 
     def place(self, pages: List[int], block: PageBlock) -> PlacedBlock:
-        """Send a block to the devices that it is for; any thread may.
+        """Send a block to the devices that it is for, and wait until it is there; any thread may.
 
         Args:
           pages: of the load.
@@ -159,6 +144,8 @@ class PageTransfer:
         self._check_block(block, len(pages))
         numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]
         data, parts = block.data, list[_Part]()
+        # Of numpy arrays devices get copies: CPUs might else read the memory later.
+        copies = self._is_cpu and isinstance(data, np.ndarray)
         if self._is_cpu:
             data = np.asarray(data)
         for index, (device, own) in enumerate(self.devices.items()):
@@ -169,28 +156,25 @@ class PageTransfer:
                 rows = own.rows(numbers[at] % self._num_pages, part.layers, self._num_pages)
                 head = part.heads[0] - own.part.heads[0]
                 cut = _cut(data, at, part.within(block.part), bucket)
+                if copies and np.shares_memory(cut, data):
+                    cut = cut.copy()
                 program = self._program(device, bucket, part.heads[1] - part.heads[0])
                 scalars = np.int32(len(rows)), np.int32(head)
                 arguments = jax.device_put((_pad(rows, bucket), *scalars, cut), device, may_alias=True)
-                parts.append(_Part(index, program, *arguments))
-        return PlacedBlock(parts, sum(part.data.nbytes for part in parts), block)
+                parts.append(_Part(index, program, arguments))
+        jax.block_until_ready([part.arguments for part in parts])
+        return PlacedBlock(parts)
 
-    def write(self, cache: PagedCache, blocks: List[PlacedBlock]) -> tuple[PagedCache, list[Array]]:
-        """Write blocks over their pages, in place: the cache is donated.
-
-        Returns:
-          (cache; arrays that are ready when the blocks are written).
-        """
+    def write(self, cache: PagedCache, blocks: List[PlacedBlock]) -> PagedCache:
+        """Write blocks over their pages, in place: the cache is donated."""
         order = {device: index for index, device in enumerate(self.devices)}
         pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache]
         k, v = ([shard.data for shard in shards] for shards in pools)
-        written = []
         for block in blocks:
-            for index, program, *arguments in block.parts:
-                k[index], v[index], done = program(k[index], v[index], *arguments)
-                written.append(done)
+            for index, program, arguments in block.parts:
+                k[index], v[index] = program(k[index], v[index], *arguments)
         make = partial(jax.make_array_from_single_device_arrays, cache.k.shape, cache.k.sharding)
-        return PagedCache(make(k), make(v)), written
+        return PagedCache(make(k), make(v))
 
     def needed(self, pages: List[int]) -> np.ndarray:
         """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
@@ -267,8 +251,10 @@ def _cut(data: Any, pages: np.ndarray, within: tuple[slice, slice], bucket: int)
         count, width = layers.stop - layers.start, heads.stop - heads.start
         at = _pad(pages.astype(np.int32), bucket // count)
         return cut_block(data, at, np.int32(layers.start), np.int32(heads.start), count, width, bucket)
-    at = slice(pages[0], pages[-1] + 1) if pages[-1] - pages[0] + 1 == len(pages) else pages
-    cut = data[at, layers, :, :, heads] if isinstance(at, slice) else data[at][:, layers, :, :, heads]
+    if pages[-1] - pages[0] + 1 == len(pages):
+        cut = data[pages[0] : pages[-1] + 1, layers, :, :, heads]
+    else:
+        cut = data[pages][:, layers, :, :, heads]
     rows = np.ascontiguousarray(cut).reshape(-1, *cut.shape[2:])
     if len(rows) == bucket:
         return rows

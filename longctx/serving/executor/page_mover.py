@@ -1,0 +1,310 @@
+"""Moves pages between the devices and what keeps them elsewhere, beside the steps that an executor runs.
+
+A thread takes blocks from where loads get their pages, and sends them to the devices, where they wait as arrays of
+their own. The engine's thread only dispatches: the reads of stored pages, and, between steps, the programs that write
+what has come over the pages of the pool. So the bus and the sources work while devices compute, and a step is delayed
+by what it takes to copy a bounded number of bytes within a device's memory.
+
+Whatever goes wrong with a load ends it short, and the rest is computed; a store that finds no room is dropped.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
+from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
+from longctx.serving.scheduler.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MoverStats:
+    """What has been moved since the beginning.
+
+    Attributes:
+      stored_pages, stored_bytes: that were read from the devices. dropped_stores: pages that the sink wanted, and for
+        which there was no room, or that it failed to take.
+      loads: that have ended; of these, short_loads had fewer pages than asked for, failed_loads an error, and
+        late_loads no block for too long.
+      loaded_pages: that loads ended with. loaded_bytes: that were written to the devices.
+    """
+
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    dropped_stores: int = 0
+    loads: int = 0
+    short_loads: int = 0
+    failed_loads: int = 0
+    late_loads: int = 0
+    loaded_pages: int = 0
+    loaded_bytes: int = 0
+
+
+@dataclass
+class _Load:
+    """A load; `fetch` is the placing thread's alone, but for `num_pages`.
+
+    `missing`: the parts, `[pages, layers, KV heads]`, that have not been written. `placed` are on their way to the
+    devices; `is_over` if no more will be.
+    """
+
+    request: PageLoad
+    source: PageSource | None
+    begun: float
+    missing: np.ndarray
+    last_block: float
+    fetch: PageFetch | None = None
+    placed: deque[tuple[PageBlock, Any, int]] = field(default_factory=deque)
+    is_over: bool = False
+    failed: bool = False
+    is_done: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Leading pages that are written, and that the source says were right."""
+        missing = np.append(self.missing.any((1, 2)), True)
+        count = int(missing.argmax())
+        return 0 if self.fetch is None else max(0, min(count, self.fetch.num_pages))
+
+
+class PageMover:
+    """Moves pages for a runner's engine. All methods are for the engine's thread.
+
+    Args:
+      sink: keeps pages of `Batch.stores`; None: nobody.
+      sources: of `PageLoad.source`; may change meanwhile. A load from an unknown one ends at once, with nothing.
+      step_bytes: that are written between two steps, at most (but one block at least).
+      placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
+      deadline: seconds after which a load ends short if no block comes.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sink: PageSink | None = None,
+        sources: Mapping[str, PageSource] | None = None,
+        *,
+        step_bytes: int = 16 << 20,
+        placed_bytes: int = 64 << 20,
+        read_bytes: int = 256 << 20,
+        deadline: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = MoverStats()
+        self.sink, self.sources = sink, {} if sources is None else sources
+        self._runner, self._clock, self._deadline = runner, clock, deadline
+        self._step_bytes, self._max_placed, self._max_read = step_bytes, placed_bytes, read_bytes
+        self._reads: weakref.WeakSet[DeviceRead] = weakref.WeakSet()
+        self._loads: dict[str, _Load] = {}
+        self._ended: list[Loaded] = []
+        self._lock = threading.Lock()  # of `_loads` and `_retired`, and of `placed` and `_num_placed`
+        self._retired: list[_Load] = []
+        self._num_placed = 0
+        self._news, self._arrived = threading.Event(), threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def warm_up(self) -> None:
+        """Compile what moves pages, read one and write it back; while no step runs."""
+        self._runner.compile_pages()
+        layout = self._runner.page_layout
+        for block in self._runner.read_pages([0], (0, layout.num_layers)).result():
+            self._runner.write_pages([0], block)
+
+    def submit(self, batch: Batch) -> None:
+        """Do what comes before a batch's step: end loads, begin to read pages, begin loads."""
+        for name in batch.dropped:
+            self._ended = [loaded for loaded in self._ended if loaded.name != name]
+            if name in self._loads:
+                self._retire(name)
+        if batch.stores:
+            self._store(batch.stores)
+        now = self._clock()
+        for request in batch.loads:
+            assert request.name not in self._loads, f"{request.name} loads already"
+            missing = self._runner.needed(request.pages)
+            with self._lock:
+                self._loads[request.name] = _Load(request, self.sources.get(request.source), now, missing, now)
+        if batch.loads:
+            self._begin_thread()
+            self._news.set()
+
+    def poll(self, timeout: float = 0.0) -> list[Loaded]:
+        """Write blocks that have come; returns the loads that have ended.
+
+        Args:
+          timeout: seconds to wait for the end of a load, if there are loads. 0: a step follows, and is not to be
+            delayed by more than `step_bytes`.
+        """
+        until = self._clock() + timeout
+        while True:
+            self._arrived.clear()
+            self._write(self._max_placed if timeout > 0 else self._step_bytes)
+            left = until - self._clock()
+            if self._ended or not self._loads or left <= 0:
+                ended, self._ended = self._ended, []
+                return ended
+            late = min(load.last_block for load in self._loads.values()) + self._deadline - self._clock()
+            self._arrived.wait(max(0.0, min(left, late)))
+
+    def interrupt(self) -> None:
+        """Let `poll` look again, and the thread; any thread may call it."""
+        self._news.set()
+        self._arrived.set()
+
+    def close(self) -> None:
+        """End all loads, and the thread; it waits for what it is sending."""
+        for name in list(self._loads):
+            self._retire(name)
+        self._is_closed = True
+        self._news.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _store(self, stores: List[PageStore]) -> None:
+        layout, stats = self._runner.page_layout, self.stats
+        if self.sink is None:
+            return
+        try:
+            wanted = self.sink.wanted(stores)
+        except Exception:
+            logger.exception("a sink of pages can't tell what it wants")
+            wanted = []
+        outstanding = sum(read.num_bytes for read in self._reads)
+        kept = wanted[: max(not outstanding, (self._max_read - outstanding) // layout.page_bytes)]
+        stats.dropped_stores += len(wanted) - len(kept)
+        if not kept:
+            return
+        read = self._runner.read_pages([store.page for store in kept], (0, layout.num_layers))
+        self._reads.add(read)
+        try:
+            self.sink.put(kept, read)
+        except Exception:
+            logger.exception("%d pages could not be stored", len(kept))
+            stats.dropped_stores += len(kept)
+        else:
+            stats.stored_pages += len(kept)
+            stats.stored_bytes += read.num_bytes
+
+    def _write(self, budget: int) -> None:
+        """Write placed blocks, those of the oldest load first, and end what is over."""
+        for load in list(self._loads.values()):
+            is_over = load.is_over  # before `placed` is emptied: the thread sets it last
+            blocks, size = self._take_placed(load, budget)
+            if blocks:
+                budget -= size
+                self._runner.write_placed([placed for _, placed, _ in blocks])
+                for block, _, _ in blocks:
+                    pages, layers, heads = (block.first, block.first + len(block.data)), *block.part
+                    load.missing[slice(*pages), slice(*layers), slice(*heads)] = False
+                self.stats.loaded_bytes += size
+            now = self._clock()
+            is_late = now - load.last_block > self._deadline
+            if not load.placed and (is_over or is_late):
+                self._end(load, now, is_late and not is_over)
+
+    def _take_placed(self, load: _Load, budget: int) -> tuple[list[tuple[PageBlock, Any, int]], int]:
+        blocks, size = [], 0
+        with self._lock:
+            while load.placed and size < budget:
+                blocks.append(load.placed.popleft())
+                size += blocks[-1][2]
+            was_full = self._num_placed >= self._max_placed
+            self._num_placed -= size
+        if was_full and size:
+            self._news.set()
+        return blocks, size
+
+    def _end(self, load: _Load, now: float, is_late: bool) -> None:
+        try:
+            count = load.num_pages
+        except Exception:
+            logger.exception("a load of %d pages can't tell what came", len(load.request.pages))
+            count, load.failed = 0, True
+        self.stats.loads += 1
+        self.stats.loaded_pages += count
+        self.stats.short_loads += count < len(load.request.pages)
+        self.stats.failed_loads += load.failed
+        self.stats.late_loads += is_late
+        self._ended.append(Loaded(load.request.name, count, now - load.begun))
+        self._retire(load.request.name)
+
+    def _retire(self, name: str) -> None:
+        """Nobody wants more of a load: the thread closes it."""
+        with self._lock:
+            load = self._loads.pop(name)
+            load.is_done = True
+            self._num_placed -= sum(size for _, _, size in load.placed)
+            load.placed.clear()
+            self._retired.append(load)
+        self._news.set()
+
+    # The thread.
+
+    def _begin_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="longctx-pages", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not (self._is_closed and not self._retired):
+            self._news.wait()
+            self._news.clear()
+            with self._lock:
+                loads = list(self._loads.values())
+            for load in loads:
+                if not (load.is_over or load.is_done):
+                    self._place(load)
+            self._close_retired()
+
+    def _place(self, load: _Load) -> None:
+        """Take what has come for a load, and send it to the devices."""
+        try:
+            if load.fetch is None:
+                if load.source is None:
+                    raise ValueError(f"load from {load.request.source!r}, which is unknown")
+                load.fetch = load.source.fetch(load.request.keys, self._news.set)
+            while not load.is_done and (room := self._max_placed - self._num_placed) > 0:
+                blocks = load.fetch.take(room)
+                if not blocks:
+                    load.is_over = load.fetch.is_over
+                    break
+                for block in blocks:
+                    self._place_block(load, block)
+            else:
+                load.last_block = self._clock()  # it waits for room, and not for a block
+        except Exception as error:
+            logger.warning("a load of %d pages failed: %s: %s", len(load.request.pages), type(error).__name__, error)
+            load.failed = load.is_over = True
+        if load.is_over:
+            self._arrived.set()
+
+    def _place_block(self, load: _Load, block: PageBlock) -> None:
+        placed = self._runner.place_block(load.request.pages, block)
+        size = block.data.nbytes
+        with self._lock:
+            if not load.is_done:
+                load.placed.append((block, placed, size))
+                self._num_placed += size
+                load.last_block = self._clock()
+        self._arrived.set()
+
+    def _close_retired(self) -> None:
+        with self._lock:
+            retired, self._retired = self._retired, []
+        for load in retired:
+            try:
+                if load.fetch is not None:
+                    load.fetch.close()
+            except Exception:
+                logger.exception("a load could not be closed")
