@@ -46,6 +46,7 @@ setup(
         "platformdirs>=4.2",
         "prompt_toolkit>=3.0.36",
         "tqdm>=4.66",
+        "xxhash>=3.4",  # checksums of KV pages outside of devices
     ],
     extras_require={
         "cuda12": ["jax[cuda12]>=0.10"],

@@ -23,12 +23,15 @@ class PageStore(NamedTuple):
     Attributes:
       key: of the page. page: its number in the pool.
       number: which page of its sequence it is. tenant: whose it is.
+      parent: the key of the page before it; empty: there is none, or it is not told. Tiers evict chains from their
+        tails, for which they need it.
     """
 
     key: Key
     page: int
     number: int
     tenant: str = ""
+    parent: Key = b""
 
 
 class PageLoad(NamedTuple):

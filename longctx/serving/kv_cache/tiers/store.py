@@ -1,0 +1,354 @@
+"""`TieredStore`: pages beyond the devices, in host memory and on disk, for the executor and the driver of an engine."""
+
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from longctx.serving.kv_cache.connector import PageRead, PageStore
+from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.tiers.checksum import PageChecksum
+from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
+from longctx.serving.kv_cache.tiers.eviction import check_eviction
+from longctx.serving.kv_cache.tiers.fetch import TierFetch
+from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
+from longctx.serving.kv_cache.tiers.intake import Intake
+from longctx.serving.kv_cache.tiers.loader import PageLoader
+from longctx.serving.kv_cache.tiers.page_reader import PageReader
+from longctx.serving.kv_cache.tiers.parts import check_part
+from longctx.serving.kv_cache.tiers.remote import RemoteStore
+from longctx.serving.kv_cache.tiers.stats import TierStats
+from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
+from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, Writer
+from longctx.serving.validation import check_integer, check_real
+
+_MOST_QUEUE_BYTES = 2**30
+_MOST_SAMPLES = 1024
+_MOST_PREFETCHES = 8
+
+
+class TieredStore:
+    """Keeps pages in host memory and on disk. It is a `PageSink` and a `PageSource`; any thread may call it.
+
+    A page is written to host memory first, then to disk and to the remote store in the background. A hit on disk or in
+    the remote store brings it back to host memory. What is lost on the way is a miss; each page is compared with its
+    checksum before it is given to anybody.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        fingerprint: bytes,
+        host_bytes: int,
+        disk_bytes: int = 0,
+        disk: Path | None = None,
+        eviction: str = "lru",
+        verify_share: float = 0.0,
+        remote: RemoteStore | None = None,
+        queue_bytes: int | None = None,
+        part: PageSlice | None = None,
+    ) -> None:
+        """Allocate host memory, and find what is on disk.
+
+        Args:
+          layout: of pages. fingerprint: of the model (`page_fingerprint`); pages of others are never found.
+          host_bytes, disk_bytes: capacities. disk: a folder, which processes may share; each has `disk_bytes` there.
+          eviction: a rule of `EVICTION`, for all tiers.
+          verify_share: of loaded pages, 0 to 1, that `samples` names.
+          remote: a store beyond this machine.
+          queue_bytes: of pages that wait to be written, at most: those that come from the devices, and those that go
+            to disk. None: a quarter of host memory, at most 1 GiB.
+          part: layers and KV heads that this process's devices have. None: all.
+
+        Raises:
+          TypeError, ValueError: an argument is wrong, or the folder can't be used; the message names it.
+        """
+        part = layout.whole if part is None else part
+        check_part(layout, part)
+        if not isinstance(fingerprint, bytes) or not fingerprint:
+            raise ValueError("fingerprint must be bytes, at least one")
+        check_eviction(eviction)
+        host_bytes = check_integer("host_bytes", host_bytes, 1)
+        disk_bytes = check_integer("disk_bytes", disk_bytes, 0)
+        if bool(disk_bytes) != (disk is not None):
+            raise ValueError("disk and disk_bytes must be given together")
+        self._verify_share = check_real("verify_share", verify_share, 0, 1)
+        memory = HostMemory(host_bytes, layout, part)
+        if queue_bytes is None:
+            queue_bytes = min(host_bytes // 4, _MOST_QUEUE_BYTES)
+        queue_bytes = max(check_integer("queue_bytes", queue_bytes, 0, host_bytes), memory.page_bytes)
+
+        self.layout, self.part = layout, part
+        self._lock = threading.Condition()
+        self._stats = TierStats()
+        self._host = HostTier(memory, eviction)
+        self._disk = DiskTier(Path(disk), layout, part, fingerprint, disk_bytes, eviction) if disk is not None else None
+        self._reader = PageReader(part, fingerprint, memory, self._disk)
+        self._pins: dict[Key, float] = {}
+        self._next_expiry = math.inf
+        self._samples: deque[Key] = deque(maxlen=_MOST_SAMPLES)
+        self._random = random.Random(0)
+        self._is_closed = False
+        self._intake = Intake(
+            self._lock, part, PageChecksum(fingerprint), self._host, self._stats, queue_bytes, self._has, self._keep
+        )
+        self._loader = PageLoader(
+            self._lock, layout, part, self._reader, self._host, self._disk, remote, self._stats, self._admit
+        )
+        self._writers: list[Writer] = []
+        if self._disk is not None:
+            queue = WriteBackQueue(queue_bytes, self._page_bytes, eviction)
+            self._writers.append(DiskWriter(self._lock, self._host, queue, self._stats.disk, self._disk, self._pins))
+        if remote is not None:
+            queue = WriteBackQueue(queue_bytes, self._page_bytes, eviction)
+            self._writers.append(
+                RemoteWriter(self._lock, self._host, queue, self._stats.remote, remote, fingerprint, part)
+            )
+
+    # What is there
+
+    def count(self, keys: Sequence[Key]) -> int:
+        """How many leading pages are in host memory or on disk. Quick: it asks no disk, and no remote store."""
+        with self._lock:
+            self._expire()
+            return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def tier_of(self, key: Key) -> str | None:
+        """The first tier that has a page: `"host"`, `"disk"`, or None."""
+        with self._lock:
+            if key in self._host:
+                return "host"
+            return "disk" if self._disk is not None and key in self._disk else None
+
+    # Pages that leave the devices
+
+    def wanted(self, stores: Sequence[PageStore]) -> list[PageStore]:
+        """Pages that are not there yet, as many as there is room for on the way; only these need to be read."""
+        with self._lock:
+            self._expire()
+            return [] if self._is_closed else self._intake.wanted(stores)
+
+    def put(self, stores: Sequence[PageStore], read: PageRead) -> None:
+        """Keep pages once they are read; it doesn't wait. Pages that are there already, or too many, are left out."""
+        with self._lock:
+            if not self._is_closed:
+                self._intake.put(stores, read)
+
+    # Pages that return
+
+    def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> TierFetch:
+        """Begin to load pages, up to the first that no tier has or that is wrong. See `PageSource`."""
+        fetch = TierFetch(keys, self.part, wake, self._release)
+        if self._verify_share:
+            with self._lock:
+                self._samples.extend(key for key in keys if self._random.random() < self._verify_share)
+        self._loader.begin(keys, fetch)
+        return fetch
+
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Bring pages that a waiting request will need to host memory, when there is nothing more urgent.
+
+        At most a quarter of host memory is brought at a time; what is too much is left.
+        """
+        if self._loader.num_loads < _MOST_PREFETCHES:
+            self._loader.begin(keys[: max(1, self._host.memory.num_slots // 4)], None)
+
+    # Keeping and forgetting
+
+    def pin(self, keys: Sequence[Key], until: float) -> int:
+        """Keep pages until a time of `time.monotonic()`, in each tier that they are in or get to meanwhile.
+
+        At most half of a tier is pinned. Returns how many leading pages are pinned in some tier now; of those that are
+        on their way, none.
+        """
+        with self._lock:
+            self._expire()
+            self._next_expiry = min(until, self._next_expiry)
+            pinned = []
+            for key in keys:
+                self._pins[key] = max(until, self._pins.get(key, until))
+                in_host = key in self._host and self._host.index.pin(key, until)
+                on_disk = self._disk is not None and self._disk.pin(key, until)
+                pinned.append(in_host or on_disk)
+            return pinned.index(False) if False in pinned else len(pinned)
+
+    def unpin(self, keys: Sequence[Key]) -> None:
+        """Let pages go when their turn comes, whoever pinned them."""
+        with self._lock:
+            for key in keys:
+                self._pins.pop(key, None)
+            for key in keys:
+                if key in self._host:
+                    self._host.index.unpin(key)
+                if self._disk is not None:
+                    self._disk.unpin(key, self._pins)
+
+    def forget(self, key: Key) -> None:
+        """Find a page no more, not even after a restart. Other pages of its file go with it from the disk."""
+        with self._lock:
+            self._intake.forget(key)
+            self._host.forget(key)
+            self._loader.epoch += 1
+            for writer in self._writers:
+                writer.forget(key)
+            doomed = self._disk.forget(key) if self._disk is not None else []
+        if self._disk is not None:
+            self._disk.delete(doomed)
+
+    def clear(self) -> int:
+        """Forget all pages; how many there were in host memory. Loads in progress go on with what they found."""
+        with self._lock:
+            self._intake.clear()
+            self._pins.clear()
+            self._loader.epoch += 1
+            for writer in self._writers:
+                writer.clear()
+            count = self._host.clear()
+            doomed = self._disk.clear() if self._disk is not None else []
+        if self._disk is not None:
+            self._disk.delete(doomed)
+        return count
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what is on its way is in host memory and on disk; False: it is not so after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            while not self._is_idle:
+                for writer in self._writers:
+                    writer.hurry()
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._lock.wait(left):
+                    return self._is_idle
+        return True
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what waits, for `timeout` seconds at most, and end all threads. Loads in progress end short."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.flush(timeout)
+        self._intake.close(timeout)
+        self._loader.close(timeout)
+        for writer in self._writers:
+            writer.close(timeout)
+        if self._disk is not None:
+            self._disk.close()
+
+    # Checking
+
+    def samples(self) -> list[Key]:
+        """Pages of loads that are to be computed again and compared, a share of all; each is named once."""
+        with self._lock:
+            samples = list(self._samples)
+            self._samples.clear()
+        return samples
+
+    def verify(self, key: Key, data: np.ndarray) -> bool | None:
+        """Compare a page with what was computed again; a page that differs is counted, and forgotten.
+
+        Args:
+          data: `[layers, 2, page_size, heads, head_dim]` of this process's part, in the layout's `bits`.
+
+        Returns:
+          Whether they are equal in all bits. None: the page is in no tier any more.
+        """
+        data = np.ascontiguousarray(data)
+        if data.shape != self._host.memory.pages.shape[1:] or data.dtype != self.layout.bits:
+            raise ValueError(
+                f"data must be {self.layout.bits} {self._host.memory.pages.shape[1:]}, got {data.dtype} {data.shape}"
+            )
+        with self._lock:
+            page, pieces = self._host.find(key), []
+            if page is not None:
+                self._host.hold(page)
+            elif self._disk is not None:
+                pieces = self._disk.find(key)
+        try:
+            if page is not None:
+                own, is_there = self._host.memory.pages[page.slot], self._reader.check([page]) == 1
+            else:
+                own = np.empty_like(data)
+                is_there = bool(pieces) and bool(self._reader.read_disk([pieces], [own]).sums)
+            if not is_there:
+                return None
+            is_equal = np.array_equal(own, data)
+        finally:
+            with self._lock:
+                if page is not None:
+                    self._host.release(page)
+                elif self._disk is not None:
+                    self._disk.release(pieces)
+        with self._lock:
+            self._stats.verified += 1
+            self._stats.mismatches += not is_equal
+        if not is_equal:
+            self.forget(key)
+        return is_equal
+
+    @property
+    def stats(self) -> TierStats:
+        """Counters, as they are now."""
+        with self._lock:
+            host, disk, remote = replace(self._stats.host), replace(self._stats.disk), replace(self._stats.remote)
+            host.evicted = self._host.index.num_evicted
+            host.pages, host.num_bytes = len(self._host.index), self._host.index.used
+            host.pinned_bytes = self._host.index.pinned
+            if self._disk is not None:
+                disk.evicted, disk.pages = self._disk.num_evicted, len(self._disk)
+                disk.num_bytes, disk.pinned_bytes = self._disk.index.used, self._disk.index.pinned
+                disk.corrupt += self._disk.num_unusable
+            waiting = self._intake.num_pages * self._page_bytes + sum(writer.num_bytes for writer in self._writers)
+            errors = [self._stats.last_error, *(writer.last_error for writer in self._writers)]
+            error = next(filter(None, errors), "")
+            return replace(self._stats, host=host, disk=disk, remote=remote, waiting_bytes=waiting, last_error=error)
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._host.memory.page_bytes
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._intake.num_pages and all(writer.is_idle for writer in self._writers)
+
+    def _has(self, key: Key) -> bool:
+        return key in self._host or (self._disk is not None and key in self._disk)
+
+    def _expire(self) -> None:
+        """End pins whose time has come."""
+        now = time.monotonic()
+        if now < self._next_expiry:
+            return
+        for key in [key for key, until in self._pins.items() if until <= now]:
+            del self._pins[key]
+        self._next_expiry = min(self._pins.values(), default=math.inf)
+        self._host.index.expire(now)
+        if self._disk is not None:
+            self._disk.index.expire(now)
+
+    def _admit(self, page: HostPage, checksum: int) -> bool:
+        """Let a complete page be found in host memory; False if another one with its key can be found already."""
+        is_new = self._host.commit(page, checksum)
+        if is_new and (until := self._pins.get(page.name.key)) is not None:
+            self._host.index.pin(page.name.key, until)
+        return is_new
+
+    def _keep(self, page: HostPage, checksum: int) -> bool:
+        """Let a page that comes from the devices be found, and write it below host memory in time."""
+        is_new = self._admit(page, checksum)
+        if is_new:
+            for writer in self._writers:
+                writer.add(page)
+        return is_new
+
+    def _release(self, pages: Sequence[HostPage]) -> None:
+        with self._lock:
+            for page in reversed(pages):
+                self._host.release(page)

@@ -1,0 +1,198 @@
+"""What a tier holds and what goes first: the index against a naive one."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.serving.kv_cache.tiers.eviction import EVICTION
+from longctx.serving.kv_cache.tiers.index import TierIndex
+
+
+@dataclass
+class Known:
+    """An entry of the naive index."""
+
+    size: int
+    number: int
+    parent: int | None
+    tick: int
+    uses: int = 0
+    holds: int = 0
+    until: float | None = None
+
+
+class NaiveIndex:
+    """Looks at all entries whenever room is needed."""
+
+    def __init__(self, capacity: int, eviction: str) -> None:
+        self.capacity, self.eviction, self.entries, self.tick = capacity, eviction, {}, 0
+
+    @property
+    def used(self) -> int:
+        return sum(entry.size for entry in self.entries.values())
+
+    @property
+    def pinned(self) -> int:
+        return sum(entry.size for entry in self.entries.values() if entry.until is not None)
+
+    def may_go(self) -> list[int]:
+        followed = {entry.parent for entry in self.entries.values()}
+        return [
+            name
+            for name, entry in self.entries.items()
+            if not entry.holds and entry.until is None and name not in followed
+        ]
+
+    def rank(self, name: int) -> tuple[int, ...]:
+        entry = self.entries[name]
+        before: int | None = name
+        while before in self.entries:
+            before = self.entries[before].parent
+        rules = {
+            "lru": (entry.tick,),
+            "lfu": (entry.uses, entry.tick),
+            "length-aware": (entry.uses, -entry.number, entry.tick),
+        }
+        return before is None, *rules[self.eviction]
+
+    def make_room(self, size: int) -> list[int]:
+        gone = []
+        while self.used + size > self.capacity and self.may_go():
+            gone.append(min(self.may_go(), key=self.rank))
+            del self.entries[gone[-1]]
+        return gone
+
+
+NAMES = st.integers(0, 12)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "use", "hold", "release", "pin", "unpin", "expire", "remove"]),
+        NAMES,
+        st.integers(1, 4),
+        st.one_of(st.none(), NAMES),
+    ),
+    max_size=60,
+)
+
+
+@given(CALLS, st.sampled_from(sorted(EVICTION)), st.integers(4, 20))
+@settings(max_examples=300, deadline=None)
+def test_the_index_does_what_a_naive_one_does(
+    calls: list[tuple[str, int, int, int | None]], eviction: str, capacity: int
+) -> None:
+    index, naive, now = TierIndex[int](capacity, eviction), NaiveIndex(capacity, eviction), 0.0
+    for call, name, size, parent in calls:
+        entry = naive.entries.get(name)
+        naive.tick += 1
+        if call == "add" and entry is None:
+            assert index.make_room(size) == naive.make_room(size)
+            assert index.has_room(size) == (naive.used + size <= capacity)
+            if index.has_room(size) and (parent is None or parent < name):
+                index.add(name, size, size, parent)
+                naive.entries[name] = Known(size, size, parent, naive.tick)
+        elif call == "expire":
+            now += size
+            index.expire(now)
+            for known in naive.entries.values():
+                if known.until is not None and known.until <= now:
+                    known.until = None
+        elif entry is None:
+            assert name not in index
+        elif call == "use":
+            index.use(name)
+            entry.uses, entry.tick = entry.uses + 1, naive.tick
+        elif call == "hold":
+            index.hold(name)
+            entry.holds += 1
+        elif call == "release" and entry.holds:
+            index.release(name)
+            entry.holds -= 1
+        elif call == "pin":
+            fits = entry.until is not None or naive.pinned + entry.size <= capacity // 2
+            assert index.pin(name, now + size) == fits
+            if fits:
+                entry.until = max(now + size, entry.until or 0)
+        elif call == "unpin":
+            index.unpin(name)
+            entry.until = None
+        elif call == "remove":
+            index.remove(name)
+            del naive.entries[name]
+        assert (index.used, index.pinned) == (naive.used, naive.pinned)
+        assert index.names == list(naive.entries)
+
+
+@pytest.mark.parametrize("eviction", sorted(EVICTION))
+def test_chains_go_from_their_tails(eviction: str) -> None:
+    index = TierIndex[str](6, eviction)
+    for number in range(3):
+        index.add(f"a{number}", 1, number, f"a{number - 1}" if number else None)
+    for number in range(3):
+        index.add(f"b{number}", 1, number, f"b{number - 1}" if number else None)
+    assert (
+        index.make_room(3)
+        == {
+            "lru": ["a2", "a1", "a0"],
+            "lfu": ["a2", "a1", "a0"],
+            "length-aware": ["a2", "b2", "a1"],
+        }[eviction]
+    )
+
+
+def test_rules_differ_in_what_they_keep() -> None:
+    def first_to_go(eviction: str) -> str | None:
+        index = TierIndex[str](3, eviction)
+        index.add("often", 1, 0)
+        for _ in range(3):
+            index.use("often")
+        index.add("deep", 1, 9)
+        index.add("shallow", 1, 0)
+        index.use("deep")
+        index.use("shallow")
+        return index.evict()
+
+    assert [first_to_go(eviction) for eviction in ("lru", "lfu", "length-aware")] == ["often", "deep", "deep"]
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
+    index = TierIndex[int](10)
+    for number in range(30):
+        parent = number - 1 if number else None
+        index.make_room(1)
+        index.add(number, 1, number, parent)
+    assert index.names == [*range(9), 29]
+
+
+def test_what_is_cut_off_from_its_beginning_goes_first() -> None:
+    index = TierIndex[str](5)
+    index.add("a0", 1, 0)
+    index.add("b2", 1, 2, "b1")
+    index.add("b3", 1, 3, "b2")
+    index.add("c0", 1, 0)
+    assert index.make_room(2) == ["b3"]
+    index.add("b1", 1, 1, "b0")
+    index.add("b0", 1, 0)
+    assert index.make_room(1) == ["a0"]  # the chain is whole again, and newer
+    index.remove("b0")
+    assert index.make_room(3) == ["b2"]
+
+
+def test_what_may_not_go_leaves_no_room() -> None:
+    index = TierIndex[str](2)
+    index.add("held", 1)
+    index.hold("held")
+    index.add("pinned", 1)
+    assert index.pin("pinned", 5.0)
+    assert index.make_room(1) == []
+    assert not index.has_room(1)
+    index.expire(4.9)
+    assert index.make_room(1) == []
+    index.expire(5.0)
+    assert index.make_room(1) == ["pinned"]
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="eviction must be one of lru, lfu, length-aware, got 'fifo'"):
+        TierIndex[str](1, "fifo")
