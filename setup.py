@@ -22,6 +22,12 @@ SERVE = [
     "uvicorn[standard]>=0.30",
 ]
 
+# Pages of the KV cache between engines in different processes.
+TRANSFER = ["msgspec>=0.19", "pyzmq>=26", "xxhash>=3.5"]
+# Besides over Mooncake's transfer engine, and in its distributed store. Its libraries need Debian's libibverbs1,
+# libnl-3-200 and libnl-route-3-200, or what other systems call these.
+MOONCAKE = [*TRANSFER, "mooncake-transfer-engine-non-cuda>=0.3.13"]
+
 setup(
     name="longctx-jax",
     version="0.1.0",
@@ -58,15 +64,18 @@ setup(
         "docs": ["matplotlib>=3.9"],
         "gguf": GGUF,
         "hub": HUB,
+        "mooncake": MOONCAKE,
         "otlp": OTLP,
         "serve": SERVE,
         "train": TRAIN,
+        "transfer": TRANSFER,
         "test": [
             *GGUF,
             *HUB,
             *TRAIN,
             *OTLP,
             *SERVE,
+            *MOONCAKE,
             "accelerate>=1.0",  # with which transformers loads GGUF
             "chex>=0.1.90",
             "filelock>=3.16",  # with which JAX locks its store of compiled programs

@@ -51,7 +51,7 @@ def test_names_listed_in_the_docstring_of_longctx_are_its_exports() -> None:
     assert longctx.__version__
 
 
-@pytest.mark.parametrize("package", ["longctx.parallel", "longctx.models"])
+@pytest.mark.parametrize("package", ["longctx.parallel", "longctx.models", "longctx.cluster.transfer"])
 def test_exported_names_resolve(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__all__
@@ -80,6 +80,9 @@ PURE = [
     "longctx.serving.recording.recorder",
     "longctx.simulation.incident.compare",
     "longctx.simulation.incident.explain",
+    "longctx.cluster.transfer.zmq_sender",
+    "longctx.cluster.transfer.zmq_receiver",
+    "longctx.cluster.transfer.local",
 ]
 
 

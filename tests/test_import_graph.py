@@ -26,6 +26,7 @@ LAYERS = [
     ["serving.server"],
     ["serving.profile_shapes"],
     ["serving.profiler"],
+    ["cluster.transfer"],
     ["simulation"],
     ["cli"],
 ]
@@ -70,7 +71,7 @@ def package_of(module: str) -> str:
 
 
 def test_every_module_has_a_layer() -> None:
-    assert {name for name in MODULES if layer_of(name) is None} == {"longctx", "longctx.serving"}
+    assert {name for name in MODULES if layer_of(name) is None} == {"longctx", "longctx.serving", "longctx.cluster"}
 
 
 def test_modules_import_lower_layers_only() -> None:

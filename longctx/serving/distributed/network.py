@@ -68,10 +68,13 @@ def read_key(text: str) -> Key:
         raise ValueError("not a CURVE key") from None
 
 
-def derive_key(group_secret: str | None) -> Key:
-    """Derive the key of a group from its secret; without one everybody can, which then is on the same machine."""
+def derive_key(group_secret: str | None, purpose: bytes = b"longctx group") -> Key:
+    """Derive the key of a group from its secret; without one everybody can, which then is on the same machine.
+
+    `purpose`, of up to 16 bytes, keeps apart what is used for different things but has the same secret.
+    """
     data = (group_secret or "").encode("utf-8", "surrogatepass")
-    secret = z85.encode(hashlib.blake2b(data, digest_size=32, person=b"longctx group").digest())
+    secret = z85.encode(hashlib.blake2b(data, digest_size=32, person=purpose).digest())
     return Key(zmq.curve_public(secret), secret)
 
 
@@ -91,8 +94,10 @@ class Network:
         self._admitted: set[bytes] = set()
         self._sockets: list[Socket] = []  # the context itself would forget them
 
-    def serve(self, kind: int, key: Key) -> Socket:
-        """Make a socket to which holders of a key may connect."""
+    def serve(self, kind: int, key: Key | None) -> Socket:
+        """Make a socket to which holders of a key may connect; None: everybody, and nothing is encrypted."""
+        if key is None:
+            return self._socket(kind)
         if self._authenticator is None:
             self._authenticator = ThreadAuthenticator(self.context)
             self._authenticator.start()
@@ -107,9 +112,11 @@ class Network:
         """Whether the authenticator admits a client with this public key."""
         return public in self._admitted
 
-    def connect(self, kind: int, key: Key) -> Socket:
-        """Make a socket that may connect to those of a server with the same key."""
+    def connect(self, kind: int, key: Key | None) -> Socket:
+        """Make a socket that may connect to those of a server with the same key, or with none."""
         made = self._socket(kind)
+        if key is None:
+            return made
         made.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         made.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
         made.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
@@ -126,6 +133,12 @@ class Network:
             return bound.bind_to_random_port(f"tcp://{host}", ports[0], ports[1] + 1, max_tries=200)
         except zmq.ZMQBindError:
             raise ValueError(f"ports must have a free one from {ports[0]} to {ports[1]} on process 0's host") from None
+
+    def drop(self, socket: Socket) -> None:
+        """Close one socket, and forget what it has not sent yet."""
+        self._sockets.remove(socket)
+        socket.disable_monitor()
+        socket.close(linger=0)
 
     def close(self) -> None:
         """Close all sockets, after at most a second in which what was sent may leave."""

@@ -1,0 +1,1 @@
+"""Many engines: how they hand each other pages of the KV cache."""

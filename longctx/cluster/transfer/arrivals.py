@@ -1,0 +1,103 @@
+"""Pages that have come and wait for the engine: the receiving end of every way of transfer."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from longctx.cluster.transfer.coverage import Coverage
+from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.page_layout import PageSlice
+
+
+class Arrivals:
+    """A `PageFetch` that threads of a transfer fill.
+
+    Args:
+      num_pages: of the load. want: the part of them that is fetched.
+      wake: called when blocks have come, and at the end.
+      on_taken: called with the tag of each block that the engine has taken, or will not take.
+      on_close: called once, when the engine closes the fetch.
+      stats: where its outcome is counted.
+
+    Attributes:
+      outcome: how it ended; None: it has not.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        want: PageSlice,
+        wake: Callable[[], Any],
+        on_taken: Callable[[Any], None],
+        on_close: Callable[[], None],
+        stats: TransferStats,
+    ) -> None:
+        self._lock, self._stats = threading.Lock(), stats
+        self._wake, self._on_taken, self._on_close = wake, on_taken, on_close
+        self._come, self._taken = Coverage(num_pages, want), Coverage(num_pages, want)
+        self._blocks: deque[tuple[PageBlock, Any]] = deque()
+        self._is_closed = False
+        self.outcome: Outcome | None = None
+
+    def put(self, block: PageBlock, tag: Any) -> bool:
+        """Add a block that was checked; returns whether any more are of use."""
+        with self._lock:
+            if self._is_closed or self.outcome is not None:
+                return False
+            self._blocks.append((block, tag))
+            self._come.add(block)
+            if self._come.is_complete:
+                self._set_outcome("complete")
+        self._wake()
+        return self.outcome is None
+
+    def end(self, outcome: Outcome) -> None:
+        """No more blocks will come. The first call counts."""
+        with self._lock:
+            if self.outcome is not None:
+                return
+            self._set_outcome(outcome)
+        self._wake()
+
+    def take(self, max_bytes: int) -> list[PageBlock]:
+        taken: list[PageBlock] = []
+        tags = []
+        with self._lock:
+            while self._blocks and (not taken or self._blocks[0][0].data.nbytes <= max_bytes):
+                block, tag = self._blocks.popleft()
+                max_bytes -= block.data.nbytes
+                self._taken.add(block)
+                taken.append(block)
+                tags.append(tag)
+        for tag in tags:
+            self._on_taken(tag)
+        return taken
+
+    @property
+    def is_over(self) -> bool:
+        with self._lock:
+            return self._is_closed or (self.outcome is not None and not self._blocks)
+
+    @property
+    def num_pages(self) -> int:
+        with self._lock:
+            return self._taken.num_pages
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self.outcome is None:
+                self._set_outcome("dropped")
+            tags = [tag for _, tag in self._blocks]
+            self._blocks.clear()
+        for tag in tags:
+            self._on_taken(tag)
+        self._on_close()
+
+    def _set_outcome(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._stats.add_outcome(outcome)

@@ -1,0 +1,109 @@
+"""Pages from another engine of this process: blocks are handed over as they are, arrays of JAX too.
+
+`jax.device_put` onto the other engine's devices happens where they are written.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence as List
+from typing import Any
+
+from longctx.cluster.transfer.arrivals import Arrivals
+from longctx.cluster.transfer.export import export_pages, find_wanted
+from longctx.cluster.transfer.lease import Exporter, LeaseGone
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.kv_cache.connector import PageFetch
+from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.kv_cache.page_pool import Key
+
+_LOG = logging.getLogger(__name__)
+
+
+class LocalReceiver:
+    """Fetches pages of leases of engines in this process.
+
+    Args:
+      layout, fingerprint: of the pages of the engine that fetches.
+      part: the layers and KV heads that it wants; None: all.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        fingerprint: bytes = b"",
+        part: PageSlice | None = None,
+        options: TransferOptions | None = None,
+    ) -> None:
+        self.layout, self.fingerprint, self.part = layout, fingerprint, part or layout.whole
+        self.options = options or TransferOptions()
+        self.options.check_fits(layout)
+        self.stats = TransferStats()
+
+    def source(
+        self, exporter: Exporter, lease_id: str, fingerprint: bytes = b"", release: bool = True
+    ) -> "LocalSource":
+        """The pages of one lease, as a `PageSource`; `fingerprint` is of the engine that has them."""
+        return LocalSource(self, exporter, lease_id, fingerprint, release)
+
+
+class LocalSource:
+    """A `PageSource`: the pages of a lease in this process. Closing a fetch releases the lease if `release`."""
+
+    def __init__(
+        self, receiver: LocalReceiver, exporter: Exporter, lease_id: str, fingerprint: bytes, release: bool
+    ) -> None:
+        self._receiver, self._exporter, self._lease_id = receiver, exporter, lease_id
+        self._fingerprint, self._release = fingerprint, release
+
+    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+        receiver = self._receiver
+        window = threading.Semaphore(receiver.options.window_blocks)
+        closed = threading.Event()
+
+        def on_close() -> None:
+            closed.set()
+            window.release()
+            if self._release:
+                self.release()
+
+        def run() -> None:
+            arrivals.end(self._copy(list(keys), arrivals, window, closed))
+
+        arrivals = Arrivals(len(keys), receiver.part, wake, lambda tag: window.release(), on_close, receiver.stats)
+        threading.Thread(target=run, name="longctx local transfer", daemon=True).start()
+        return arrivals
+
+    def release(self) -> None:
+        """Release the lease: nobody will fetch it."""
+        self._exporter.release(self._lease_id)
+
+    def _copy(
+        self, keys: list[Key], arrivals: Arrivals, window: threading.Semaphore, closed: threading.Event
+    ) -> Outcome:
+        receiver, deadline = self._receiver, time.monotonic() + self._receiver.options.deadline
+        try:
+            lease = self._exporter.open(self._lease_id)
+            receiver.layout.check_same(lease.layout, f"lease {self._lease_id}")
+            if self._fingerprint != receiver.fingerprint:
+                raise ValueError("the pages are of another model or of other weights")
+            wanted = find_wanted(lease, keys, receiver.part)
+        except (LeaseGone, ValueError) as error:
+            _LOG.warning("longctx: a transfer was refused: %s", error)
+            return "refused"
+        is_closed = lambda: closed.is_set() or time.monotonic() > deadline  # noqa: E731
+        try:
+            for block in export_pages(self._exporter, lease, wanted, receiver.options, is_closed):
+                if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    return "late"
+                receiver.stats.add_block(block.data.nbytes)
+                if not arrivals.put(block, None):
+                    break
+        except LeaseGone as error:
+            _LOG.warning("longctx: a transfer ended: %s", error)
+            return "ended"
+        except Exception:
+            _LOG.exception("longctx: a transfer failed")
+            return "failed"
+        return "late" if time.monotonic() > deadline else "ended"

@@ -1,0 +1,44 @@
+"""Limits and timeouts of transfers."""
+
+from dataclasses import dataclass, fields
+
+from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.validation import check_integer, check_real
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """Limits and timeouts of one side of transfers.
+
+    Attributes:
+      block_bytes: the most bytes of one message, at least those of one layer of a page.
+      read_bytes: how much a sender reads from the devices at once, in bytes; one page at least.
+      window_blocks: how many blocks a receiver grants to one transfer ahead of what it has taken.
+      max_blocks: how many blocks it grants to all of them. With `block_bytes` this bounds its memory.
+      max_streams: how many transfers a sender serves at a time; it refuses more.
+      silence_timeout: seconds after which either side gives a transfer up when it hears nothing of the other.
+      deadline: seconds after which a transfer ends however far it is.
+    """
+
+    block_bytes: int = 4 << 20
+    read_bytes: int = 32 << 20
+    window_blocks: int = 8
+    max_blocks: int = 64
+    max_streams: int = 64
+    silence_timeout: float = 5.0
+    deadline: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type in (int, "int"):
+                check_integer(field.name, getattr(self, field.name), 1, 1 << 40)
+            else:
+                check_real(field.name, getattr(self, field.name), 0.01, 1e9)
+        if self.max_blocks < self.window_blocks:
+            raise ValueError(f"max_blocks must be at least window_blocks={self.window_blocks}, got {self.max_blocks}")
+
+    def check_fits(self, layout: PageLayout) -> None:
+        """ValueError, if a block is too small for one layer of a page."""
+        least = layout.page_bytes // layout.num_layers
+        if self.block_bytes < least:
+            raise ValueError(f"block_bytes must hold a layer of a page, {least} bytes, got {self.block_bytes}")

@@ -1,0 +1,438 @@
+"""Fetches pages of leases that engines in other processes hold, over ZeroMQ.
+
+Source: Mooncake, section 3.
+"""
+
+import functools
+import itertools
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from longctx.cluster.transfer.access import transfer_key
+from longctx.cluster.transfer.arrivals import Arrivals
+from longctx.cluster.transfer.credits import Credits
+from longctx.cluster.transfer.export import check_part
+from longctx.cluster.transfer.fetch_state import Fetch, Lost, Stream, read_block
+from longctx.cluster.transfer.mailbox import Mailbox
+from longctx.cluster.transfer.messages import (
+    TO_RECEIVER,
+    VERSION,
+    Alive,
+    Block,
+    Close,
+    Corrupt,
+    End,
+    FromReceiver,
+    FromSender,
+    Grant,
+    Malformed,
+    Open,
+    Opened,
+    Place,
+    Pulled,
+    Refused,
+    Release,
+    decode,
+    encode,
+    shorten,
+)
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.distributed.network import Network, Socket
+from longctx.serving.kv_cache.connector import PageFetch
+from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.kv_cache.page_pool import Key
+
+_LOG = logging.getLogger(__name__)
+_HEADER_BYTES = 1 << 16  # more than any header has
+_MAX_MESSAGES = 100  # that are read of one sender before others have their turn
+_IDLE_SECONDS = 60.0  # after which a connection without transfers is closed
+_CLOSE_SECONDS = 5.0
+_LOSSES = zmq.EVENT_DISCONNECTED
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class Puller(Protocol):
+    """Reads blocks from registered memory of a sender, in a thread of its own."""
+
+    def pull(self, place: Place, num_bytes: int, done: Callable[[Any], None]) -> None:
+        """Begin to read; `done` gets the bytes, or None if they can't be read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Peer:
+    """A connection to a sender."""
+
+    def __init__(self, network: Network, key: Any, address: str, max_bytes: int) -> None:
+        self.address, self.network = address, network
+        self.socket: Socket = network.connect(zmq.DEALER, key)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        self.socket.setsockopt(zmq.IPV6, int("[" in address))
+        self.monitor = self.socket.get_monitor_socket(_LOSSES | _REFUSALS)
+        self.socket.connect(f"tcp://{address}")
+        self.streams: dict[int, Stream] = {}
+        self.used = time.monotonic()
+
+    def send(self, message: FromReceiver) -> None:
+        self.socket.send(encode(message), zmq.NOBLOCK)
+
+    def what_broke(self) -> Outcome | None:
+        """Whether the connection was lost or refused since the last call."""
+        broke: Outcome | None = None
+        while self.monitor.poll(0):
+            broke = "lost" if recv_monitor_message(self.monitor)["event"] & _LOSSES else "refused"
+        return broke
+
+    def close(self) -> None:
+        self.network.drop(self.socket)
+
+
+class PageReceiver:
+    """Fetches pages from senders in other processes, until it is closed. A thread of its own owns the sockets.
+
+    Args:
+      layout, fingerprint: of the pages of this engine; senders with others are refused.
+      part: the layers and KV heads that this process wants; None: all.
+      secret: what senders and receivers share; None: theirs have none either.
+      puller: reads blocks from registered memory, see `mooncake.py`.
+
+    Attributes:
+      stats: how transfers ended.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        fingerprint: bytes = b"",
+        part: PageSlice | None = None,
+        secret: str | None = None,
+        options: TransferOptions | None = None,
+        puller: Puller | None = None,
+    ) -> None:
+        self.part = part or layout.whole
+        check_part(self.part, layout)
+        self._key = transfer_key(secret)
+        self.options = options or TransferOptions()
+        self.options.check_fits(layout)
+        self.stats = TransferStats()
+        self._layout, self._fingerprint, self._puller = layout, fingerprint, puller
+        self._network = Network("127.0.0.1", self.options.silence_timeout)
+        self._credits = Credits(self.options.window_blocks, self.options.max_blocks)
+        self._mailbox = Mailbox()
+        self._peers: dict[str, _Peer] = {}
+        self._fetches: set[Fetch] = set()
+        self._numbers = itertools.count()
+        self._is_closing = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._mailbox.fileno(), zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="longctx page receiver", daemon=True)
+        self._thread.start()
+
+    def source(
+        self, address: str | List[str], lease_id: str, release: bool = True, deadline: float | None = None
+    ) -> "RemoteSource":
+        """The pages of a lease, as a `PageSource`.
+
+        Args:
+          address: `host:port` of the sender; of several processes of one engine, those of all.
+          release: whether the end of a fetch releases the lease. If not, call `RemoteSource.release`.
+          deadline: seconds after which a fetch ends; None: that of the options.
+
+        Raises:
+          ValueError: an address is none.
+        """
+        addresses = [address] if isinstance(address, str) else list(address)
+        for each in addresses:
+            host, _, port = each.rpartition(":")
+            if not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+", host) or not re.fullmatch(r"\d{1,5}", port):
+                raise ValueError(f"address must be host:port, got {each!r}")
+        if not addresses:
+            raise ValueError("address must be at least one")
+        return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline)
+
+    @property
+    def num_fetches(self) -> int:
+        """How many transfers there are at the moment."""
+        return len(self._fetches)
+
+    def close(self) -> None:
+        """End all transfers and close all connections. It may be called more than once."""
+        self._is_closing = True
+        self._mailbox.post(lambda: None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._puller is not None:
+            self._puller.close()
+
+    def __enter__(self) -> "PageReceiver":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def fetch(self, source: "RemoteSource", keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
+        """Begin to fetch pages of a source."""
+        deadline = time.monotonic() + source.deadline
+        fetch = Fetch(source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases)
+        fetch.arrivals = Arrivals(
+            len(keys),
+            self.part,
+            wake,
+            lambda credit: self._mailbox.post(lambda: self._taken(credit)),
+            lambda: self._mailbox.post(lambda: self._end(fetch, "dropped")),
+            self.stats,
+        )
+        self._mailbox.post(lambda: self._open(fetch))
+        if self._is_closing:  # set before the calls that came are made for the last time
+            fetch.arrivals.end("dropped")
+        return fetch.arrivals
+
+    def release(self, addresses: list[str], lease_id: str) -> None:
+        """Tell the senders that nobody needs a lease."""
+        self._mailbox.post(lambda: self._release(addresses, lease_id))
+
+    # What follows runs in the receiver's thread.
+
+    def _run(self) -> None:
+        tick = self.options.silence_timeout / 5
+        next_tick = time.monotonic()
+        try:
+            while not self._is_closing:
+                self._poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
+                for call in self._mailbox.take():
+                    call()
+                for peer in list(self._peers.values()):
+                    self._receive(peer)
+                    if (broke := peer.what_broke()) is not None:
+                        self._receive(peer)
+                        self._drop(peer, broke)
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + tick
+                    self._tick()
+                self._grant()
+        except Exception:
+            _LOG.exception("longctx: the receiver of pages failed")
+        finally:
+            self._is_closing = True
+            for call in self._mailbox.take():
+                call()
+            for fetch in list(self._fetches):
+                if fetch.release:
+                    self._release(fetch.addresses, fetch.lease_id)
+                self._end(fetch, "dropped")
+            self._network.close()
+            self._mailbox.close()
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = _Peer(self._network, self._key, address, self.options.block_bytes + _HEADER_BYTES)
+            self._peers[address] = peer
+            self._poller.register(peer.socket, zmq.POLLIN)
+            self._poller.register(peer.monitor, zmq.POLLIN)
+        peer.used = time.monotonic()
+        return peer
+
+    def _open(self, fetch: Fetch) -> None:
+        if fetch.arrivals.is_over:
+            return
+        self._fetches.add(fetch)
+        for address in fetch.addresses:
+            peer = self._peer(address)
+            stream = Stream(next(self._numbers) % 2**31, fetch, peer, self._credits.open())
+            peer.streams[stream.number] = stream
+            fetch.streams.append(stream)
+            peer.send(
+                Open(
+                    stream.number, VERSION, fetch.lease_id, fetch.keys, self._layout, self._fingerprint,
+                    *fetch.part, self.options.block_bytes,
+                )
+            )  # fmt: skip
+
+    def _release(self, addresses: list[str], lease_id: str) -> None:
+        for address in addresses:
+            self._peer(address).send(Release(lease_id))
+
+    def _taken(self, credit: Any) -> None:
+        self._credits.taken(credit)
+
+    def _grant(self) -> None:
+        """Grant what has become free to transfers that are open."""
+        grants = dict(self._credits.grants())
+        if grants:
+            for fetch in self._fetches:
+                for stream in fetch.streams:
+                    if stream.credit in grants:
+                        stream.peer.send(Grant(stream.number, grants[stream.credit]))
+
+    def _tick(self) -> None:
+        """Tell senders that this side lives; give up what is late, and connections that nobody uses."""
+        now = time.monotonic()
+        for fetch in list(self._fetches):
+            silence = now - min(stream.heard for stream in fetch.streams)
+            if now > fetch.deadline or silence > self.options.silence_timeout:
+                self._end(fetch, "late")
+                continue
+            for stream in fetch.streams:
+                stream.peer.send(Grant(stream.number, 0))
+        for peer in list(self._peers.values()):
+            if peer.streams:
+                peer.used = now
+            elif now - peer.used > _IDLE_SECONDS:
+                self._drop(peer, "lost")
+
+    def _receive(self, peer: _Peer) -> None:
+        for _ in range(_MAX_MESSAGES):
+            try:
+                header, *frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._handle(peer, decode(header.buffer, TO_RECEIVER), [frame.buffer for frame in frames])
+            except ValueError as error:
+                self._blame(peer, error)
+                return
+
+    def _blame(self, peer: _Peer, error: ValueError) -> None:
+        """A sender said what it must not: nothing more is read of it."""
+        _LOG.warning("longctx: a transfer from %s broke off: %s", peer.address, shorten(str(error)))
+        self._drop(
+            peer, "corrupt" if isinstance(error, Corrupt) else "lost" if isinstance(error, Lost) else "malformed"
+        )
+
+    def _handle(self, peer: _Peer, message: FromSender, frames: list[Any]) -> None:
+        stream = peer.streams.get(message.fetch)
+        if stream is None:
+            return  # it was closed, which the sender does not know yet
+        stream.heard = time.monotonic()
+        if isinstance(message, Block):
+            self._block(stream, message, frames)
+        elif frames:
+            raise Malformed(f"a message of {1 + len(frames)} frames")
+        elif isinstance(message, Refused):
+            _LOG.warning("longctx: a transfer from %s was refused: %s", peer.address, shorten(message.reason))
+            self._end(stream.fetch, "refused")
+        elif isinstance(message, Opened):
+            self._opened(stream, message)
+        elif isinstance(message, End):
+            if message.number != stream.num_come:
+                raise Lost(f"{message.number} blocks were sent and {stream.num_come} received")
+            stream.num_sent, stream.reason = message.number, message.reason
+            self._end_if_over(stream)
+        else:
+            assert isinstance(message, Alive)
+
+    def _opened(self, stream: Stream, message: Opened) -> None:
+        try:
+            self._layout.check_same(message.layout, f"the sender at {stream.peer.address}")
+            if message.fingerprint != self._fingerprint:
+                raise ValueError("the pages are of another model or of other weights")
+        except ValueError as error:
+            _LOG.warning("longctx: a transfer was refused: %s", shorten(str(error)))
+            self._end(stream.fetch, "refused")
+        else:
+            stream.is_open = True
+
+    def _block(self, stream: Stream, message: Block, frames: list[Any]) -> None:
+        shape = stream.check(message, self._layout, self.options.block_bytes)
+        if not self._credits.come(stream.credit):
+            raise Malformed("a block that was not granted")
+        if message.place is None:
+            if len(frames) != 1:
+                raise Malformed(f"a block of {1 + len(frames)} frames")
+            self._ready(stream, message, shape, frames[0])
+            return
+        if frames or self._puller is None:
+            self._credits.taken(stream.credit)
+            raise Malformed("a block in registered memory, which this receiver does not read")
+        num_bytes = self._layout.bits.itemsize * functools.reduce(int.__mul__, shape)
+
+        def done(data: Any) -> None:
+            self._mailbox.post(lambda: self._pulled(stream, message, shape, data))
+
+        self._puller.pull(message.place, num_bytes, done)
+
+    def _pulled(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+        peer = stream.peer
+        if peer.streams.get(stream.number) is not stream:
+            self._credits.taken(stream.credit)  # it ended meanwhile
+        elif data is None:
+            self._credits.taken(stream.credit)
+            self._end(stream.fetch, "lost")
+        else:
+            peer.send(Pulled(stream.number, message.place.slot))  # type: ignore[union-attr]
+            try:
+                self._ready(stream, message, shape, data)
+            except ValueError as error:
+                self._blame(peer, error)
+
+    def _ready(self, stream: Stream, message: Block, shape: tuple[int, ...], data: Any) -> None:
+        """The bytes of a block are there."""
+        try:
+            block = read_block(message, data, shape, self._layout)
+        except ValueError:
+            self._credits.taken(stream.credit)
+            raise
+        stream.num_ready += 1
+        self.stats.add_block(len(data))
+        if stream.fetch.arrivals.put(block, stream.credit):
+            self._end_if_over(stream)
+        else:
+            self._end(stream.fetch, "dropped")  # or complete
+
+    def _end_if_over(self, stream: Stream) -> None:
+        """End a transfer of which no stream has more."""
+        if stream.fetch.is_ended:
+            reasons = {each.reason for each in stream.fetch.streams} - {""} or {"pages are missing"}
+            _LOG.warning("longctx: a transfer from %s ended: %s", stream.peer.address, shorten("; ".join(reasons)))
+            self._end(stream.fetch, "ended")
+
+    def _end(self, fetch: Fetch, outcome: Outcome) -> None:
+        if fetch not in self._fetches:
+            return
+        self._fetches.discard(fetch)
+        fetch.arrivals.end(outcome)
+        for stream in fetch.streams:
+            self._credits.close(stream.credit)
+            if stream.peer.streams.pop(stream.number, None) is not None and not stream.peer.socket.closed:
+                stream.peer.send(Close(stream.number))
+        if fetch.release and not self._is_closing:
+            self._release(fetch.addresses, fetch.lease_id)
+
+    def _drop(self, peer: _Peer, outcome: Outcome) -> None:
+        """Close a connection, and with it all that comes over it."""
+        if self._peers.pop(peer.address, None) is None:
+            return
+        self._poller.unregister(peer.socket)
+        self._poller.unregister(peer.monitor)
+        fetches = {stream.fetch: None for stream in peer.streams.values()}
+        peer.streams.clear()
+        peer.close()
+        for fetch in fetches:
+            self._end(fetch, outcome)
+
+
+class RemoteSource:
+    """A `PageSource`: the pages of a lease of an engine in another process."""
+
+    def __init__(
+        self, receiver: PageReceiver, addresses: list[str], lease_id: str, releases: bool, deadline: float
+    ) -> None:
+        self._receiver = receiver
+        self.addresses, self.lease_id, self.releases, self.deadline = addresses, lease_id, releases, deadline
+
+    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+        return self._receiver.fetch(self, keys, wake)
+
+    def release(self) -> None:
+        """Tell the sender that nobody will fetch the lease. Without it the lease expires."""
+        self._receiver.release(self.addresses, self.lease_id)

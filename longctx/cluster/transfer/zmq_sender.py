@@ -1,0 +1,248 @@
+"""Sends pages of this engine's leases to engines in other processes, over ZeroMQ.
+
+Source: Mooncake, section 3 (the messenger beside each instance).
+"""
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from longctx.cluster.transfer.access import check_ip, transfer_key
+from longctx.cluster.transfer.export import find_wanted
+from longctx.cluster.transfer.lease import Exporter, LeaseGone
+from longctx.cluster.transfer.mailbox import Mailbox
+from longctx.cluster.transfer.messages import (
+    TO_SENDER,
+    VERSION,
+    Alive,
+    Close,
+    FromSender,
+    Grant,
+    Open,
+    Opened,
+    Pulled,
+    Refused,
+    Release,
+    decode,
+    encode,
+    part_of,
+    shorten,
+)
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.send_stream import SendStream, Staging
+from longctx.cluster.transfer.stats import Outcome, TransferStats
+from longctx.serving.distributed.network import Address, Network
+from longctx.serving.distributed.strangers import Strangers
+from longctx.serving.kv_cache.page_layout import PageLayout
+
+_LOG = logging.getLogger(__name__)
+_MAX_MESSAGE_BYTES = 1 << 25  # a request for a million pages
+_MAX_MESSAGES = 100  # that are read before anything is sent
+_CLOSE_SECONDS = 5.0
+
+
+class PageSender:
+    """Serves transfers of leases to whoever knows the secret, until it is closed.
+
+    A thread of its own owns the socket, and each transfer has one that reads pages.
+
+    Args:
+      exporter: the engine.
+      layout, fingerprint: of its pages; receivers with others are refused.
+      ip, port: where it listens; port 0: any free one.
+      secret: what sender and receivers share; everything is encrypted then (CURVE). None: only for loopback, where
+        everybody on the machine may read.
+      staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
+
+    Attributes:
+      address: `host:port`, for receivers.
+      stats: how transfers ended.
+
+    Raises:
+      ValueError: `ip` is none, or can be reached from other machines without a secret; a block is too small.
+      OSError: it can't listen there.
+    """
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        layout: PageLayout,
+        fingerprint: bytes = b"",
+        ip: str = "127.0.0.1",
+        port: int = 0,
+        secret: str | None = None,
+        options: TransferOptions | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        check_ip(ip, secret)
+        key = transfer_key(secret)
+        self.options = options or TransferOptions()
+        self.options.check_fits(layout)
+        self.stats = TransferStats()
+        self._exporter, self._layout, self._fingerprint, self._staging = exporter, layout, fingerprint, staging
+        self._network = Network(ip, self.options.silence_timeout)
+        try:
+            self._socket = self._network.serve(zmq.ROUTER, key)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+            self._strangers = Strangers(f"transfers at {ip}")
+            self._strangers.monitor(self._socket)
+            self._socket.bind(f"tcp://{Address(ip, port)}" if port else f"tcp://{Address(ip, 0)}".replace(":0", ":*"))
+        except zmq.ZMQError as error:
+            self._network.close()
+            raise OSError(error.errno, f"transfers can't listen on {Address(ip, port)}: {error}") from None
+        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
+        self.address = bound.removeprefix("tcp://")
+        self._mailbox = Mailbox()
+        self._streams: dict[tuple[bytes, int], SendStream] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="longctx page sender", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_streams(self) -> int:
+        """How many transfers there are at the moment."""
+        return len(self._streams)
+
+    def close(self) -> None:
+        """End all transfers and close the socket. It may be called more than once."""
+        self._is_closing = True
+        self._mailbox.post(lambda: None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> "PageSender":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._mailbox.fileno(), zmq.POLLIN)
+        tick = self.options.silence_timeout / 5
+        next_tick = time.monotonic()
+        try:
+            while not self._is_closing:
+                poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
+                self._receive()
+                for call in self._mailbox.take():
+                    call()
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + tick
+                    self._tick()
+        except Exception:
+            _LOG.exception("longctx: the sender of pages failed")
+        finally:
+            for stream in self._streams.values():
+                stream.close("dropped")
+            self._streams.clear()
+            self._network.close()
+            self._mailbox.close()
+
+    def _tick(self) -> None:
+        """Tell receivers that this side lives; give up those that have not said so."""
+        now = time.monotonic()
+        for (peer, fetch), stream in list(self._streams.items()):
+            if now - stream.heard > self.options.silence_timeout:
+                self._close(peer, fetch, "late")
+            else:
+                self._send(peer, Alive(fetch))
+        self._strangers.update()
+        self.stats.strangers = self._strangers.count
+
+    def _receive(self) -> None:
+        for _ in range(_MAX_MESSAGES):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ValueError(f"a message of {len(frames)} frames")
+                self._handle(peer, decode(frames[0], TO_SENDER))
+            except ValueError as error:
+                self._strangers.add(shorten(str(error)))
+            except Exception:
+                _LOG.exception("longctx: a message of a transfer could not be handled")
+
+    def _handle(self, peer: bytes, message: Open | Grant | Pulled | Close | Release) -> None:
+        if isinstance(message, Open):
+            self._open(peer, message)
+        elif isinstance(message, Release):
+            self._exporter.release(message.lease)
+        elif (stream := self._streams.get((peer, message.fetch))) is not None:
+            stream.heard = time.monotonic()
+            try:
+                if isinstance(message, Grant):
+                    stream.grant(message.blocks)
+                elif isinstance(message, Pulled):
+                    stream.free(message.slot)
+                else:
+                    self._close(peer, message.fetch, "dropped")
+            except ValueError:
+                self._close(peer, message.fetch, "malformed")
+                raise
+
+    def _open(self, peer: bytes, message: Open) -> None:
+        if (peer, message.fetch) in self._streams:
+            raise ValueError("a transfer was opened twice")
+        try:
+            lease = self._check(message)
+            wanted = find_wanted(lease, message.keys, part_of(message))
+        except (LeaseGone, ValueError) as error:
+            reason = shorten(str(error)) or "the lease is gone"
+        except Exception:
+            _LOG.exception("longctx: a lease could not be opened")
+            reason = "the sender failed"
+        else:
+            stream = SendStream(message.fetch, functools.partial(self._post, peer), self.stats, self._staging)
+            self._streams[peer, message.fetch] = stream
+            self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
+            stream.start(self._exporter, lease, wanted, self._options_for(message))
+            return
+        self.stats.add_outcome("refused")
+        self._send(peer, Refused(message.fetch, reason))
+
+    def _check(self, message: Open) -> Any:
+        """The lease that a receiver asks for. Raises ValueError or LeaseGone: it does not get it."""
+        if message.version != VERSION:
+            raise ValueError(f"the sender speaks version {VERSION} of transfers, not {message.version}")
+        self._layout.check_same(message.layout, "the receiver")
+        if message.fingerprint != self._fingerprint:
+            raise ValueError("the pages are of another model or of other weights")
+        if len(self._streams) >= self.options.max_streams:
+            raise ValueError(f"the sender serves {len(self._streams)} transfers already")
+        self._options_for(message).check_fits(self._layout)
+        lease = self._exporter.open(message.lease)
+        self._layout.check_same(lease.layout, "the lease")
+        return lease
+
+    def _options_for(self, message: Open) -> TransferOptions:
+        return dataclasses.replace(self.options, block_bytes=min(self.options.block_bytes, message.block_bytes))
+
+    def _close(self, peer: bytes, fetch: int, outcome: Outcome) -> None:
+        self._streams.pop((peer, fetch)).close(outcome)
+
+    def _post(self, peer: bytes, message: FromSender, data: Any) -> None:
+        """Send a message from any thread."""
+        frames = [encode(message)] if data is None else [encode(message), data]
+        self._mailbox.post(lambda: self._send_frames(peer, frames))
+
+    def _send(self, peer: bytes, message: FromSender) -> None:
+        self._send_frames(peer, [encode(message)])
+
+    def _send_frames(self, peer: bytes, frames: list[Any]) -> None:
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            for other, fetch in list(self._streams):
+                if other == peer:
+                    self._close(other, fetch, "lost")
