@@ -7,12 +7,9 @@ import secrets
 from typing import NamedTuple, Protocol
 
 from longctx.serving.kv_cache.connector import PageRead
+from longctx.serving.kv_cache.leases import LeaseGone as LeaseGone
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.page_pool import Key
-
-
-class LeaseGone(Exception):
-    """A lease is unknown, released or expired, or its request failed; the text says which."""
 
 
 class Lease(NamedTuple):

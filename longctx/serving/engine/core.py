@@ -17,8 +17,8 @@ from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.executor.interface import Results
 from longctx.serving.kv_cache.connector import Loaded, PageKeeper
-from longctx.serving.kv_cache.leases import TAIL_KEY, Leases
-from longctx.serving.kv_cache.page_pool import PagePool
+from longctx.serving.kv_cache.leases import Leases
+from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.prefix import PageHash
 from longctx.serving.kv_cache.sessions import PartialPage, Sessions
 from longctx.serving.request.completion import Completion
@@ -72,7 +72,8 @@ class Core:
         for sequence in sequences:
             lease_id = completion_of(sequence).lease_id
             if lease_id is not None:
-                self.leases.begin(lease_id, sequence.keys, sequence.length)
+                keys = self._lease_keys(completion_of(sequence), sequence.keys, sequence.length)
+                self.leases.begin(lease_id, keys, sequence.length)
             self.scheduler.add(sequence)
 
     def resume(self, sequences: list[Sequence], handoff: Handoff, now: float) -> list[Event]:
@@ -98,7 +99,9 @@ class Core:
             if self.page_hash is not None:
                 self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
             if progress.lease is not None:
-                sequence.source, sequence.available, sequence.tail_key = progress.lease, progress.length, TAIL_KEY
+                sequence.source, sequence.available = progress.lease, progress.length
+                keys = self._lease_keys(completion, sequence.keys, progress.length)
+                sequence.tail_key = keys[-1] if keys else None
             self.add([sequence])
         return events
 
@@ -235,10 +238,20 @@ class Core:
             complete = 0  # later stages compute its last chunks still
         length = min(complete, completion.num_known - 1)
         if sequence.is_running and length > 0:
-            self.leases.keep(lease_id, sequence.keys, sequence.pages, length)
+            self.leases.keep(lease_id, self._lease_keys(completion, sequence.keys, length), sequence.pages, length)
             completion.lease = Lease(lease_id, length)
         else:
             self.leases.release(lease_id)
+
+    def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
+        """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""
+        if self.page_hash is None:
+            return []
+        full, tail = divmod(length, self.page_hash.page_size)
+        if not tail:
+            return keys[:full]
+        parent = keys[full - 1] if full else _root(self.page_hash, completion)
+        return [*keys[:full], self.page_hash.tail(parent, "lease", completion.known[length - tail : length])]
 
     def _note_complete(self, batch: Batch) -> None:
         """Note how much of sequences with leases is complete once all planned batches have been submitted."""

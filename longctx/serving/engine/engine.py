@@ -347,10 +347,6 @@ class Engine(StepDriver):
         with Interrupts(), self._step_lock.held_if_free() as is_held:
             return copy_scheduler(self.scheduler) if is_held else None
 
-    def now(self) -> float:
-        """Seconds, by the engine's clock."""
-        return self._clock()
-
     def add_monitor(self, monitor: StepMonitor) -> None:
         """Call one more monitor, as the argument `monitor`, from the next step on."""
         self._monitor.add(monitor)

@@ -8,7 +8,7 @@ from longctx.serving.engine.core import Core
 from longctx.serving.engine.journal import Journal
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import PageBlock, PageKeeper, PageRead
-from longctx.serving.kv_cache.leases import LeasedPages
+from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
@@ -16,10 +16,6 @@ LEASE_SECONDS = 60.0
 
 _LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 _READ_TIMEOUT = 60.0  # seconds: no step takes as long
-
-
-class LeaseGone(Exception):
-    """A lease is unknown, released or expired, or its pages are not there; the text says which."""
 
 
 class PageTraffic:

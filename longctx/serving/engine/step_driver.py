@@ -60,6 +60,10 @@ class StepDriver:
             self.core, executor, store, self._journals, lambda call: self._update(lambda _: call(), [None]), clock
         )
 
+    def now(self) -> float:
+        """Seconds, by the engine's clock."""
+        return self._clock()
+
     # Updates between steps.
 
     def _update(self, update: Callable[[Any], object], arguments: list[Any]) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 
-TAIL_KEY = b"tail".ljust(16, b"\0")
-"""Stands for a last, partial page: it has no key, as nobody else can find it."""
+
+class LeaseGone(Exception):
+    """A lease is unknown, released or expired, or its pages are not there; the text says which."""
 
 
 @dataclass
 class LeasedPages:
-    """Pages of one completion: `length` tokens in `pages`, of which the last may be partial.
+    """Pages of one completion: `length` tokens in `pages`, of which the last may be partial and has a key of its own.
 
     While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them.
     """
@@ -58,9 +59,9 @@ class Leases:
         return [lease_id for lease_id, lease in self._leases.items() if lease.is_over]
 
     def begin(self, lease_id: str, keys: list[Key], total: int) -> None:
-        """A sequence of so many tokens comes whose pages are to be kept."""
+        """A sequence of so many tokens comes whose pages are to be kept; `keys` has one for each page."""
         if lease_id not in self._leases:
-            self._leases[lease_id] = LeasedPages(self._keys(keys, total), total=total)
+            self._leases[lease_id] = LeasedPages(keys, total=total)
 
     def note(self, lease_id: str, pages: list[int], length: int) -> None:
         """So many tokens of a running sequence are complete, or will be before anything is read."""
@@ -77,13 +78,9 @@ class Leases:
             lease = self._leases[lease_id] = LeasedPages()
         count = -(-length // self._page_size)
         lease.holder, lease.length, lease.total = next(self._holders), length, length
-        lease.pages, lease.keys = pages[:count], self._keys(keys, length)
+        lease.pages, lease.keys = pages[:count], keys
         for page in lease.pages:
             self._pool.share(page, lease.holder)
-
-    def _keys(self, keys: list[Key], length: int) -> list[Key]:
-        full, tail = divmod(length, self._page_size)
-        return [*keys[:full], TAIL_KEY] if tail else keys[:full]
 
     def release(self, lease_id: str) -> None:
         """Nobody needs a lease any more."""
