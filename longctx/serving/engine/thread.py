@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple, Self
 
@@ -14,6 +14,8 @@ from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.kv_cache.connector import PageSource
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
 
@@ -21,6 +23,13 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[list[Event]], object]
 """Is called with the events that a step brought a request. It must not block: the engine waits for it."""
+
+
+class Received(NamedTuple):
+    """What another engine has computed of a request, and where its pages come from, by lease."""
+
+    handoff: Handoff
+    sources: Mapping[str, PageSource]
 
 
 class _Client(NamedTuple):
@@ -82,12 +91,15 @@ class EngineThread:
         """Begin to run steps."""
         self._thread.start()
 
-    def submit(self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None) -> str:
+    def submit(
+        self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
+    ) -> str:
         """Begin a request; its id, which a sink may be called with before this returns.
 
         Args:
           sink: see `Sink`; its last call has the `output` of every completion that has not ended before.
           arrival: when the request came, by the engine's clock; None: now.
+          received: what another engine has computed of it, see `Engine.submit`.
 
         Raises:
           TypeError, ValueError: it can never be served.
@@ -109,7 +121,8 @@ class EngineThread:
             if self._is_draining:
                 raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
             self.control.admit(request_id, prepared)
-            self.engine.submit(prepared, arrival)
+            handoff, sources = (None, None) if received is None else received
+            self.engine.submit(prepared, arrival, handoff, sources)
             self._check_running()  # otherwise nobody would tell the sink of the end
         except BaseException:
             self._forget(request_id)

@@ -6,6 +6,7 @@ from longctx.serving.request.output import Event, Output
 from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.read_call import Call
 from longctx.serving.server.streams import Deliveries, Delivery, Stream
+from longctx.serving.server.transfers import Received
 
 
 class ActiveCall:
@@ -15,6 +16,7 @@ class ActiveCall:
       shown_id: by which the client knows the call.
       buffer: steps' tokens of each request that may wait for the client.
       arrival: by the engine's clock.
+      received: what another engine has computed of the call's one request.
 
     Raises:
       ApiError: a request can never be served, or not now, or the engine has failed.
@@ -28,6 +30,7 @@ class ActiveCall:
         shown_id: str,
         buffer: int,
         arrival: float | None = None,
+        received: Received | None = None,
     ) -> None:
         self.call, self.shown_id, self._thread = call, shown_id, thread
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
@@ -42,7 +45,7 @@ class ActiveCall:
         try:
             for number, prepared in enumerate(call.requests):
                 sink = deliveries.sink(self.stream, number, is_whole)
-                request_id = thread.submit(prepared, sink, arrival)
+                request_id = thread.submit(prepared, sink, arrival, received)
                 self._open[number] = request_id, set(range(prepared.request.sampling.n))
         except BaseException as error:
             self.close()

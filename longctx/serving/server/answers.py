@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from msgspec import UNSET, UnsetType
 
@@ -26,11 +26,21 @@ from longctx.serving.server.schemas.responses import (
     Usage,
 )
 
-_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+    "moved": "abort",
+}
 
 
 class Answers(ABC):
-    """Writes what a call's client gets. Choices are numbered over all prompts; copies of a choice are written each."""
+    """Writes what a call's client gets. Choices are numbered over all prompts; copies of a choice are written each.
+
+    Attributes:
+      transfer_params: `kv_transfer_params` of the whole answer.
+    """
 
     prefix: str
     object: str
@@ -46,6 +56,7 @@ class Answers(ABC):
         self._num_cached = [0] * len(call.requests)
         self._num_output = 0
         self._gives_tokens = bool(call.body.return_token_ids)
+        self.transfer_params: dict[str, Any] | None = None
 
     def whole(self, outputs: Mapping[tuple[int, int], Output]) -> Answer:
         """The answer of all outputs, by the number of the request and their index."""
@@ -53,7 +64,10 @@ class Answers(ABC):
         for (number, index), output in sorted(outputs.items()):
             self._count(number, self._kept(output.token_ids), output)
             choices += [self._choice(choice, number, output) for choice in self._choices(number, index)]
-        return Answer(self.id, self.object, self._created, self._model, choices, self._usage(is_end=True))
+        answer = Answer(self.id, self.object, self._created, self._model, choices, self._usage(is_end=True))
+        if self.transfer_params is not None:
+            answer.kv_transfer_params = self.transfer_params
+        return answer
 
     def begin(self) -> Iterator[Answer]:
         """The chunks before any token."""

@@ -22,6 +22,7 @@ from longctx.serving.server.preparer import Preparer
 from longctx.serving.server.read_call import Call, CallReader, CallRules
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Deliveries
+from longctx.serving.server.transfers import Received, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Server:
       chat_template: instead of the tokenizer's own.
       warm_up: is called with the engine before the first request, in another thread than the event loop's.
       observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
+      make_transfers: makes what moves requests between this engine and others. None: they stay where they are.
 
     Raises:
       ValueError: the engine has no tokenizer; an observer can't be.
@@ -53,6 +55,7 @@ class Server:
         chat_template: ChatTemplate | None = None,
         warm_up: Callable[[Engine], object] = Engine.warm_up,
         observers: ObserverSettings | None = None,
+        make_transfers: Callable[[Engine], Transfers] | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise ValueError("engine must have a tokenizer, to be served")
@@ -71,6 +74,7 @@ class Server:
         self.is_draining = False
         self.version = __version__
         self.warmed: Future[None] = Future()
+        self.transfers = None if make_transfers is None else make_transfers(engine)
         self._warm_up = warm_up
         self._deliveries: Deliveries | None = None
 
@@ -90,19 +94,26 @@ class Server:
             raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
 
     async def begin(
-        self, call_id: str, shown_id: str, call: Call, arrival: float, traceparent: str | None = None
+        self,
+        call_id: str,
+        shown_id: str,
+        call: Call,
+        arrival: float,
+        traceparent: str | None = None,
+        received: Received | None = None,
     ) -> ActiveCall:
         """Let a call's requests enter the engine; `end` it in any case. ApiError if they can't.
 
         Args:
           arrival: by the engine's clock.
           traceparent: W3C's header: the trace that the call is part of.
+          received: what another engine has computed of the call's one request.
         """
         assert self._deliveries is not None, "the server has not been started"
         if self.observers.tracing is not None and traceparent is not None:
             for prepared in call.requests:
                 self.observers.tracing.link(str(prepared.request.request_id), traceparent)
-        arguments = self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival
+        arguments = self.thread, self._deliveries, call, shown_id, self.settings.stream_buffer, arrival, received
         self._num_beginning += 1
         try:
             if any(prepared.request.ttft_deadline is not None for prepared in call.requests):
@@ -192,6 +203,8 @@ class Server:
         self.drain()
         self.preparer.close()
         self.thread.close()
+        if self.transfers is not None:
+            self.transfers.close()
         self.observers.close()
 
     def _nudge(self) -> None:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from longctx.serving.request.output import Output
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.answers import Answers, make_answers
+from longctx.serving.server.disaggregation import answer_params, begin_transfer
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import visitor_of
 from longctx.serving.server.read_call import Call, Kind, Origin
@@ -50,7 +51,8 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     call_id = visitor.request_id
     async with server.bodies.read(request) as body:
         call: Call = await server.preparer.read(kind, body, origin_of(request))
-    active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"))
+    call, received = begin_transfer(server.transfers, call)
+    active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"), received)
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return _EventStream(server, call_id, _chunks(active, answers))
@@ -60,6 +62,7 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
         server.end(call_id)
     if outputs is None:
         return Response(status_code=_GONE)
+    answers.transfer_params = answer_params(server.transfers, call, outputs)
     size = sum(len(output.token_ids) for output in outputs.values()) * call.copies
     size *= 1 + (call.requests[0].request.sampling.logprobs or 0)
     if size > _LARGE:  # other clients don't wait for it

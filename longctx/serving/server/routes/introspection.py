@@ -49,7 +49,10 @@ def introspection_router(server: Server) -> APIRouter:
     @router.get("/get_server_info")
     async def server_info() -> JSONResponse:
         """The engine's sizes and rules. No path, no key."""
-        return JSONResponse(_server_info(server))
+        info = _server_info(server)
+        if server.transfers is not None:
+            info["kv_transfer"] = server.transfers.info()
+        return JSONResponse(info)
 
     @router.get("/model_info")
     @router.get("/get_model_info")

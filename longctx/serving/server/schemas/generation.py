@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.server.schemas.base import MAX_INT64, Body, TokenId, refuse
+from longctx.serving.server.transfers import TransferParams
 
 _MAX_STOP, _MAX_STOP_CHARACTERS, _MAX_BIASES, _MAX_CHOICES = 32, 1024, 300, 128
 _LEAST_TOP_P = 1e-6
@@ -38,7 +39,8 @@ class GenerationBody(Body):
     `temperature` 0 is greedy, whatever `top_p`, `top_k` and `min_p` are; `top_k` -1 or 0 keeps all tokens. `priority`:
     0 or more, higher is more urgent; the server may allow 0 alone. `ttft_ms`, `tpot_ms`: targets in milliseconds, of
     the first token and of those after it, which headers may bring too. `prompt_cache_key` names a conversation, whose
-    next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages.
+    next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages. `kv_transfer_params`:
+    docs/kv_transfer.md.
     """
 
     model: str | None = None
@@ -66,6 +68,7 @@ class GenerationBody(Body):
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     return_token_ids: bool | None = None
+    kv_transfer_params: TransferParams | None = None
 
     # These would change the answer, and are refused by name.
     guided_json: Annotated[Any, refuse(_OUTPUT_IS_TEXT)] = None

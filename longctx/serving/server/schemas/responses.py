@@ -92,4 +92,5 @@ class Answer(Struct):
     model: str
     choices: list[Choice] | list[Any]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -1,0 +1,148 @@
+"""`EngineTransfers`: moves requests between a server's engine and those of other servers, with their pages.
+
+Source: Mooncake, section 3: pages are streamed to the decoding side, which checks once more, on arrival, that it can
+keep its TBT.
+"""
+
+import ipaddress
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
+from longctx.cluster.transfer.zmq_receiver import RemoteSource
+from longctx.serving.engine.engine import Engine
+from longctx.serving.engine.thread import Received
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.handoff import Handoff
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.errors import DROPPED, ApiError
+from longctx.serving.server.transfers import TransferParams
+
+_NAME = "kv_transfer_params"
+_LEASE = re.compile(r"[0-9a-f]{32}")
+_HOST = re.compile(r"[\w.:%-]{1,255}")
+_RETRY = 1.0  # seconds after which another instance, or this one, may have room
+
+
+class EngineTransfers:
+    """Sends and fetches pages for an engine, as the `Transfers` of its server.
+
+    Args:
+      ip, port: where others fetch pages; port 0: any free one.
+      peers: hosts that this engine fetches pages from, besides those of this machine. Clients can't name others.
+      secret: what all instances share, see `PageSender`.
+      advertised: the host by which others reach this one; None: `ip`.
+
+    Raises:
+      ValueError: the engine has no page keys, or of several processes; an address or secret can't be.
+      OSError: it can't listen there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ip: str = "127.0.0.1",
+        port: int = 0,
+        peers: Sequence[str] = (),
+        secret: str | None = None,
+        advertised: str | None = None,
+        options: TransferOptions | None = None,
+    ) -> None:
+        layout, fingerprint = engine.page_layout, engine.page_fingerprint
+        self.engine_id, self._engine = secrets.token_hex(8), engine
+        self._peers = frozenset(peers)
+        self._exporter = EngineExporter(engine, layout)
+        self.sender = PageSender(self._exporter, layout, fingerprint, ip, port, secret, options)
+        try:
+            self.receiver = PageReceiver(layout, fingerprint, None, secret, options)
+        except BaseException:
+            self.sender.close()
+            raise
+        self.host, self.port = advertised or ip, int(self.sender.address.rpartition(":")[2])
+        self.num_refused = 0
+
+    def lease(self, wanted: str | None) -> str:
+        """The id of a new lease: the one that a peer wants, if nobody could guess it; else a random one."""
+        return wanted if wanted is not None and _LEASE.fullmatch(wanted) else make_lease_id()
+
+    def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """`kv_transfer_params` of the answer of a request with a lease."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_block_ids": [],
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "handoff": Handoff.of(outputs).to_dict(),
+        }
+
+    def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
+        """What was sent along with a request, see `Transfers`."""
+        if params.handoff is None or params.remote_host is None or params.remote_port is None:
+            raise ApiError(400, f"{_NAME} must have handoff, remote_host and remote_port, as a prefill answers", _NAME)
+        sampling = prepared.request.sampling
+        try:
+            handoff = Handoff.from_dict(params.handoff)
+            vocab_size = self._engine.model.config.vocab_size
+            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+        except ValueError as error:
+            raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+        sources = self._sources(params.remote_host, params.remote_port, handoff)
+        if self._breaks_tpot(prepared):
+            self.num_refused += 1
+            for source in sources.values():
+                source.release()
+            message = "one more request would make those that run here slower than their targets"
+            headers = {DROPPED: "tpot"}
+            raise ApiError(503, message, None, "server_is_overloaded", _RETRY, headers)
+        return Received(handoff, sources)
+
+    def source(self, host: str, port: int, lease_id: str) -> RemoteSource:
+        """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
+        if not _HOST.fullmatch(host) or not 0 < port < 65536:
+            raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
+        if host not in self._peers and host != self.host and not _is_loopback(host):
+            raise ApiError(403, f"{_NAME}: pages are fetched from hosts of --kv-peer alone, not from {host}", _NAME)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self.receiver.source(address, lease_id)
+
+    def info(self) -> dict[str, Any]:
+        """What others have to know to fetch pages from here."""
+        return {"engine_id": self.engine_id, "host": self.host, "port": self.port}
+
+    def close(self) -> None:
+        """End all transfers."""
+        self.sender.close()
+        self.receiver.close()
+
+    def _sources(self, host: str, port: int, handoff: Handoff) -> Mapping[str, RemoteSource]:
+        leases = [each.lease for each in handoff.completions if each.lease is not None]
+        if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
+            raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
+        return {lease: self.source(host, port, lease) for lease in leases}
+
+    def _breaks_tpot(self, prepared: PreparedRequest) -> bool:
+        """Whether a step of all decodes and this one is predicted to take longer than one of their targets."""
+        engine, tpot = self._engine, prepared.request.tpot_target
+        decoding = tuple(engine.scheduler.running.decoding)
+        if not decoding:
+            return False
+        targets = [engine.config.slo.tpot if tpot is None else tpot]
+        targets += [sequence.tpot_target for sequence in decoding if sequence.tpot_target is not None]
+        lengths = [sequence.computed for sequence in decoding]
+        work = Work.of((length, 1, True) for length in [*lengths, len(prepared.tokens)])
+        ranks = engine.plan.context
+        work = work._replace(rows=-(-work.rows // ranks), decode_keys=-(-work.decode_keys // ranks))
+        return engine.predictor.seconds(work) > min(targets)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

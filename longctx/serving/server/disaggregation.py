@@ -1,0 +1,46 @@
+"""Prefill and decode apart: what `kv_transfer_params` of a call ask for.
+
+Source: Mooncake, section 3; the fields are those of vLLM's routers and llm-d's sidecar.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from longctx.serving.request.output import Output
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.read_call import Call
+from longctx.serving.server.transfers import Received, Transfers
+
+_NO_TRANSFERS = "this server moves no requests: start it with --role prefill, decode or both"
+
+
+def begin_transfer(transfers: Transfers | None, call: Call) -> tuple[Call, Received | None]:
+    """A call as the engine gets it: with a lease if another engine decodes, and with what another one has computed.
+
+    Raises:
+      ApiError: that can't be.
+    """
+    params = call.body.kv_transfer_params
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return call, None
+    name = "kv_transfer_params"
+    if transfers is None:
+        raise ApiError(400, f"{name} can't be followed: {_NO_TRANSFERS}", name)
+    if len(call.requests) != 1:
+        raise ApiError(400, f"{name} needs one prompt, got {len(call.requests)}", name)
+    prepared = call.requests[0]
+    received = transfers.receive(params, prepared) if params.do_remote_prefill else None
+    if params.do_remote_decode:
+        if call.body.stream:
+            raise ApiError(400, f"{name} with do_remote_decode needs stream: false: its answer has them too", name)
+        request = dataclasses.replace(prepared.request, lease=transfers.lease(params.lease))
+        call = call._replace(requests=[prepared._replace(request=request)])
+    return call, received
+
+
+def answer_params(transfers: Transfers | None, call: Call, outputs: Mapping[tuple[int, int], Output]) -> Any:
+    """`kv_transfer_params` of the answer of a call with a lease; None: it has none."""
+    if transfers is None or call.requests[0].request.lease is None:
+        return None
+    return transfers.params([outputs[key] for key in sorted(outputs)])

@@ -1,0 +1,57 @@
+"""What a server asks of whatever moves requests and their pages between engines: a Protocol, as HTTP knows no engine.
+
+The fields of `kv_transfer_params` are those that vLLM's routers and llm-d's sidecar carry from the answer of a prefill
+to the request of its decode: docs/kv_transfer.md.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from longctx.serving.engine.thread import Received as Received
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import PreparedRequest
+
+
+class TransferParams(BaseModel):
+    """`kv_transfer_params` of a body. Fields that are not here are those of other engines."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_engine_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    lease: str | None = None
+    handoff: dict[str, Any] | None = None
+
+
+class Transfers(Protocol):
+    """Moves requests. All methods may be called in the event loop: none waits."""
+
+    def lease(self, wanted: str | None) -> str:
+        """The id of a new lease: the one that a peer wants, if it may; else a random one."""
+        ...
+
+    def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """`kv_transfer_params` of the answer of a request with a lease, by whose outputs another engine goes on."""
+        ...
+
+    def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
+        """What was sent along with a request.
+
+        Raises:
+          ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
+            pages are given up.
+        """
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """What others have to know to fetch pages from here, for `/server_info`."""
+        ...
+
+    def close(self) -> None:
+        """End all transfers."""
+        ...
