@@ -4,6 +4,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from longctx.serving.executor.page_tables import PageTables
 from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
-from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
@@ -66,6 +67,8 @@ class DeviceExecutor:
 
     Attributes:
       mover: moves pages beyond the devices and back; None: they stay there.
+      sources: where it gets pages from, by name.
+      compiles_pages: whether what moves pages is compiled ahead, and not when the first page is moved.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class DeviceExecutor:
         self.shapes = StepShapes(model, config, plan, num_pages, entries, element_bytes)
         self.runner = make_runner(slots, entries, self.shapes.largest)
         self.mover: PageMover | None = None
+        self.sources: dict[str, PageSource] = {}
+        self.compiles_pages = False
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
         self._plain = np.ones(slots, bool)
@@ -103,17 +108,17 @@ class DeviceExecutor:
     ) -> Self:
         make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
         executor = cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
-        if store is not None:
-            executor.keep_pages(store)
+        executor.move_pages(store)
         return executor
 
-    def keep_pages(self, store: PageKeeper) -> None:
-        """Keep pages in a store beyond the devices from now on."""
-        page_bytes = self.runner.page_layout.page_bytes
+    def move_pages(self, store: PageKeeper | None = None) -> None:
+        """Let pages move to a store and back, and come from `sources`."""
         step_pages = -(-self._config.token_budget // self._config.page_size) * self._plan.context
-        self.mover = PageMover(
-            self.runner, store, {TIERS: store}, read_bytes=max(_READ_BYTES, 2 * step_pages * page_bytes)
-        )
+        read_bytes = max(_READ_BYTES, 2 * step_pages * self.runner.page_layout.page_bytes)
+        self.mover = PageMover(self.runner, store, self.sources, read_bytes=read_bytes)
+        if store is not None:
+            self.sources[TIERS] = store
+        self.compiles_pages = store is not None
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
@@ -125,7 +130,7 @@ class DeviceExecutor:
                 compiled.put(error)
 
         total = len(steps) * self.runner.num_programs
-        if self.mover is not None:
+        if self.compiles_pages:
             self.runner.compile_pages()
         # XLA compiles without Python's lock, while another thread traces.
         pool = ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, _MAX_COMPILING))
@@ -141,7 +146,7 @@ class DeviceExecutor:
 
     def warm_up(self) -> None:
         self._tables.warm_up()
-        if self.mover is not None:
+        if self.compiles_pages and self.mover is not None:
             self.mover.warm_up()
         self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint32))
         self.runner.set_bias(0, LogitBias.row(SamplingParams()))
@@ -169,6 +174,9 @@ class DeviceExecutor:
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
         return [] if self.mover is None else self.mover.poll(timeout)
+
+    def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
+        return self.runner.read_pages(pages, layers)
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""
