@@ -1,0 +1,25 @@
+"""A sender of pages in a process of its own: prints its address and lease id, then sends until it is killed.
+
+Arguments: pages, seconds that each read takes, and the secret if there is one.
+"""
+
+import sys
+import time
+
+from cluster.fake_engine import LAYOUT, FakeEngine
+from cluster.ways import OPTIONS
+
+from longctx.cluster.transfer.zmq_sender import PageSender
+
+
+def main() -> None:
+    num_pages, seconds, *secret = sys.argv[1:]
+    engine = FakeEngine(seconds=float(seconds))
+    lease, _ = engine.add(int(num_pages))
+    with PageSender(engine, LAYOUT, secret=secret[0] if secret else None, options=OPTIONS) as sender:
+        print(sender.address, lease.lease_id, flush=True)
+        time.sleep(100)
+
+
+if __name__ == "__main__":
+    main()
