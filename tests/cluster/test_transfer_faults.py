@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from cluster.fake_engine import LAYOUT, FakeEngine, Taker, wait_until
 from cluster.link_proxy import LinkProxy
-from cluster.ways import OPTIONS, SECRET, Way, open_way
+from cluster.ways import OPTIONS, SECRET, Way, mooncake_engine, open_way
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.cluster.transfer.mooncake import MooncakePuller
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
@@ -117,8 +118,8 @@ def test_a_flipped_bit_of_a_page_is_counted_as_corrupt() -> None:
 
 
 @contextlib.contextmanager
-def sender_process(num_pages: int, seconds: float, *secret: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    arguments = [sys.executable, "-m", "cluster.sender_process", str(num_pages), str(seconds), *secret]
+def sender_process(num_pages: int, seconds: float, secret: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    arguments = [sys.executable, "-m", "cluster.sender_process", str(num_pages), str(seconds), secret]
     roots = [Path(__file__).parents[1], Path(sys.modules["longctx"].__file__ or "").parents[1]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, roots))}
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
@@ -132,16 +133,21 @@ def sender_process(num_pages: int, seconds: float, *secret: str) -> Iterator[tup
         process.stdout.close()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_a_sender_that_is_killed_or_stopped(way: str) -> None:
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("way_name", ["curve", "mooncake"])
+def test_a_sender_that_is_killed_or_stopped(way_name: str, how: str) -> None:
     lease, pages = FakeEngine().add(NUM_PAGES)
+    puller = None
+    if way_name == "mooncake":
+        puller = MooncakePuller(mooncake_engine("receiver"), OPTIONS.block_bytes)
+    secret = None if puller else SECRET
     with (
-        sender_process(NUM_PAGES, 0.1, SECRET) as (process, address, lease_id),
-        PageReceiver(LAYOUT, secret=SECRET, options=OPTIONS) as receiver,
+        sender_process(NUM_PAGES, 0.1, secret or "mooncake") as (process, address, lease_id),
+        PageReceiver(LAYOUT, secret=secret, options=OPTIONS, puller=puller) as receiver,
     ):
         taker = Taker(receiver.source(address, lease_id), lease.keys, LAYOUT)
         taker.wait_for(3)
-        process.send_signal(signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+        process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         assert 3 <= check(taker, pages) < NUM_PAGES
         assert receiver.stats.outcomes["lost"] + receiver.stats.outcomes["late"] == 1
         assert receiver.num_fetches == 0
