@@ -48,14 +48,17 @@ class FakeEngine:
         self._leases: dict[str, tuple[Lease, np.ndarray]] = {}
         self._ready: dict[str, int] = {}
 
-    def add(self, num_pages: int, seed: int = 0, ready: int | None = None, tail: int = 0) -> tuple[Lease, np.ndarray]:
+    def add(
+        self, num_pages: int, seed: int = 0, ready: int | None = None, tail: int = 0, lease_id: str = ""
+    ) -> tuple[Lease, np.ndarray]:
         """Add a lease, and return its pages `[pages, layers, 2, page_size, K, H]` too."""
         shape = (num_pages, *self.layout.shape)
         bits = self.layout.bits
         raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], shape[-1] * bits.itemsize), np.uint8)
         length = num_pages * self.layout.page_size - (self.layout.page_size - tail if tail else 0)
         keys = make_keys(num_pages, seed)
-        lease = Lease(make_lease_id(), keys, [*range(num_pages)], tail, length, self.layout, time.monotonic() + 60)
+        lease_id = lease_id or make_lease_id()
+        lease = Lease(lease_id, keys, [*range(num_pages)], tail, length, self.layout, time.monotonic() + 60)
         lease.check()
         with self._lock:
             self._leases[lease.lease_id] = lease, raw.view(bits)

@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-from cluster.fake_engine import LAYOUT, FakeEngine
+import pytest
+from cluster.fake_engine import LAYOUT, FakeEngine, wait_until
 
 from longctx.cluster.transfer.local import LocalReceiver
+from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
@@ -14,6 +17,9 @@ from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
 SECRET = "0123456789abcdef" * 4
 OPTIONS = TransferOptions(block_bytes=1 << 12, read_bytes=1 << 14, window_blocks=3, max_blocks=8, silence_timeout=2.0)
+
+
+NUM_SLOTS = 5  # of the sender's registered memory, fewer than blocks that are granted
 
 
 class Way:
@@ -35,7 +41,16 @@ class Way:
         return self.receiver.source(self.sender.address, lease_id, **more)
 
 
-NAMES = ["local", "zmq", "curve"]
+NAMES = ["local", "zmq", "curve", "mooncake"]
+
+
+@cache
+def mooncake_engine(side: str) -> Any:
+    """A transfer engine per side: it lives as long as the process."""
+    try:
+        return make_engine("127.0.0.1")
+    except ImportError as error:
+        return pytest.skip(str(error))
 
 
 @contextlib.contextmanager
@@ -52,8 +67,17 @@ def open_way(
         yield Way(name, engine, None, LocalReceiver(layout, part=part, options=options))
         return
     secret = SECRET if name == "curve" else None
+    staging = puller = None
+    if name == "mooncake":
+        staging = MooncakeStaging(mooncake_engine("sender"), "127.0.0.1", NUM_SLOTS, options.block_bytes)
+        puller = MooncakePuller(mooncake_engine("receiver"), options.block_bytes)
     with (
-        PageSender(engine, engine.layout, secret=secret, options=options) as sender,
-        PageReceiver(layout, part=part, secret=secret, options=options) as receiver,
+        PageSender(engine, engine.layout, secret=secret, options=options, staging=staging) as sender,
+        PageReceiver(layout, part=part, secret=secret, options=options, puller=puller) as receiver,
     ):
         yield Way(name, engine, sender, receiver)
+        if staging is not None:
+            receiver.close()
+            wait_until(lambda: staging.num_free == NUM_SLOTS)
+    if staging is not None:
+        staging.close()

@@ -42,7 +42,7 @@ class Arrivals:
         self.outcome: Outcome | None = None
 
     def put(self, block: PageBlock, tag: Any) -> bool:
-        """Add a block that was checked; returns whether any more are of use."""
+        """Add a block that was checked; returns False if it has ended before."""
         with self._lock:
             if self._is_closed or self.outcome is not None:
                 return False
@@ -51,7 +51,7 @@ class Arrivals:
             if self._come.is_complete:
                 self._set_outcome("complete")
         self._wake()
-        return self.outcome is None
+        return True
 
     def end(self, outcome: Outcome) -> None:
         """No more blocks will come. The first call counts."""

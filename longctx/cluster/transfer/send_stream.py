@@ -53,11 +53,8 @@ class SendStream:
 
     def start(self, exporter: Exporter, lease: Lease, wanted: Wanted, options: TransferOptions) -> None:
         """Begin to send."""
-
-        def run() -> None:
-            self._end(self._run(exporter, lease, wanted, options))
-
-        threading.Thread(target=run, name=f"longctx transfer {self.fetch}", daemon=True).start()
+        act = lambda: self._run(exporter, lease, wanted, options)  # noqa: E731
+        threading.Thread(target=act, name=f"longctx transfer {self.fetch}", daemon=True).start()
 
     def grant(self, blocks: int) -> None:
         """The receiver has room for so many blocks more. Raises ValueError: it grants without bounds."""
@@ -93,7 +90,7 @@ class SendStream:
     def _closed(self) -> bool:
         return self._is_closed
 
-    def _run(self, exporter: Exporter, lease: Lease, wanted: Wanted, options: TransferOptions) -> Outcome:
+    def _run(self, exporter: Exporter, lease: Lease, wanted: Wanted, options: TransferOptions) -> None:
         number = 0
         outcome: Outcome
         try:
@@ -102,7 +99,7 @@ class SendStream:
                 data = np.ascontiguousarray(np.asarray(block.data)).reshape(-1).view(np.uint8)
                 message = Block(self.fetch, number, block.first, num_pages, *block.part, digest_of(data))
                 if not self._send(message, data):
-                    return "dropped"
+                    return
                 number += 1
             reason, outcome = "", "complete"
         except LeaseGone as error:
@@ -110,10 +107,9 @@ class SendStream:
         except Exception:
             _LOG.exception("longctx: pages of a lease could not be sent")
             reason, outcome = "the sender failed", "failed"
-        if self._is_closed:
-            return "dropped"
-        self._post(End(self.fetch, number, reason), None)
-        return outcome
+        if not self._is_closed:
+            self._end(outcome)  # before the receiver closes it
+            self._post(End(self.fetch, number, reason), None)
 
     def _send(self, message: Block, data: np.ndarray) -> bool:
         """Send a block once there is room for it; returns False if there will be none."""

@@ -3,6 +3,7 @@
 Source: Mooncake, section 3.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -84,7 +85,8 @@ class _Peer:
         self.used = time.monotonic()
 
     def send(self, message: FromReceiver) -> None:
-        self.socket.send(encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the connection has just broken, which its monitor tells
+            self.socket.send(encode(message), zmq.NOBLOCK)
 
     def what_broke(self) -> Outcome | None:
         """Whether the connection was lost or refused since the last call."""
@@ -95,6 +97,7 @@ class _Peer:
 
     def close(self) -> None:
         self.network.drop(self.socket)
+        self.monitor.close(linger=0)
 
 
 class PageReceiver:
@@ -211,9 +214,9 @@ class PageReceiver:
                 for call in self._mailbox.take():
                     call()
                 for peer in list(self._peers.values()):
+                    broke = peer.what_broke()  # before reading what came until then
                     self._receive(peer)
-                    if (broke := peer.what_broke()) is not None:
-                        self._receive(peer)
+                    if broke is not None:
                         self._drop(peer, broke)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + tick
@@ -292,6 +295,8 @@ class PageReceiver:
 
     def _receive(self, peer: _Peer) -> None:
         for _ in range(_MAX_MESSAGES):
+            if peer.socket.closed:
+                return
             try:
                 header, *frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -384,10 +389,13 @@ class PageReceiver:
             raise
         stream.num_ready += 1
         self.stats.add_block(len(data))
-        if stream.fetch.arrivals.put(block, stream.credit):
-            self._end_if_over(stream)
+        arrivals = stream.fetch.arrivals
+        if not arrivals.put(block, stream.credit):
+            self._credits.taken(stream.credit)
+        if arrivals.outcome is not None:
+            self._end(stream.fetch, arrivals.outcome)
         else:
-            self._end(stream.fetch, "dropped")  # or complete
+            self._end_if_over(stream)
 
     def _end_if_over(self, stream: Stream) -> None:
         """End a transfer of which no stream has more."""
