@@ -52,7 +52,9 @@ class EngineTransfers:
         advertised: str | None = None,
         options: TransferOptions | None = None,
     ) -> None:
-        layout, fingerprint = engine.page_layout, engine.page_fingerprint
+        if engine.page_identity is None or not (engine.config.transfers and engine.config.prefix_cache):
+            raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
+        layout, fingerprint = engine.page_identity
         self.engine_id, self._engine = secrets.token_hex(8), engine
         self._peers = frozenset(peers)
         self._exporter = EngineExporter(engine, layout)
@@ -132,13 +134,13 @@ class EngineTransfers:
         decoding = tuple(engine.scheduler.running.decoding)
         if not decoding:
             return False
-        targets = [engine.config.slo.tpot if tpot is None else tpot]
-        targets += [sequence.tpot_target for sequence in decoding if sequence.tpot_target is not None]
+        asked = (tpot if tpot is not None else engine.config.slo.tpot, *(each.tpot_target for each in decoding))
+        targets = [target for target in asked if target is not None]
         lengths = [sequence.computed for sequence in decoding]
         work = Work.of((length, 1, True) for length in [*lengths, len(prepared.tokens)])
         ranks = engine.plan.context
         work = work._replace(rows=-(-work.rows // ranks), decode_keys=-(-work.decode_keys // ranks))
-        return engine.predictor.seconds(work) > min(targets)
+        return bool(targets) and engine.predictor.seconds(work) > min(targets)
 
 
 def _is_loopback(host: str) -> bool:

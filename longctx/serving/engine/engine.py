@@ -94,7 +94,8 @@ class Engine(StepDriver):
     ) -> None:
         self._lockstep = Lockstep(process_group or ProcessGroup.alone())
         resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
-        store = store or resolved.make_store(params)
+        self.page_identity = resolved.identify_pages(params)
+        store = store or resolved.open_store(self.page_identity)
         executor = executor or resolved.make_executor(params, store)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731

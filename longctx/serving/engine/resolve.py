@@ -16,14 +16,23 @@ from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
 from longctx.serving.engine.memory import default_pages, estimate, head_bytes, param_bytes
+from longctx.serving.engine.page_fingerprint import page_fingerprint
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor
 from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.kv_cache.tiers.store import open_store
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.scheduler.slo import check_slo
+
+
+class PageIdentity(NamedTuple):
+    """What pages are, and a digest of all else that they depend on but their tokens: of model and weights."""
+
+    layout: PageLayout
+    fingerprint: bytes
 
 
 class Resolved(NamedTuple):
@@ -44,16 +53,21 @@ class Resolved(NamedTuple):
     topology: Topology
     element_bytes: int
 
-    def make_store(self, params: Params | None) -> PageKeeper | None:
-        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing, or there are no parameters."""
-        if params is None or self.config.tiers is None:
+    def identify_pages(self, params: Params | None) -> PageIdentity | None:
+        """What pages are known by beyond the engine; None if they stay in it."""
+        if params is None or not (self.config.tiers or self.config.transfers):
             return None
-        from longctx.serving.engine.page_fingerprint import page_fingerprint
-        from longctx.serving.kv_cache.tiers.store import open_store
-
         model, dtype = self.model.config, str(params["embed"].dtype)
         layout = PageLayout(model.num_layers, model.num_kv_heads, model.head_dim, self.config.page_size, dtype)
-        return open_store(self.config.tiers, layout, page_fingerprint(model, params, layout))
+        return PageIdentity(layout, page_fingerprint(model, params, layout))
+
+    def open_store(self, pages: PageIdentity | None) -> PageKeeper | None:
+        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing.
+
+        Raises:
+          ValueError, OSError: it can't.
+        """
+        return None if pages is None or self.config.tiers is None else open_store(self.config.tiers, *pages)
 
     def make_executor(self, params: Params | None, store: PageKeeper | None = None) -> Executor:
         """The executor that runs batches on the mesh; ValueError without parameters."""
