@@ -43,6 +43,7 @@ class EngineConfig:
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
+      transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
@@ -66,6 +67,7 @@ class EngineConfig:
     seed: int = 0
     hash_key: bytes | None = None
     tiers: TierConfig | None = None
+    transfers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -75,6 +77,7 @@ class EngineConfig:
         for name in ("seed", "max_logprobs"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
         check_bool("prefix_cache", self.prefix_cache)
+        check_bool("transfers", self.transfers)
         if not isinstance(self.tenant_weights, Mapping):
             raise TypeError(f"tenant_weights must be a mapping of names to numbers, got {shown(self.tenant_weights)}")
         weights = {check_text("tenant_weights", name): weight for name, weight in self.tenant_weights.items()}

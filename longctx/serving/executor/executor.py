@@ -68,7 +68,6 @@ class DeviceExecutor:
     Attributes:
       mover: moves pages beyond the devices and back; None: they stay there.
       sources: where it gets pages from, by name.
-      compiles_pages: whether what moves pages is compiled ahead, and not when the first page is moved.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class DeviceExecutor:
         self.runner = make_runner(slots, entries, self.shapes.largest)
         self.mover: PageMover | None = None
         self.sources: dict[str, PageSource] = {}
-        self.compiles_pages = False
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
         self._plain = np.ones(slots, bool)
@@ -118,7 +116,6 @@ class DeviceExecutor:
         self.mover = PageMover(self.runner, store, self.sources, read_bytes=read_bytes)
         if store is not None:
             self.sources[TIERS] = store
-        self.compiles_pages = store is not None
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
@@ -130,7 +127,7 @@ class DeviceExecutor:
                 compiled.put(error)
 
         total = len(steps) * self.runner.num_programs
-        if self.compiles_pages:
+        if self._moves_pages:
             self.runner.compile_pages()
         # XLA compiles without Python's lock, while another thread traces.
         pool = ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, _MAX_COMPILING))
@@ -146,7 +143,7 @@ class DeviceExecutor:
 
     def warm_up(self) -> None:
         self._tables.warm_up()
-        if self.compiles_pages and self.mover is not None:
+        if self._moves_pages and self.mover is not None:
             self.mover.warm_up()
         self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint32))
         self.runner.set_bias(0, LogitBias.row(SamplingParams()))
@@ -156,11 +153,19 @@ class DeviceExecutor:
             targets = np.zeros((self._plan.context, shape.rows), np.int32)
             jax.device_get(self.runner.prompt_logprobs(hidden, targets, shape))
 
+    @property
+    def _moves_pages(self) -> bool:
+        """Whether what moves pages is compiled ahead, and not when the first page is moved."""
+        return self.mover is not None and (self._config.transfers or self.mover.sink is not None)
+
     def submit(self, batch: Batch) -> Pending:
         if self.mover is not None:
             self.mover.submit(batch)
         for sequence in batch.admitted:
             self.admit(sequence)
+        if not batch.chunks and self._plan.stage == 1:
+            self._stages.append(self._lay_out(batch))  # no stage is to be moved on, so no step is needed
+            return self._stages[-1]
         rows, samples, shape = self.assemble(batch)
         drawn, hidden = self.runner.step(rows, samples, shape)
         if len(self._stages) == self._plan.stage:
