@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -124,6 +125,19 @@ class ProcessGroup:
         """Wait for the next message that process 0 broadcasts."""
         assert self._channel is not None
         return self._channel.receive()  # type: ignore[union-attr]
+
+    # Reports.
+
+    def report(self, value: Any) -> None:
+        """Send a value of plain data to process 0, which takes it when it asks for `reports`."""
+        if self.watchdog is not None and not self.is_first:
+            self.watchdog.send(self.watchdog.peers[0], "report", value)
+
+    def reports(self) -> Iterator[tuple[int, Any]]:
+        """In process 0: what others have reported since the last call, with their numbers."""
+        for peer in () if self.watchdog is None else self.watchdog.peers:
+            while not peer.reports.empty():
+                yield peer.process, peer.reports.get()
 
     # The end.
 

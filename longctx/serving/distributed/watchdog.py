@@ -35,6 +35,7 @@ class Peer:
     def __init__(self, process: int, host_name: str, routing_id: bytes) -> None:
         self.process, self.host_name, self.routing_id = process, host_name, routing_id
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def __str__(self) -> str:
         return f"process {self.process} ({self.host_name})"
@@ -193,6 +194,8 @@ class Watchdog:
                 self._relay.receive(peer.routing_id, message.value, message.data)
             case "value":
                 peer.inbox.put(message.value)
+            case "report":
+                peer.reports.put(message.value)
 
     def _exit(self, cause: str, kind: str = _FAILED) -> None:
         """Print the cause, send it to all peers, and exit.

@@ -1,5 +1,6 @@
 """The engine of a process that follows another: it decides the same, on the same news, at the same time."""
 
+from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.distributed.orders import Arrival, StepOrder
 from longctx.serving.engine.core import Core
@@ -25,6 +26,7 @@ class Follower:
         sequence_maker: SequenceMaker,
     ) -> None:
         self._executor, self._lockstep = executor, lockstep
+        self._load_ends = LoadEnds(lockstep.group)
         self._input_processor, self._sequence_maker = input_processor, sequence_maker
         queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
         self._core = OrderedCore(core, queue, self._make, [lockstep])
@@ -40,6 +42,7 @@ class Follower:
                 self._core.end(ended, order.now, order.seconds)
             for news in order.updates:
                 self._core.hear(news)
+            self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
                 ended = self._core.step(order.now)
         if ended is not None:

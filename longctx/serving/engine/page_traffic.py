@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.journal import Journal
 from longctx.serving.executor.interface import Executor
@@ -27,6 +28,7 @@ class PageTraffic:
       store: keeps pages beyond the devices; None: nothing does.
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
+      load_ends: knows when loads have ended in all processes.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class PageTraffic:
         journals: Iterable[Journal],
         between_steps: Callable[[Callable[[], object]], object],
         clock: Callable[[], float],
+        load_ends: LoadEnds,
     ) -> None:
-        self.store = store
+        self.store, self._load_ends = store, load_ends
         self._core, self._executor, self._journals = core, executor, tuple(journals)
         self._between_steps, self._clock = between_steps, clock
         self._asked: dict[str, float] = {}  # when somebody asked for a lease last
@@ -52,7 +55,8 @@ class PageTraffic:
 
     def poll(self, now: float, may_wait: bool) -> None:
         """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
-        for loaded in self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0):
+        ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
+        for loaded in self._load_ends.complete(ended, self._core.scheduler.loads):
             for journal in self._journals:
                 journal.note_load(loaded, now)
             self._core.end_load(loaded)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import SequenceMaker
@@ -57,7 +58,13 @@ class StepDriver:
         self._is_warm = False
         self._is_idle = False  # whether the last step had nothing to begin
         self.pages = PageTraffic(
-            self.core, executor, store, self._journals, lambda call: self._update(lambda _: call(), [None]), clock
+            self.core,
+            executor,
+            store,
+            self._journals,
+            lambda call: self._update(lambda _: call(), [None]),
+            clock,
+            LoadEnds(self._lockstep.group),
         )
 
     def now(self) -> float:

@@ -38,7 +38,8 @@ class PageLoad(NamedTuple):
     """Pages that a sequence waits for.
 
     Attributes:
-      name: of the sequence. keys: of the pages, in order. pages: the pages of the pool that they are written to.
+      name: of the load; no other one has it.
+      keys: of the pages, in order. pages: the pages of the pool that they are written to.
       source: `"tiers"`, or the id of a transfer.
     """
 

@@ -116,7 +116,7 @@ def look_ahead(
 
 def _end_load(scheduler: Scheduler, sequence: Sequence) -> None:
     pages = scheduler.running.pages_of(sequence.loading_until - sequence.computed)
-    scheduler.end_load(Loaded(sequence.name, pages, 0.0))
+    scheduler.end_load(Loaded(scheduler.loads.name_of(sequence), pages, 0.0))
 
 
 def _bound(scheduler: Scheduler, sequence: Sequence, batch: Batch) -> Bound:

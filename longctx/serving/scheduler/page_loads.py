@@ -27,10 +27,16 @@ class PageLoads:
         self._running, self._forecast = running, forecast
         self.seconds_per_page: float | None = None
         self.dropped: list[str] = []
-        self._loading: dict[str, Sequence] = {}
+        self._loading: dict[str, Sequence] = {}  # by the names of their loads
+        self._name_of: dict[Sequence, str] = {}
+        self._count_loads = 0
 
     def __len__(self) -> int:
         return len(self._loading)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a sequence waits for the load of this name."""
+        return name in self._loading
 
     def begin(self, batch: Batch) -> None:
         """Begin the loads that pay, before prompts are planned."""
@@ -47,18 +53,22 @@ class PageLoads:
                 batch.tables.append(TableRun(sequence.slot, new, pages))
             sequence.to(State.LOADING)
             sequence.loading_until = tokens
-            self._loading[sequence.name] = sequence
+            # No two loads have one name, whatever becomes of their sequence: who is late can't end another one's.
+            name = f"{sequence.name}:{self._count_loads}"
+            self._count_loads += 1
+            self._loading[name], self._name_of[sequence] = sequence, name
             keys = sequence.keys[first : tokens // self._running.page_size]
             if len(keys) < count:  # of the last page only some tokens are there, whatever comes after them
                 assert sequence.tail_key is not None
                 keys = [*keys, sequence.tail_key]
-            batch.loads.append(PageLoad(sequence.name, keys, sequence.pages[first : first + count], sequence.source))
+            batch.loads.append(PageLoad(name, keys, sequence.pages[first : first + count], sequence.source))
 
     def end(self, loaded: Loaded) -> Sequence | None:
         """A load has ended; the sequence that goes on, None if nobody waits for it any more."""
         sequence = self._loading.pop(loaded.name, None)
         if sequence is None:
             return None
+        del self._name_of[sequence]
         size, begun = self._running.page_size, sequence.computed
         sequence.to(State.PREFILLING)
         tokens = min(begun + loaded.num_pages * size, sequence.loading_until)
@@ -76,8 +86,14 @@ class PageLoads:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence gives its pages back: nothing is written to them any more."""
-        if self._loading.pop(sequence.name, None) is not None:
-            self.dropped.append(sequence.name)
+        name = self._name_of.pop(sequence, None)
+        if name is not None:
+            del self._loading[name]
+            self.dropped.append(name)
+
+    def name_of(self, sequence: Sequence) -> str:
+        """The name of the load that a sequence waits for."""
+        return self._name_of[sequence]
 
     def _count(self, sequence: Sequence) -> int:
         """How many pages a prompt loads next; 0: it computes them, or has none to load."""

@@ -175,9 +175,7 @@ class Rebuilt:
 
     def end_load(self, record: LoadEnded) -> None:
         """End a load, if somebody waits for it."""
-        request_id, _, index = record.name.rpartition("/")
-        name = f"{self._names.get(request_id, '')}/{index}"
-        self._ordered.hear(Loaded(name, record.num_pages, record.seconds))
+        self._ordered.hear(Loaded(record.name, record.num_pages, record.seconds))
 
     def step(self, now: float) -> EndedStep | None:
         """See `run_step`."""
