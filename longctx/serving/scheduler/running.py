@@ -139,7 +139,7 @@ class Running:
         if self.stores is not None:
             pages, keys, tenant = sequence.pages, sequence.keys, sequence.tenant
             new = (i for i, is_new in enumerate(are_new, first) if is_new)
-            self.stores.note(PageStore(keys[i], pages[i], i, tenant) for i in new)
+            self.stores.note(PageStore(keys[i], pages[i], i, tenant, keys[i - 1] if i else b"") for i in new)
         sequence.registered = max(first, full)
 
     def _announce(self, listener: PageListener, sequence: Sequence, first: int, are_new: list[bool]) -> None:

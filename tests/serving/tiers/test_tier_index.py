@@ -53,7 +53,7 @@ class NaiveIndex:
         rules = {
             "lru": (entry.tick,),
             "lfu": (entry.uses, entry.tick),
-            "length-aware": (entry.uses, -entry.number, entry.tick),
+            "length": (entry.uses, -entry.number, entry.tick),
         }
         return before is None, *rules[self.eviction]
 
@@ -136,7 +136,7 @@ def test_chains_go_from_their_tails(eviction: str) -> None:
         == {
             "lru": ["a2", "a1", "a0"],
             "lfu": ["a2", "a1", "a0"],
-            "length-aware": ["a2", "b2", "a1"],
+            "length": ["a2", "b2", "a1"],
         }[eviction]
     )
 
@@ -153,7 +153,7 @@ def test_rules_differ_in_what_they_keep() -> None:
         index.use("shallow")
         return index.evict()
 
-    assert [first_to_go(eviction) for eviction in ("lru", "lfu", "length-aware")] == ["often", "deep", "deep"]
+    assert [first_to_go(eviction) for eviction in ("lru", "lfu", "length")] == ["often", "deep", "deep"]
 
 
 def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
@@ -194,5 +194,5 @@ def test_what_may_not_go_leaves_no_room() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="eviction must be one of lru, lfu, length-aware, got 'fifo'"):
+    with pytest.raises(ValueError, match="eviction must be one of lru, lfu, length, got 'fifo'"):
         TierIndex[str](1, "fifo")

@@ -327,7 +327,7 @@ def test_the_share_of_samples() -> None:
         min_size=4,
         max_size=24,
     ),
-    st.sampled_from(["lru", "lfu", "length-aware"]),
+    st.sampled_from(["lru", "lfu", "length"]),
     st.integers(1, 9),
 )
 @settings(max_examples=40, deadline=None)

@@ -122,12 +122,17 @@ class DiskTier:
                     self.index.use(piece.file.path)
                 self.index.release(piece.file.path)
 
-    def forget_piece(self, key: Key, piece: Piece) -> None:
-        """A piece can't be read, or is wrong."""
+    def forget_piece(self, piece: Piece) -> bool:
+        """Forget a piece that could not be read; False: its file is gone, with all its pages, which is no error."""
+        if not piece.file.path.exists():
+            self._forget_file(piece.file.path)
+            return False
+        key = piece.record.key
         pieces = self._pieces.get(key, [])
         if piece in pieces:
             pieces.remove(piece)
             self._update(key)
+        return True
 
     def forget(self, key: Key) -> list[Path]:
         """Forget a page and all that its files have; the files to delete, so that a restart doesn't find it."""

@@ -38,11 +38,11 @@ def _length_aware(use: Use) -> tuple[int, ...]:
     return use.uses, -use.number, use.tick
 
 
-EVICTION: dict[str, Callable[[Use], tuple[int, ...]]] = {"lru": _lru, "lfu": _lfu, "length-aware": _length_aware}
+EVICTION: dict[str, Callable[[Use], tuple[int, ...]]] = {"lru": _lru, "lfu": _lfu, "length": _length_aware}
 """Ranks of entries by the rule's name; the lowest goes first, after those that are cut off.
 
   lru: least recently used. lfu: least often used, then least recently.
-  length-aware: least often used, then furthest from the beginning of its chain.
+  length: least often used, then furthest from the beginning of its chain.
 """
 
 

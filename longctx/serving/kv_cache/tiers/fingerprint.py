@@ -9,12 +9,12 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 FINGERPRINT_BYTES = 16
 
 
-def page_fingerprint(layout: PageLayout, weights: Mapping[str, str], settings: Mapping[str, object]) -> bytes:
+def fingerprint_of(layout: PageLayout, weights: Mapping[str, str], settings: Mapping[str, object]) -> bytes:
     """A digest that is equal for two engines only if they compute the same pages for the same tokens.
 
     Args:
       layout: layers, heads, page size and dtype.
-      weights: what the parameters are, such as digests of the checkpoint's files (`models.checkpoint_fingerprint`).
+      weights: digests of the parameters by name.
       settings: all else that keys and values follow from, such as the rotary embedding's configuration; of values that
         JSON has, or others by their `repr`.
 

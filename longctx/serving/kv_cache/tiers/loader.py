@@ -215,9 +215,7 @@ class PageLoader:
                 load.items.popleft()
                 self._release(item, used=True)
             for piece in wrong:
-                # One whose file another process has deleted is a miss.
-                self._stats.disk.corrupt += piece.file.path.exists()
-                self._disk.forget_piece(records[right].key, piece)  # type: ignore[union-attr]
+                self._stats.disk.corrupt += self._disk.forget_piece(piece)  # type: ignore[union-attr]
             self._stats.disk.hits += right * (load.fetch is not None)
             self._stats.disk.bytes_read += right * self._host.memory.page_bytes
         self._keep(load, pages, sums)

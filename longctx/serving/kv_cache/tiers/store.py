@@ -15,6 +15,7 @@ from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.checksum import PageChecksum
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
 from longctx.serving.kv_cache.tiers.eviction import check_eviction
 from longctx.serving.kv_cache.tiers.fetch import TierFetch
@@ -23,7 +24,7 @@ from longctx.serving.kv_cache.tiers.intake import Intake
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
 from longctx.serving.kv_cache.tiers.parts import check_part
-from longctx.serving.kv_cache.tiers.remote import RemoteStore
+from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
 from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, Writer
@@ -96,6 +97,8 @@ class TieredStore:
         self._samples: deque[Key] = deque(maxlen=_MOST_SAMPLES)
         self._random = random.Random(0)
         self._is_closed = False
+        self._fingerprint = fingerprint
+        self._probe = None if remote is None else RemoteProbe(remote)
         self._intake = Intake(
             self._lock, part, PageChecksum(fingerprint), self._host, self._stats, queue_bytes, self._has, self._keep
         )
@@ -119,6 +122,18 @@ class TieredStore:
         with self._lock:
             self._expire()
             return next((i for i, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def look_up(self, keys: Sequence[Key]) -> int:
+        """How many leading pages are in some tier. Those beyond host memory are fetched ahead.
+
+        A remote store that doesn't answer within milliseconds has nothing.
+        """
+        count = self.count(keys)
+        if self._probe is not None and count < len(keys):
+            names = [remote_name(self._fingerprint, key, self.part) for key in keys[count:]]
+            count += self._probe.exists(names)
+        self.prefetch(keys[:count])
+        return count
 
     def tier_of(self, key: Key) -> str | None:
         """The first tier that has a page: `"host"`, `"disk"`, or None."""
@@ -157,7 +172,9 @@ class TieredStore:
 
         At most a quarter of host memory is brought at a time; what is too much is left.
         """
-        if self._loader.num_loads < _MOST_PREFETCHES:
+        with self._lock:
+            is_needed = not all(key in self._host for key in keys)
+        if is_needed and self._loader.num_loads < _MOST_PREFETCHES:
             self._loader.begin(keys[: max(1, self._host.memory.num_slots // 4)], None)
 
     # Keeping and forgetting
@@ -352,3 +369,24 @@ class TieredStore:
         with self._lock:
             for page in reversed(pages):
                 self._host.release(page)
+
+
+def open_store(
+    config: TierConfig, layout: PageLayout, fingerprint: bytes, part: PageSlice | None = None
+) -> TieredStore:
+    """Open the tiers that a configuration names.
+
+    Raises:
+      ValueError: the folder can't be used, or the remote store can't be reached; the message names it.
+    """
+    return TieredStore(
+        layout,
+        fingerprint,
+        config.host_bytes,
+        config.disk_bytes,
+        None if config.disk is None else Path(config.disk),
+        config.eviction,
+        config.verify_share,
+        None if config.store is None else open_remote(config.store),
+        part=part,
+    )
