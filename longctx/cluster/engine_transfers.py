@@ -125,14 +125,14 @@ class EngineTransfers:
         except ValueError as error:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
         sources = self._sources(params.remote_host, params.remote_port, handoff)
+        received = Received(handoff, sources)
         if self._breaks_tpot(prepared):
             self.num_refused += 1
-            for source in sources.values():
-                source.release()
+            received.release()
             message = "one more request would make those that run here slower than their targets"
             headers = {DROPPED: "tpot"}
             raise ApiError(503, message, None, "server_is_overloaded", _RETRY, headers)
-        return Received(handoff, sources)
+        return received
 
     def source(self, host: str, port: int, lease_id: str) -> RemoteSource:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
