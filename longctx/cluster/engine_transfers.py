@@ -117,15 +117,17 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
             raise ApiError(400, f"{_NAME} must have handoff, remote_host and remote_port, as a prefill answers", _NAME)
-        sampling = prepared.request.sampling
+        sampling, vocab_size = prepared.request.sampling, self._engine.model.config.vocab_size
         try:
             handoff = Handoff.from_dict(params.handoff)
-            vocab_size = self._engine.model.config.vocab_size
-            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            received = Received(handoff, self._sources(params.remote_host, params.remote_port, handoff))
+            try:
+                handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            except ValueError:
+                received.release()
+                raise
         except ValueError as error:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
-        sources = self._sources(params.remote_host, params.remote_port, handoff)
-        received = Received(handoff, sources)
         if self._breaks_tpot(prepared):
             self.num_refused += 1
             received.release()
