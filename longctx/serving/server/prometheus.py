@@ -24,7 +24,13 @@ from longctx.serving.validation import check_text
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _INTERVAL = 0.25  # seconds between renderings: scrapers come every 50 ms, and rendering takes milliseconds
-_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+    "moved": "moved",
+}
 
 
 class ServerMetrics:
