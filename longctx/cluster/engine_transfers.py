@@ -12,6 +12,7 @@ from typing import Any
 
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
+from longctx.cluster.transfer.stats import TransferStats
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -112,6 +113,11 @@ class EngineTransfers:
             raise ApiError(403, f"{_NAME}: pages are fetched from hosts of --kv-peer alone, not from {host}", _NAME)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self.receiver.source(address, lease_id)
+
+    @property
+    def counts(self) -> dict[str, TransferStats]:
+        """See `Transfers`."""
+        return {"sent": self.sender.stats, "received": self.receiver.stats}
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""

@@ -75,6 +75,8 @@ class Server:
         self.version = __version__
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
+        if self.transfers is not None:
+            self.metrics.observe_transfers(self.transfers.counts)
         self._warm_up = warm_up
         self._deliveries: Deliveries | None = None
 
@@ -203,6 +205,7 @@ class Server:
         self.drain()
         self.preparer.close()
         self.thread.close()
+        self.engine.pages.close()
         if self.transfers is not None:
             self.transfers.close()
         self.observers.close()

@@ -4,7 +4,7 @@ The fields of `kv_transfer_params` are those that vLLM's routers and llm-d's sid
 to the request of its decode: docs/kv_transfer.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from longctx.serving.engine.thread import Received as Received
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.kv_metrics import TransferCounts
 
 
 class TransferParams(BaseModel):
@@ -46,6 +47,11 @@ class Transfers(Protocol):
           ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
             pages are given up.
         """
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, TransferCounts]:
+        """Of transfers `"sent"` and `"received"`, for metrics."""
         ...
 
     def info(self) -> dict[str, Any]:
