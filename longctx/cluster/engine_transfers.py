@@ -12,6 +12,7 @@ from typing import Any
 
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
+from longctx.cluster.transfer.stats import TransferStats
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -127,6 +128,11 @@ class EngineTransfers:
         for each in handoff.completions:
             if each.lease is not None:
                 self._engine.pages.release(each.lease)
+
+    @property
+    def counts(self) -> dict[str, TransferStats]:
+        """See `Transfers`."""
+        return {"sent": self.sender.stats, "received": self.receiver.stats}
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""

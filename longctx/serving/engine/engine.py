@@ -180,8 +180,11 @@ class Engine(StepDriver):
         """
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
-        with self._failing():
-            Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
+        try:
+            with self._failing():
+                Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
+        finally:
+            self.pages.close()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:

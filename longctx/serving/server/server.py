@@ -76,6 +76,8 @@ class Server:
         self.version = __version__
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
+        if self.transfers is not None:
+            self.metrics.observe_transfers(self.transfers.counts)
         self._warm_up = warm_up
         self._deliveries: Deliveries | None = None
         self.migration: Migration | None = None
@@ -210,6 +212,7 @@ class Server:
         self.drain()
         self.preparer.close()
         self.thread.close()
+        self.engine.pages.close()
         if self.transfers is not None:
             self.transfers.close()
         self.observers.close()

@@ -4,7 +4,7 @@ The fields of `kv_transfer_params` are those that vLLM's routers and llm-d's sid
 to the request of its decode: docs/kv_transfer.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +13,7 @@ from longctx.serving.engine.thread import Received as Received
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.kv_metrics import TransferCounts
 
 
 class TransferParams(BaseModel):
@@ -56,6 +57,11 @@ class Transfers(Protocol):
 
     def release(self, handoff: Handoff) -> None:
         """Nobody needs the pages any more that are kept for a request which has left."""
+        ...
+
+    @property
+    def counts(self) -> Mapping[str, TransferCounts]:
+        """Of transfers `"sent"` and `"received"`, for metrics."""
         ...
 
     def info(self) -> dict[str, Any]:
