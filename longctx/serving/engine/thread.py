@@ -17,7 +17,7 @@ from longctx.serving.engine.departure import Sink as Sink
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.kv_cache.connector import PageSource
+from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
@@ -29,7 +29,12 @@ class Received(NamedTuple):
     """What another engine has computed of a request, and where its pages come from, by lease."""
 
     handoff: Handoff
-    sources: Mapping[str, PageSource]
+    sources: Mapping[str, LeasedSource]
+
+    def release(self) -> None:
+        """The request has ended, or does not begin: nobody fetches its pages any more."""
+        for source in self.sources.values():
+            source.release()
 
 
 @dataclass(eq=False)

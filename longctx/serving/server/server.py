@@ -124,8 +124,10 @@ class Server:
                 active = await asyncio.to_thread(ActiveCall, *arguments)  # looking ahead may take long
             else:
                 active = ActiveCall(*arguments)
-        except ApiError as error:
-            if DROPPED in error.headers:
+        except BaseException as error:
+            if received is not None:
+                received.release()
+            if isinstance(error, ApiError) and DROPPED in error.headers:
                 self.metrics.observe_refusal(error.headers[DROPPED])
             raise
         finally:
