@@ -136,7 +136,7 @@ class EngineThread:
         request_id: str,
         client: _Client,
         handoff: Handoff | None,
-        sources: Mapping[str, PageSource] | None = None,
+        sources: Mapping[str, LeasedSource] | None = None,
         admit: Callable[[str, PreparedRequest], object] = lambda request_id, prepared: None,
     ) -> None:
         if self._clients.setdefault(request_id, client) is not client:
