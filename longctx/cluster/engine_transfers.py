@@ -14,6 +14,7 @@ from typing import Any, Literal
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
+from longctx.cluster.transfer.stats import TransferStats
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -73,6 +74,7 @@ class EngineTransfers:
             raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
         layout, fingerprint = engine.page_identity
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
+        self._fingerprint = fingerprint.hex()
         self._peers = frozenset(peers)
         self._exporter = EngineExporter(engine, layout)
         self.host = advertised or ip
@@ -108,6 +110,7 @@ class EngineTransfers:
             "remote_block_ids": [],
             "remote_host": self.host,
             "remote_port": self.port,
+            "fingerprint": self._fingerprint,
             "handoff": Handoff.of(outputs).to_dict(),
         }
 
@@ -117,6 +120,10 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
             raise ApiError(400, f"{_NAME} must have handoff, remote_host and remote_port, as a prefill answers", _NAME)
+        if params.fingerprint != self._fingerprint:
+            raise ApiError(
+                409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
+            )
         sampling, vocab_size = prepared.request.sampling, self._engine.model.config.vocab_size
         try:
             handoff = Handoff.from_dict(params.handoff)
@@ -140,10 +147,25 @@ class EngineTransfers:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
         if not _HOST.fullmatch(host) or not 0 < port < 65536:
             raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        if host not in self._peers and host != self.host and not _is_loopback(host):
-            raise ApiError(403, f"{_NAME}: pages are fetched from hosts of --kv-peer alone, not from {host}", _NAME)
+        self.check_peer(host)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self.receiver.source(address, lease_id)
+
+    def check_peer(self, host: str) -> None:
+        """ApiError, unless requests come from this host and go to it."""
+        if host not in self._peers and host != self.host and not _is_loopback(host):
+            raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {host}", "host")
+
+    def release(self, handoff: Handoff) -> None:
+        """Give up the leases of a request that has left."""
+        for each in handoff.completions:
+            if each.lease is not None:
+                self._engine.pages.release(each.lease)
+
+    @property
+    def counts(self) -> dict[str, TransferStats]:
+        """See `Transfers`."""
+        return {"sent": self.sender.stats, "received": self.receiver.stats}
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""

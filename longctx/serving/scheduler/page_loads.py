@@ -20,6 +20,7 @@ class PageLoads:
 
     Attributes:
       dropped: sequences whose loads nobody wants any more, since the last batch.
+      missed: pages that loads did not bring, from tiers and from other engines (`"transfers"`).
       seconds_per_page: of the last loads from the engine's own tiers, in the mean; None: there was none.
     """
 
@@ -30,6 +31,7 @@ class PageLoads:
         self._loading: dict[str, Sequence] = {}  # by the names of their loads
         self._name_of: dict[Sequence, str] = {}
         self._count_loads = 0
+        self.missed = {TIERS: 0, "transfers": 0}
 
     def __len__(self) -> int:
         return len(self._loading)
@@ -74,6 +76,8 @@ class PageLoads:
         tokens = min(begun + loaded.num_pages * size, sequence.loading_until)
         if tokens < sequence.loading_until:
             sequence.available = 0  # the rest is computed
+            missed = self._running.pages_of(sequence.loading_until) - self._running.pages_of(tokens)
+            self.missed[TIERS if sequence.source == TIERS else "transfers"] += missed
         sequence.computed = tokens
         if loaded.num_pages and sequence.source == TIERS:
             seconds = loaded.seconds / loaded.num_pages
