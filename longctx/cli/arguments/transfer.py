@@ -1,6 +1,7 @@
 """Flags of prefill and decode apart, and of requests that move between servers."""
 
 import argparse
+from pathlib import Path
 
 ROLES = ("prefill", "decode", "both")
 MESSENGERS = ("zmq", "mooncake-tcp", "mooncake-rdma")
@@ -35,6 +36,9 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="URL",
         help="a server that reads long prompts for this one; may be repeated",
+    )
+    transfer.add_argument(
+        "--prefill-key-file", type=Path, metavar="FILE", help="the key that these take for /server_info and /load"
     )
     transfer.add_argument(
         "--prefill-inline",
