@@ -64,6 +64,7 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
                 prefill_from=options.prefill_from,
                 prefill_key=prefill_key,
                 inline_tokens=options.prefill_inline,
+                is_plain=options.kv_plain,
             )
 
     return make

@@ -44,7 +44,8 @@ class EngineTransfers:
     Args:
       ip, port: where others fetch pages; port 0: any free one.
       peers: hosts that this engine fetches pages from, besides those of this machine. Clients can't name others.
-      secret: what all instances share, see `PageSender`.
+      secret: what all instances share, see `PageSender`. is_plain: pages are not encrypted all the same, which is
+        several times as fast, on a network that is trusted.
       advertised: the host by which others reach this one; None: `ip`.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
@@ -73,6 +74,7 @@ class EngineTransfers:
         prefill_from: Sequence[str] = (),
         prefill_key: str | None = None,
         inline_tokens: int = 512,
+        is_plain: bool = False,
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -95,10 +97,11 @@ class EngineTransfers:
                 staging = MooncakeStaging(mooncake, self.host, options.max_blocks, options.block_bytes)
                 stack.callback(staging.close)
                 puller = MooncakePuller(mooncake, options.block_bytes)
-            sender = PageSender(self._exporter, layout, fingerprint, ip, port, secret, options, staging)
+            shared = None if is_plain else secret
+            sender = PageSender(self._exporter, layout, fingerprint, ip, port, shared, options, staging, is_plain)
             stack.callback(sender.close)
             self.sender = sender
-            self.receiver = PageReceiver(layout, fingerprint, None, secret, options, puller)
+            self.receiver = PageReceiver(layout, fingerprint, None, shared, options, puller)
             stack.callback(self.receiver.close)
             self.dispatcher = None
             if instances:

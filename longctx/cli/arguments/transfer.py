@@ -28,6 +28,9 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose pages are fetched when a request says so, besides this host's own; may be repeated",
     )
     transfer.add_argument(
+        "--kv-plain", action="store_true", help="do not encrypt pages: for a network where nobody listens, and faster"
+    )
+    transfer.add_argument(
         "--kv-messenger", choices=MESSENGERS, default="zmq", help="what carries the pages; default: zmq"
     )
     transfer.add_argument(

@@ -65,8 +65,9 @@ def open_store(url: str) -> MooncakeStore:
     """Open the store of a master, `mooncake://HOST:PORT`.
 
     Args:
-      url: may end with options, as in `?segment_bytes=8589934592&protocol=rdma`: the bytes of memory that this process
-        gives to the store (1 GiB) and those of its buffer (64 MiB), the protocol and its devices, and this machine's ip.
+      url: may end with options, as in `?segment_bytes=8589934592&protocol=rdma`: the bytes of memory that this
+        process gives to the store (1 GiB) and those of its buffer (64 MiB), the protocol and its devices, and this
+        machine's ip.
 
     Raises:
       ImportError: Mooncake is not installed.
