@@ -30,10 +30,12 @@ CONFIG = EngineConfig(
 TEXT = "The pass key of lemon is 5312. The old road crossed the field behind the mill. café 你好. " * 3
 
 
-def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, **options: Any) -> Engine:
+def make_engine(
+    stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | None = None, **options: Any
+) -> Engine:
     plan = ParallelPlan(stage=stage, context=context, tensor=tensor)
     mesh = make_mesh(stage, context, tensor)
-    model, params = load_checkpoint(TINY, mesh)
+    model, params = load_checkpoint(TINY, mesh, dtype)
     config = dataclasses.replace(CONFIG, **options)
     return Engine(model, params, config, mesh=mesh, tokenizer=load_tokenizer(TINY), plan=plan)
 
@@ -58,7 +60,7 @@ def body(prompt: Any = TEXT, **options: Any) -> dict[str, Any]:
 
 
 def post(server: Served, sent: dict[str, Any], path: str = "completions") -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json=sent, timeout=60)
+    return httpx.post(f"{server.url}/v1/{path}", json=sent, timeout=200)
 
 
 def prefill(server: Served, sent: dict[str, Any], path: str = "completions") -> dict[str, Any]:
@@ -90,6 +92,13 @@ def streamed(server: Served, sent: dict[str, Any]) -> list[dict[str, Any]]:
             if line.startswith("data: {"):
                 choices += httpx.Response(200, text=line[6:]).json()["choices"]
     return choices
+
+
+def release_leases(server: Served) -> None:
+    """Give up all leases that nobody has asked for, as time would."""
+    pages = server.server.engine.pages
+    for lease in [*server.server.engine.core.leases._leases]:
+        pages.release(lease)
 
 
 def nothing_is_left(*servers: Served) -> None:

@@ -15,6 +15,7 @@ from disaggregated import (
     nothing_is_left,
     post,
     prefill,
+    release_leases,
     streamed,
     transfers_of,
     until_decoding,
@@ -39,8 +40,8 @@ def pipeline() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def wide() -> Iterator[Served]:
-    """Goes on over two context ranks."""
-    with instance(make_engine(context=2), "decode") as server:
+    """Goes on over two tensor ranks."""
+    with instance(make_engine(tensor=2), "decode") as server:
         yield server
 
 
@@ -170,3 +171,52 @@ def test_requests_that_are_refused_or_end_at_once_keep_no_lease(coupled: Served,
         answer = post(wide, sent | {"kv_transfer_params": prefill(coupled, sent)} | more)
         assert answer.status_code == status, answer.text
         nothing_is_left(coupled, wide)
+
+
+@pytest.mark.parametrize("lie", ["shorter", "a page shorter", "no lease", "another's lease"])
+def test_a_peer_that_lies_about_what_it_has_costs_time_only(coupled: Served, wide: Served, lie: str) -> None:
+    sent = body(f"{lie}! {TEXT}")
+    params, other = prefill(coupled, sent), prefill(coupled, body("Another prompt. " * 20))
+    [progress] = params["handoff"]["completions"]
+    loaded = wide.server.engine._executor.mover.stats.loaded_pages
+    full = progress["length"] // 16
+    changes = {
+        "shorter": {"length": progress["length"] - 3},
+        "a page shorter": {"length": (full - 1) * 16},
+        "no lease": {"lease": "0" * 32},
+        "another's lease": {"lease": other["handoff"]["completions"][0]["lease"]},
+    }
+    progress |= changes[lie]
+    alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
+    came = wide.server.engine._executor.mover.stats.loaded_pages - loaded
+    assert came == (full - 1 if lie == "a page shorter" else 0)
+    release_leases(coupled)
+
+
+def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
+    sent = body()
+    stranger = make_engine(dtype="bfloat16")
+    with instance(stranger, "decode", prefill_from=[coupled.url], inline_tokens=64) as other:
+        dispatcher = transfers_of(other).dispatcher
+        assert dispatcher is not None
+        refused = post(other, sent | {"kv_transfer_params": prefill(coupled, sent)})
+        assert refused.status_code == 409
+        # Nor does it take pages that it has asked for.
+        other.wait_until("it is found", lambda: dispatcher._instances[0].address)
+        assert post(other, sent).json()["choices"][0]["token_ids"]
+        assert dispatcher.decisions == {"remote": 1}
+        assert transfers_of(other).receiver.stats.outcomes["refused"] == 1
+        assert other.server.engine._executor.mover.stats.loaded_pages == 0
+        nothing_is_left(other)
+        release_leases(coupled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), [((2, 1, 2), (1, 4, 1)), ((1, 2, 2), (2, 2, 1)), ((4, 1, 1), (1, 2, 2))])
+def test_any_meshes(coupled: Served, one: tuple[int, int, int], other: tuple[int, int, int]) -> None:
+    with instance(make_engine(*one), "prefill") as first, instance(make_engine(*other), "decode") as second:
+        for name, options in OPTIONS.items():
+            sent = body(f"{name}? {TEXT}", **options)
+            alike(apart(first, second, sent), post(coupled, sent).json())
+        assert second.server.engine._executor.mover.stats.short_loads == 0
+        nothing_is_left(first, second)
