@@ -125,6 +125,11 @@ class PageTraffic:
         self._between_steps(lambda: self._begin_read(read, lease_id, first, stop, layers))
         return read
 
+    def expire(self) -> None:
+        """End the leases that nobody has asked for; steps do so too."""
+        if self._core.leases:
+            self._between_steps(lambda: self._expire(self._clock()))
+
     def release(self, lease_id: str) -> None:
         """Nobody needs a lease any more; one that has ended is no error."""
         self._between_steps(lambda: self._release(lease_id))

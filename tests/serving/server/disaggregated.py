@@ -30,9 +30,7 @@ CONFIG = EngineConfig(
 TEXT = "The pass key of lemon is 5312. The old road crossed the field behind the mill. café 你好. " * 3
 
 
-def make_engine(
-    stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | None = None, **options: Any
-) -> Engine:
+def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | None = None, **options: Any) -> Engine:
     plan = ParallelPlan(stage=stage, context=context, tensor=tensor)
     mesh = make_mesh(stage, context, tensor)
     model, params = load_checkpoint(TINY, mesh, dtype)
