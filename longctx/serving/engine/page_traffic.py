@@ -83,7 +83,9 @@ class PageTraffic:
 
     def _expire(self, now: float) -> None:
         leases = self._core.leases
-        self._asked = {lease: at for lease, at in self._asked.items() if lease in leases}
+        for lease_id in tuple(self._asked):  # other threads add to them meanwhile
+            if lease_id not in leases:
+                self._asked.pop(lease_id, None)
         for lease_id in leases.over():
             if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
                 self._release(lease_id)
