@@ -14,7 +14,7 @@ from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.kv_cache.connector import PageSource
+from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
@@ -29,7 +29,7 @@ class Received(NamedTuple):
     """What another engine has computed of a request, and where its pages come from, by lease."""
 
     handoff: Handoff
-    sources: Mapping[str, PageSource]
+    sources: Mapping[str, LeasedSource]
 
 
 class _Client(NamedTuple):

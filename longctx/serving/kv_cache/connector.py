@@ -102,6 +102,14 @@ class PageSource(Protocol):
         ...
 
 
+class LeasedSource(PageSource, Protocol):
+    """The pages of another engine's lease, which it keeps until they are fetched or released."""
+
+    def release(self) -> None:
+        """Nobody will fetch them any more. It may be called more than once, also after a fetch; it waits for nobody."""
+        ...
+
+
 class PageRead(Protocol):
     """Pages that are being copied from the devices to the host."""
 

@@ -1,6 +1,6 @@
 """The programs of one device that read rows of its pools and write them (see `page_transfer`)."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -67,12 +67,14 @@ def _write_by_scatter(k: Array, v: Array, rows: Array, count: Array, head: Array
     return write(k, data[:, 0]), write(v, data[:, 1])
 
 
+@cache
 def compile_read(device: jax.Device, pool: tuple[int, ...], dtype: Any, bucket: int) -> Any:
-    """`read_rows` of so many rows of pools of a shape, compiled for a device."""
+    """`read_rows` of so many rows of pools of a shape, compiled for a device; once for all engines of a process."""
     pools = (_array(device, pool, dtype),) * 2
     return jax.jit(read_rows).lower(*pools, _array(device, (bucket,), jnp.int32)).compile()
 
 
+@cache
 def compile_write(device: jax.Device, pool: tuple[int, ...], dtype: Any, bucket: int, heads: int, is_cpu: bool) -> Any:
     """`write_rows` of so many rows and heads into pools of a shape, compiled for a device; it donates the pools."""
     pools, scalar = (_array(device, pool, dtype),) * 2, _array(device, (), jnp.int32)
