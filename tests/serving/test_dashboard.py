@@ -9,12 +9,14 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
-from fake_device import make_engine
 from prometheus_client.parser import text_string_to_metric_families
+from tiered_fake import make_tiered_engine
 
+from longctx.cluster.transfer.stats import TransferStats
 from longctx.parallel.cost import Hardware
 from longctx.serving import Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server import own_metrics
 from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.utilisation import Peak
@@ -25,13 +27,15 @@ QUERIES = [target["expr"].replace("$__rate_interval", "1m") for panel in PANELS 
 
 
 @pytest.fixture(scope="module")
-def exported() -> dict[str, set[str]]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The labels of every series that a server on known devices exports."""
     sheet = Hardware(1e12, 1e9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_metrics.Peak, "of", lambda engine: Peak(sheet.peak_flops, sheet.bandwidth))
-        thread = EngineThread(make_engine())
+        disk = tmp_path_factory.mktemp("pages")
+        thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
         metrics = ServerMetrics("longctx", thread, "m")
+        metrics.observe_transfers({"sent": TransferStats(), "received": TransferStats()})
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     metrics._rendered = -1.0
     series = defaultdict[str, set[str]](set)

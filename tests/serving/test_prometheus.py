@@ -30,6 +30,8 @@ VLLM = {
     "kv_cache_usage_perc": "gauge",
     "prefix_cache_queries_total": "counter",
     "prefix_cache_hits_total": "counter",
+    "external_prefix_cache_queries_total": "counter",
+    "external_prefix_cache_hits_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "num_preemptions_total": "counter",

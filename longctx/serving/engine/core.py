@@ -53,7 +53,8 @@ class Core:
         self.leases = Leases(scheduler.pool, scheduler.running.page_size)
         self._completing: deque[tuple[int, str, Chunk]] = deque()  # rows of sequences with leases, and their steps
         self._now = 0.0
-        self._counts = {"prompt_tokens": 0, "output_tokens": 0, "queried_tokens": 0, "cached_tokens": 0}
+        names = "prompt_tokens", "output_tokens", "queried_tokens", "cached_tokens", "loaded_tokens"
+        self._counts = dict.fromkeys(names, 0)
 
     @property
     def pool(self) -> PagePool:
@@ -130,6 +131,7 @@ class Core:
             sequence.cached += gained
             metrics.cached_tokens, metrics.loaded_tokens = sequence.cached, metrics.loaded_tokens + gained
             self._counts["cached_tokens"] += gained
+            self._counts["loaded_tokens"] += gained
 
     def begin(self, now: float) -> Batch | None:
         """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
@@ -224,7 +226,7 @@ class Core:
             if reason in ("stop", "length"):
                 self._keep_pages(sequence, completion.lease_id)
             else:
-                self.leases.release(completion.lease_id)
+                self.leases.drop(completion.lease_id)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
@@ -244,7 +246,7 @@ class Core:
             self.leases.keep(lease_id, self._lease_keys(completion, sequence.keys, length), sequence.pages, length)
             completion.lease = Lease(lease_id, length)
         else:
-            self.leases.release(lease_id)
+            self.leases.drop(lease_id)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""

@@ -180,8 +180,11 @@ class Engine(StepDriver):
         """
         if self._lockstep.leads:
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
-        with self._failing():
-            Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
+        try:
+            with self._failing():
+                Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
+        finally:
+            self.pages.close()
 
     @contextlib.contextmanager
     def lend_executor(self) -> Iterator[Executor]:
@@ -250,7 +253,7 @@ class Engine(StepDriver):
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         jobs: list[Job] = []
         if handoff is not None:
-            if len(self._journals) > 1 or not self._lockstep.is_alone:
+            if not self.takes_handoffs:
                 raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
             handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
@@ -342,6 +345,11 @@ class Engine(StepDriver):
             self._check_alive()
         self._apply_updates()
         return bool(self._jobs or self._events or self.core.has_stores)
+
+    @property
+    def takes_handoffs(self) -> bool:
+        """Whether it goes on with what other engines have computed: not in several processes, or recorded."""
+        return len(self._journals) <= 1 and self._lockstep.is_alone
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""

@@ -109,6 +109,7 @@ class EngineStats:
     output_tokens: int
     queried_tokens: int  # of prompts that were looked for in the cache
     cached_tokens: int
+    loaded_tokens: int  # those of them that came from beyond the devices
     preemptions: int
     pages_evicted: int
     pages_held: int

@@ -8,7 +8,8 @@ from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.journal import Journal
 from longctx.serving.executor.interface import Executor
-from longctx.serving.kv_cache.connector import PageBlock, PageKeeper, PageRead
+from longctx.serving.executor.page_stats import MoverStats
+from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -29,6 +30,9 @@ class PageTraffic:
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
       load_ends: knows when loads have ended in all processes.
+
+    Attributes:
+      on_load: are called with each load that has ended, between steps.
     """
 
     def __init__(
@@ -44,7 +48,19 @@ class PageTraffic:
         self.store, self._load_ends = store, load_ends
         self._core, self._executor, self._journals = core, executor, tuple(journals)
         self._between_steps, self._clock = between_steps, clock
+        self.on_load: list[Callable[[Loaded], object]] = []
         self._asked: dict[str, float] = {}  # when somebody asked for a lease last
+
+    @property
+    def moved(self) -> MoverStats | None:
+        """What was moved from and to this process's devices; None where nothing can be."""
+        mover = getattr(self._executor, "mover", None)  # executors without devices have none
+        return None if mover is None else mover.stats
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        """Pages that loads did not bring: of `"tiers"`, and of `"transfers"` from other engines."""
+        return self._core.scheduler.loads.missed
 
     # Between steps.
 
@@ -60,6 +76,8 @@ class PageTraffic:
             for journal in self._journals:
                 journal.note_load(loaded, now)
             self._core.end_load(loaded)
+            for call in self.on_load:
+                call(loaded)
         if self._core.leases or self._asked:
             self._expire(now)
 
@@ -72,10 +90,15 @@ class PageTraffic:
 
     def _release(self, lease_id: str) -> None:
         lease = self._core.leases.get(lease_id)
-        if lease is not None and lease.is_over:  # a request that runs ends its lease itself
+        if lease is not None and lease.is_wanted:
             for journal in self._journals:
                 journal.note_release(lease_id)
             self._core.leases.release(lease_id)
+
+    def close(self) -> None:
+        """Let what keeps pages beyond the devices write what waits, and end it: no step follows."""
+        if self.store is not None:
+            self.store.close()
 
     # From any thread.
 

@@ -103,10 +103,10 @@ class PageSource(Protocol):
 
 
 class LeasedSource(PageSource, Protocol):
-    """The pages of another engine's lease, which it keeps until they are fetched or released."""
+    """Pages that another engine keeps until they have been fetched, or nobody wants them."""
 
     def release(self) -> None:
-        """Nobody will fetch them any more. It may be called more than once, also after a fetch; it waits for nobody."""
+        """Nobody will fetch them, or has to any more; it may be called more than once, from any thread."""
         ...
 
 

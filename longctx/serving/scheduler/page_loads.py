@@ -6,7 +6,7 @@ computed. A load ends in wall time, and never blocks a step: its sequence has sl
 Source: Mooncake, section 3 (KVCache reuse), and 5.2 (when loading pays).
 """
 
-from longctx.serving.kv_cache.connector import Loaded, PageLoad
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad
 from longctx.serving.scheduler.batch import Batch, TableRun
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.running import Running
@@ -20,7 +20,8 @@ class PageLoads:
 
     Attributes:
       dropped: sequences whose loads nobody wants any more, since the last batch.
-      seconds_per_page: of the last loads, in the mean; None: there was none.
+      missed: pages that loads did not bring, from tiers and from other engines (`"transfers"`).
+      seconds_per_page: of the last loads from the engine's own tiers, in the mean; None: there was none.
     """
 
     def __init__(self, running: Running, forecast: Forecast) -> None:
@@ -30,6 +31,7 @@ class PageLoads:
         self._loading: dict[str, Sequence] = {}  # by the names of their loads
         self._name_of: dict[Sequence, str] = {}
         self._count_loads = 0
+        self.missed = {TIERS: 0, "transfers": 0}
 
     def __len__(self) -> int:
         return len(self._loading)
@@ -74,8 +76,10 @@ class PageLoads:
         tokens = min(begun + loaded.num_pages * size, sequence.loading_until)
         if tokens < sequence.loading_until:
             sequence.available = 0  # the rest is computed
+            missed = self._running.pages_of(sequence.loading_until) - self._running.pages_of(tokens)
+            self.missed[TIERS if sequence.source == TIERS else "transfers"] += missed
         sequence.computed = tokens
-        if loaded.num_pages:
+        if loaded.num_pages and sequence.source == TIERS:
             seconds = loaded.seconds / loaded.num_pages
             mean = self.seconds_per_page
             self.seconds_per_page = seconds if mean is None else mean + _WEIGHT * (seconds - mean)
@@ -109,7 +113,9 @@ class PageLoads:
         count = self._running.pages_of(stop) - sequence.computed // size
         if count <= 0:
             return 0
-        seconds = 0.0 if self.seconds_per_page is None else count * self.seconds_per_page
+        # Of pages of another engine, which may still compute them, only their own source can tell when they will come.
+        is_own = sequence.source == TIERS
+        seconds = 0.0 if self.seconds_per_page is None or not is_own else count * self.seconds_per_page
         if seconds > self._forecast.prefill_seconds(sequence.computed, stop, sequence.tpot_target):
             sequence.available = 0
             return 0

@@ -4,8 +4,12 @@ What is sent are msgpack batches `[time, events, rank]`, one for each step that 
 with its name as `type`. They are numbered from 0 without gaps, so whoever misses some asks for them
 (`kv_publisher.py`). Keys of pages are hashes under the engine's secret key, of which 64 bits are sent; consumers that
 compare prompts hash `token_ids` their own way. So whoever reads the events reads prompts.
+
+Pages that come to host memory or disk, and leave it, are events of other media, without tokens: those were in the event
+of the same hash on the devices.
 """
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,8 +19,11 @@ import numpy as np
 from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.tiers.store import TieredStore
 
 _MEDIUM, _KIND = "GPU", "full_attention"
+_MEDIA = {"host": "CPU", "disk": "STORAGE"}
+_INTERVAL = 0.1  # seconds, at most, for which changes of tiers wait while no step runs
 
 
 class _Event(msgspec.Struct, tag=True, omit_defaults=True):
@@ -24,7 +31,10 @@ class _Event(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockStored(_Event):
-    """Consecutive pages can be found. `extra_keys` has the salt of the first page of a salted prompt."""
+    """Consecutive pages can be found. `extra_keys` has the salt of the first page of a salted prompt.
+
+    Of pages beyond the devices `token_ids` is empty.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -73,12 +83,60 @@ class _Stored(msgspec.Struct, gc=False):
     salt: str
 
 
-_Change = _Stored | list[Key] | None
-"""Pages stored, removed, or None where there is none left."""
+class _TierStored(msgspec.Struct, gc=False):
+    tier: str
+    parent: Key
+    keys: list[Key]
+
+
+class _TierRemoved(msgspec.Struct, gc=False):
+    tier: str
+    keys: list[Key]
+
+
+_Change = _Stored | list[Key] | _TierStored | _TierRemoved | None
+"""Pages stored, removed, stored or removed in a tier, or None where there is none left."""
+
+
+class TierChanges:
+    """A `TierListener` that collects changes; any thread may call it."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0  # in all tiers
+        self.has_some = threading.Event()
+        self._changes: list[_TierStored | _TierRemoved] = []
+        self._lock = threading.Lock()
+
+    def stored(self, tier: str, key: Key, parent: Key) -> None:
+        with self._lock:
+            self.num_pages += 1
+            last = self._changes[-1] if self._changes else None
+            if isinstance(last, _TierStored) and last.tier == tier and last.keys[-1] == parent:
+                last.keys.append(key)
+            else:
+                self._changes.append(_TierStored(tier, parent, [key]))
+        self.has_some.set()
+
+    def removed(self, tier: str, key: Key) -> None:
+        with self._lock:
+            self.num_pages -= 1
+            last = self._changes[-1] if self._changes else None
+            if isinstance(last, _TierRemoved) and last.tier == tier:
+                last.keys.append(key)
+            else:
+                self._changes.append(_TierRemoved(tier, [key]))
+        self.has_some.set()
+
+    def take(self) -> list[_TierStored | _TierRemoved]:
+        """All changes since the last time."""
+        with self._lock:
+            self.has_some.clear()
+            changes, self._changes = self._changes, []
+        return changes
 
 
 class KvEvents:
-    """Listens to an engine's page pool, and hands on what each step changed; another thread makes messages of it.
+    """Listens to an engine's page pool and tiers, and hands on what each step changed; another thread encodes it.
 
     Args:
       thread: of an engine that caches prefixes. Its pool's listener is this object from now on.
@@ -98,8 +156,24 @@ class KvEvents:
         self._page_size, self._publish = engine.config.page_size, publish
         self._announced: set[Key] = set()
         self._changes: list[_Change] = []
+        self._handing_on = threading.Lock()
+        self._tiers = TierChanges()
+        self._is_closed = False
         pool.listener = self
         thread.on_step.append(self.flush)
+        store = engine.pages.store
+        self._thread: threading.Thread | None = None
+        if isinstance(store, TieredStore):
+            store.listen(self._tiers)
+            self._thread = threading.Thread(target=self._tell_of_tiers, name="longctx-tier-events", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End its thread."""
+        self._is_closed = True
+        self._tiers.has_some.set()
+        if self._thread is not None:
+            self._thread.join()
 
     # In the engine's thread, within a step.
 
@@ -117,15 +191,29 @@ class KvEvents:
                 self._changes.append([key])
 
     def cleared(self) -> None:
-        if not self._announced:
+        if not self._announced and not self._tiers.num_pages:
             self._changes.append(None)
 
     def flush(self, report: StepReport | None = None) -> None:
         """Hand on what has changed since the last time."""
-        if self._changes:
+        with self._handing_on:
             changes, self._changes = self._changes, []
+            self._hand_on([*changes, *self._tiers.take()])
+
+    def _hand_on(self, changes: list[_Change]) -> None:
+        if changes:
             now, page_size = time.time(), self._page_size
             self._publish(lambda: encode(changes, page_size, now))
+
+    # In a thread of its own: tiers change while no step runs, too.
+
+    def _tell_of_tiers(self) -> None:
+        while not self._is_closed:
+            self._tiers.has_some.wait()
+            time.sleep(_INTERVAL)
+            with self._handing_on:
+                if not self._changes:  # else the end of the step tells of pages on the devices, and then of others
+                    self._hand_on([*self._tiers.take()])
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -141,6 +229,12 @@ def _event(change: _Change, page_size: int) -> Event:
         return AllBlocksCleared()
     if isinstance(change, list):
         return BlockRemoved(list(map(block_hash, change)), _MEDIUM, 0)
+    if isinstance(change, _TierRemoved):
+        return BlockRemoved(list(map(block_hash, change.keys)), _MEDIA[change.tier], 0)
+    if isinstance(change, _TierStored):
+        parent = block_hash(change.parent) if change.parent else None
+        hashes, medium = list(map(block_hash, change.keys)), _MEDIA[change.tier]
+        return BlockStored(hashes, parent, [], page_size, None, medium, None, None, 0, _KIND)
     is_salted = change.salt and change.parent is None
     return BlockStored(
         list(map(block_hash, change.keys)),

@@ -100,7 +100,7 @@ class Observers:
     def _publish_kv_events(self, thread: EngineThread, settings: ObserverSettings, endpoint: str) -> None:
         publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic)
         self._closings.append(publisher.close)
-        KvEvents(thread, publisher.publish)
+        self._closings.insert(0, KvEvents(thread, publisher.publish).close)
         for address in (publisher.endpoint, publisher.replay_endpoint or ""):
             if is_public(address):
                 logger.warning("whoever reaches %s reads prompts: it is open to other hosts", address)

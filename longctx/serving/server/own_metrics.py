@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 from longctx.serving.engine.load import StepReport
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Metrics
+from longctx.serving.server.kv_metrics import KvMetrics
 from longctx.serving.server.series import Histogram, Window, counter, counters, gauge, gauges
 from longctx.serving.server.utilisation import ModelCost, Peak
 
@@ -25,6 +26,7 @@ class OwnMetrics:
 
     Attributes:
       refusals: how many, by reason.
+      kv: of pages beyond the devices.
     """
 
     def __init__(self, thread: EngineThread, labels: dict[str, str]) -> None:
@@ -42,6 +44,7 @@ class OwnMetrics:
         self._window, self._flops, self._bytes = Window(_STEPS, 3), 0.0, 0.0
         self._kept = {(kind, kept): 0 for kind in ("ttft", "tpot") for kept in (True, False)}
         self.refusals = dict.fromkeys(REFUSALS, 0)
+        self.kv = KvMetrics(thread, PREFIX, labels)
 
     def observe_step(self, report: StepReport) -> None:
         step, seen = report.metrics, self._histograms
@@ -94,6 +97,7 @@ class OwnMetrics:
         for kind in ("ttft", "tpot"):
             kept = {str(kept).lower(): float(self._kept[kind, kept]) for kept in (True, False)}
             yield counters(f"{PREFIX}{kind}_targets", f"Completions that had a {kind} target.", labels, "kept", kept)
+        yield from self.kv.families()
         if self._peak is not None:
             flops, read, seconds = self._window.sums
             used = f"Share of all devices' {{}} that the last {_STEPS} steps used."

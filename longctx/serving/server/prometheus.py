@@ -6,7 +6,7 @@ extension read it with `prefix="vllm"`. What others don't have is always `longct
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -17,6 +17,7 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
+from longctx.serving.server.kv_metrics import TransferCounts
 from longctx.serving.server.own_metrics import OwnMetrics
 from longctx.serving.server.series import Histogram, counter, counters, gauge, one_two_five
 from longctx.serving.validation import check_text
@@ -24,7 +25,13 @@ from longctx.serving.validation import check_text
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _INTERVAL = 0.25  # seconds between renderings: scrapers come every 50 ms, and rendering takes milliseconds
-_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+_REASONS: dict[FinishReason, str] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+    "moved": "moved",
+}
 
 
 class ServerMetrics:
@@ -90,6 +97,10 @@ class ServerMetrics:
         """A request was refused; in one thread, such as the event loop's."""
         self._own.refusals[reason] = self._own.refusals.get(reason, 0) + 1
 
+    def observe_transfers(self, transfers: Mapping[str, TransferCounts]) -> None:
+        """Requests move between this engine and others; how, by direction."""
+        self._own.kv.transfers = transfers
+
     def render(self) -> bytes:
         """Prometheus's text, of `CONTENT_TYPE`, at most a quarter of a second old."""
         if time.monotonic() - self._rendered >= _INTERVAL and self._rendering.acquire(blocking=False):
@@ -106,6 +117,7 @@ class ServerMetrics:
         stats = load.stats
         # Requests that came while a step runs are in no load yet.
         waiting = max(load.waiting, thread.control.num_waiting)
+        asked = stats.queried_tokens - (stats.cached_tokens - stats.loaded_tokens)
         yield gauge(prefix + "num_requests_running", "Sequences that have slots and pages.", labels, load.running)
         yield gauge(prefix + "num_requests_waiting", "Sequences that wait to be admitted.", labels, waiting)
         yield gauge(
@@ -116,6 +128,8 @@ class ServerMetrics:
             ("prefix_cache_hits", "Tokens of prompts that were found there.", stats.cached_tokens),
             ("prompt_tokens", "Tokens of prompts, computed or found.", stats.prompt_tokens + stats.cached_tokens),
             ("generation_tokens", "Tokens generated.", stats.output_tokens),
+            ("external_prefix_cache_queries", "Those of them that were looked for beyond the devices.", asked),
+            ("external_prefix_cache_hits", "Tokens that came from beyond the devices.", stats.loaded_tokens),
             ("num_preemptions", "How often a sequence gave its pages back to others.", stats.preemptions),
         ):
             yield counter(prefix + name, help, labels, value)

@@ -17,6 +17,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.disk_folder import DiskFolder
 from longctx.serving.kv_cache.tiers.index import TierIndex
+from longctx.serving.kv_cache.tiers.listener import TierListener
 from longctx.serving.kv_cache.tiers.page_file import (
     SUFFIX,
     FileHeader,
@@ -65,6 +66,7 @@ class DiskTier:
     Attributes:
       num_unusable: files found at start that are of another model or format, or torn.
       num_evicted: pages whose files were deleted for room.
+      listener: is told of what can be found, if there is one.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class DiskTier:
         self._checksum = PageChecksum(fingerprint)
         self.index: TierIndex[Path] = TierIndex(capacity, eviction, max_pinned)
         self.num_unusable = self.num_evicted = 0
+        self.listener: TierListener | None = None
         self._files: dict[Path, DiskFile] = {}
         self._pieces: dict[Key, list[Piece]] = {}
         self._complete: set[Key] = set()
@@ -121,6 +124,12 @@ class DiskTier:
                 if used:
                     self.index.use(piece.file.path)
                 self.index.release(piece.file.path)
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener of all pages that can be found, and of changes from now on."""
+        self.listener = listener
+        for key in self._complete:
+            listener.stored("disk", key, self._pieces[key][-1].record.parent)
 
     def forget_piece(self, piece: Piece) -> bool:
         """Forget a piece that could not be read; False: its file is gone, with all its pages, which is no error."""
@@ -286,10 +295,17 @@ class DiskTier:
 
     def _update(self, key: Key) -> None:
         pieces = self._pieces.get(key, [])
-        if covers((piece.part for piece in pieces), self.part):
-            self._complete.add(key)
-        else:
-            self._complete.discard(key)
+        is_complete = covers((piece.part for piece in pieces), self.part)
+        if is_complete != (key in self._complete):
+            if is_complete:
+                self._complete.add(key)
+            else:
+                self._complete.remove(key)
+            if self.listener is not None:
+                if is_complete:
+                    self.listener.stored("disk", key, pieces[-1].record.parent)
+                else:
+                    self.listener.removed("disk", key)
         if not pieces:
             self._pieces.pop(key, None)
 

@@ -11,6 +11,7 @@ import numpy as np
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.index import TierIndex
+from longctx.serving.kv_cache.tiers.listener import TierListener
 from longctx.serving.kv_cache.tiers.parts import part_shape
 
 
@@ -87,11 +88,15 @@ class HostTier:
     """Pages in host memory: complete ones are found by key, others are known to those who write them only.
 
     A slot is free again when nobody finds and nobody holds its page. Not for several threads at once.
+
+    Attributes:
+      listener: is told of what can be found, if there is one.
     """
 
     def __init__(self, memory: HostMemory, eviction: str, max_pinned: int | None = None) -> None:
         self.memory = memory
         self.index: TierIndex[Key] = TierIndex(memory.num_slots * memory.page_bytes, eviction, max_pinned)
+        self.listener: TierListener | None = None
         self._pages: dict[Key, HostPage] = {}
 
     def __contains__(self, key: Key) -> bool:
@@ -105,7 +110,7 @@ class HostTier:
         """A slot to write a page to, held by the caller; None if every other page is held or pinned."""
         slot = self.memory.allocate()
         if slot is None and (evicted := self.index.evict()) is not None:
-            self.memory.free(self._pages.pop(evicted).slot)
+            self.memory.free(self._pop(evicted).slot)
             slot = self.memory.allocate()
         return None if slot is None else HostPage(name, slot)
 
@@ -116,6 +121,8 @@ class HostTier:
         if key in self._pages:
             return False
         self._pages[key] = page
+        if self.listener is not None:
+            self.listener.stored("host", key, parent)
         self.index.add(key, self.memory.page_bytes, number, parent or None)
         for _ in range(page.holds):
             self.index.hold(key)
@@ -136,11 +143,17 @@ class HostTier:
 
     def forget(self, key: Key) -> None:
         """Let a page be found no more; who holds it may go on."""
-        page = self._pages.pop(key, None)
-        if page is not None:
+        if key in self._pages:
+            page = self._pop(key)
             self.index.remove(key)
             if not page.holds:
                 self.memory.free(page.slot)
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener of all pages that can be found, and of changes from now on."""
+        self.listener = listener
+        for key, page in self._pages.items():
+            listener.stored("host", key, page.name.parent)
 
     def clear(self) -> int:
         """Forget all pages; how many."""
@@ -148,6 +161,11 @@ class HostTier:
         for key in keys:
             self.forget(key)
         return len(keys)
+
+    def _pop(self, key: Key) -> HostPage:
+        if self.listener is not None:
+            self.listener.removed("host", key)
+        return self._pages.pop(key)
 
     def _is_found(self, page: HostPage) -> bool:
         return self._pages.get(page.name.key) is page

@@ -21,6 +21,7 @@ from longctx.serving.kv_cache.tiers.eviction import check_eviction
 from longctx.serving.kv_cache.tiers.fetch import TierFetch
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
 from longctx.serving.kv_cache.tiers.intake import Intake
+from longctx.serving.kv_cache.tiers.listener import TierListener
 from longctx.serving.kv_cache.tiers.loader import PageLoader
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
 from longctx.serving.kv_cache.tiers.parts import check_part
@@ -134,6 +135,11 @@ class TieredStore:
             count += self._probe.exists(names)
         self.prefetch(keys[:count])
         return count
+
+    @property
+    def tiers(self) -> list[str]:
+        """The tiers that there are: `"host"`, and those of `"disk"` and `"remote"` that it was made with."""
+        return ["host", *["disk"] * (self._disk is not None), *["remote"] * (self._probe is not None)]
 
     def tier_of(self, key: Key) -> str | None:
         """The first tier that has a page: `"host"`, `"disk"`, or None."""
@@ -259,7 +265,14 @@ class TieredStore:
         if self._disk is not None:
             self._disk.close()
 
-    # Checking
+    # Checking and watching
+
+    def listen(self, listener: TierListener) -> None:
+        """Tell a listener of all pages in host memory and on disk, and of changes from now on."""
+        with self._lock:
+            self._host.listen(listener)
+            if self._disk is not None:
+                self._disk.listen(listener)
 
     def samples(self) -> list[Key]:
         """Pages of loads that are to be computed again and compared, a share of all; each is named once."""

@@ -1,0 +1,98 @@
+"""Engines of fake devices whose pages, which are tokens, go through the real tiers and come back."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fake_device import MODEL, FakeExecutor
+
+from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving.kv_cache.connector import PageBlock
+from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.kv_cache.tiers.store import TieredStore
+
+LOST = -7  # a token that nobody may see
+
+
+class _Read:
+    def __init__(self, layout: PageLayout, data: np.ndarray) -> None:
+        self._layout, self._data, self.num_bytes = layout, data, data.nbytes
+
+    def result(self) -> list[PageBlock]:
+        return [PageBlock(0, self._layout.whole, self._data)]
+
+
+class TieredExecutor(FakeExecutor):
+    """Fake devices whose pages move: a layer for each stage, keys and values both the tokens."""
+
+    def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, **options: Any) -> None:
+        super().__init__(config, plan, num_pages, **options)
+        self._layout = PageLayout(plan.stage, 1, 1, config.page_size, "int32")
+        runner: Any = self.runner
+        for name in ("read_pages", "needed", "place_block", "write_placed", "write_pages", "compile_pages"):
+            setattr(runner, name, getattr(self, f"_{name}"))
+        runner.page_layout = self._layout
+
+    def open_store(self, config: EngineConfig, fingerprint: bytes = b"fake") -> TieredStore:
+        assert config.tiers is not None
+        tiers = config.tiers
+        disk = None if tiers.disk is None else Path(tiers.disk)
+        return TieredStore(
+            self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction, tiers.verify_share
+        )
+
+    def _at(self, page: int) -> Any:
+        pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]
+        return pages[:, page // self._num_pages, page % self._num_pages]
+
+    def _read_pages(self, pages: List[int], layers: tuple[int, int]) -> _Read:
+        tokens = np.stack([self._at(page) for page in pages]).astype(np.int32)  # [pages, stages, page_size]
+        return _Read(self._layout, np.repeat(tokens[:, :, None, :, None, None], 2, axis=2))
+
+    def _needed(self, pages: List[int]) -> np.ndarray:
+        for page in pages:  # a load begins
+            self._at(page)[:] = LOST
+        return np.ones((len(pages), self._layout.num_layers, 1), bool)
+
+    def _place_block(self, pages: List[int], block: PageBlock) -> Any:
+        return list(pages[block.first : block.first + len(block.data)]), np.array(block.data)
+
+    def _write_placed(self, blocks: List[Any]) -> None:
+        for pages, data in blocks:
+            for page, tokens in zip(pages, data[:, :, 0, :, 0, 0], strict=True):
+                self._at(page)[:] = tokens
+
+    def _write_pages(self, pages: List[int], block: PageBlock) -> None:
+        self._write_placed([self._place_block(pages, block)])
+
+    def _compile_pages(self) -> None:
+        pass
+
+
+def make_tiered_engine(
+    num_pages: int = 24,
+    page_size: int = 4,
+    plan: ParallelPlan | None = None,
+    executor_of: Callable[..., TieredExecutor] = TieredExecutor,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine with the tiers of `options["tiers"]`."""
+    options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
+    config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
+    executor = executor_of(config, plan or ParallelPlan(), num_pages)
+    store = executor.open_store(config)
+    executor.move_pages(store)
+    return Engine(
+        MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, tokenizer=tokenizer, store=store
+    )
+
+
+def settle(engine: Engine) -> None:
+    """Let all pages leave the devices, and be kept."""
+    while engine.has_work:
+        engine.step()
+    assert engine.pages.store is not None
+    assert engine.pages.store.flush(30)
