@@ -3,8 +3,9 @@
 A document is read by an engine without tiers, and by one whose pages go to host memory and disk while it reads: what
 storing adds to the time to the first token. Then another question about it comes: its pages are on the device; in host
 memory; on disk, where it is found after the tiers have been closed and opened again. "cold": the files are read from
-the disk itself, and not from the system's cache of files. Rounds have documents of their own, and contenders take turns in a
-random order. Times are the engine's, everything compiled before; ratios are of one round, and their medians are told.
+the disk itself, and not from the system's cache of files. Rounds have documents of their own, and contenders take turns
+in a random order. Times are the engine's, everything compiled before; ratios are of one round, and their medians are
+told.
 
 "load / copy" is the time from when a load begins until its pages can be used, in the engine, against copying as many
 bytes from one array to another, once: the least that any load can take on a machine whose device is its CPU.

@@ -16,7 +16,6 @@ from longctx.serving.kv_cache.tiers.index import TierIndex
 from longctx.serving.kv_cache.tiers.listener import TierListener
 from longctx.serving.kv_cache.tiers.parts import part_shape
 
-
 _POPULATE_WRITE = 23  # of madvise, Linux 5.14
 _POPULATED_AT_ONCE = 16 << 20  # bytes
 
