@@ -128,7 +128,7 @@ class Case:
         programs = layered.programs(runner.mesh)
 
         def layer(model: Any, mesh: Any, weights: Any, index: Any, x: Any, rope: Any, attend: Any, cache: Any) -> Any:
-            cache = runner._pages.write(cache, [placed.get()])
+            cache, _ = runner._pages.write(cache, [placed.get()])
             return programs.layer(model, mesh, weights, index, x, rope, attend, cache)
 
         cut = Programs(programs.begin, layer, programs.end, programs.sample)

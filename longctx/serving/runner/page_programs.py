@@ -30,10 +30,14 @@ def write_rows(
     count: Int[Array, ""],
     head: Int[Array, ""],
     data: Shaped[Array, "n 2 page_size heads H"],
-) -> tuple[Array, Array]:
-    """Write the first `count` rows of `data` over KV heads `head` to `head + heads - 1` of the pools' `rows`."""
+) -> tuple[Array, Array, Int[Array, ""]]:
+    """Write the first `count` rows of `data` over KV heads `head` to `head + heads - 1` of the pools' `rows`.
+
+    Returns:
+      The pools, and a number that is there once they are written: they are donated to others before.
+    """
     write = _write_in_loop if is_cpu else _write_by_scatter
-    return write(k, v, rows, count, head, data)
+    return *write(k, v, rows, count, head, data), count + 1
 
 
 def _write_in_loop(k: Array, v: Array, rows: Array, count: Array, head: Array, data: Array) -> tuple[Array, Array]:
