@@ -1,0 +1,204 @@
+"""Draw which pages left and came while which steps ran, in a real run: `python -m benchmarks.page_overlap FILE.svg`.
+
+An engine with the built-in model reads a document anew, whose pages are stored while it is read, and meanwhile answers
+a question about another one, whose pages come from disk and host memory. docs/figures/page_overlap.svg is of a run.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.tiers import Restarting
+from longctx.models import load_checkpoint
+from longctx.models.builtin import TINY
+from longctx.serving import Engine, EngineConfig, Request, SamplingParams, StepMetrics
+from longctx.serving.kv_cache.connector import PageBlock, PageRead, PageStore
+from longctx.serving.kv_cache.page_layout import PageLayout
+from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.kv_cache.tiers.store import open_store
+
+PAGE, BUDGET = 64, 256
+BEFORE, AFTER = 0.35, 0.85  # seconds about the question that are drawn
+NEW, OLD = "a new document", "a question about a document on disk"
+COLORS = {NEW: "tab:blue", OLD: "tab:orange"}
+
+mpl.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})
+
+
+class Span(NamedTuple):
+    """Pages `first` to `stop` of a sequence, and from when to when something happened to them."""
+
+    first: int
+    stop: int
+    begun: float
+    ended: float
+
+
+class Watched:
+    """A store that notes when pages are read from the devices, and when the mover takes pages of a load."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.stored: list[Span] = []
+        self.taken: list[Span] = []
+        self._lock = threading.Lock()
+
+    def put(self, stores: Sequence[PageStore], read: PageRead) -> None:
+        self._store.put(stores, _WatchedRead(read, [store.number for store in stores], self.stored))
+
+    def fetch(self, keys: Sequence[bytes], wake: Callable[[], object]) -> Any:
+        return _WatchedFetch(self._store.fetch(keys, wake), self.taken)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class _WatchedRead:
+    def __init__(self, read: PageRead, numbers: list[int], spans: list[Span]) -> None:
+        self._read, self._numbers, self._spans, self._begun = read, numbers, spans, time.monotonic()
+
+    def result(self) -> list[PageBlock]:
+        blocks = self._read.result()
+        self._spans.append(Span(min(self._numbers), max(self._numbers) + 1, self._begun, time.monotonic()))
+        return blocks
+
+
+class _WatchedFetch:
+    def __init__(self, fetch: Any, spans: list[Span]) -> None:
+        self._fetch, self._spans, self._last = fetch, spans, time.monotonic()
+
+    def take(self, max_bytes: int) -> list[PageBlock]:
+        blocks: list[PageBlock] = self._fetch.take(max_bytes)
+        now = time.monotonic()
+        for block in blocks:
+            self._spans.append(Span(block.first, block.first + len(block.data), self._last, now))
+            self._last = now
+        return blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetch, name)
+
+
+class Run(NamedTuple):
+    """What happened. `came` is when the question came, `loaded` how many of its tokens were loaded."""
+
+    steps: list[StepMetrics]
+    stored: list[Span]
+    taken: list[Span]
+    came: float
+    loaded: int
+
+
+def run(tokens: int) -> Run:
+    model, params = load_checkpoint(TINY, dtype="float32")
+    sizes = model.config
+    layout = PageLayout(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, PAGE, "float32")
+    num_bytes = tokens // PAGE * layout.page_bytes
+    config = EngineConfig(
+        page_size=PAGE,
+        num_pages=2 * tokens // PAGE,
+        max_running=2,
+        max_length=tokens + 64,
+        token_budget=BUDGET,
+        buckets=(8, BUDGET),
+        tiers=TierConfig(host_bytes=1),
+    )
+    random, sampling = np.random.default_rng(0), SamplingParams(max_tokens=24, ignore_eos=True)
+    old, new = (random.integers(0, 255, count).tolist() for count in (tokens, tokens // 3))
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = TierConfig(host_bytes=4 * num_bytes, disk_bytes=8 * num_bytes, disk=folder)
+        inner = Restarting(lambda: open_store(tiers, layout, b"figure"))
+        store: Any = Watched(inner)
+        engine = Engine(model, params, config, store=store)
+        engine.warm_up()
+        for _ in range(2):  # a load runs once before
+            engine.generate([Request(old, sampling)])
+            while engine.has_work:
+                engine.step()
+            engine.core.pool.clear()
+            assert store.flush(60)
+            inner.restart()
+            time.sleep(1)
+        store.stored.clear()
+        store.taken.clear()
+        steps: list[StepMetrics] = []
+        engine.add_monitor(steps.append)
+        engine.scheduler.loads.seconds_per_page = None
+        engine.submit(Request(new, sampling, NEW))
+        while not steps or engine.progress(NEW)[0] < tokens // 6:
+            engine.step()
+        came, loaded = time.monotonic(), 0
+        engine.submit(Request([*old, *[7] * 20], sampling, OLD))
+        while engine.has_work:
+            for event in engine.step():
+                if event.output is not None and event.request_id == OLD:
+                    loaded = event.output.metrics.loaded_tokens
+        store.flush(60)
+        store.close()
+    return Run(steps, store.stored, store.taken, came, loaded)
+
+
+def draw(found: Run) -> Figure:
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 4))
+    start = found.steps[0].finished - found.steps[0].seconds
+    for step in found.steps:
+        at, low = step.finished - step.seconds - start, 0.0
+        rows = sum(count for _, count, _ in step.rows)
+        for name, count, _ in step.rows:
+            height = count / rows
+            top.bar(at, height, step.seconds, low, align="edge", color=COLORS[name], edgecolor="white", linewidth=0.4)
+            low += height
+    top.set_yticks([])
+    top.set_ylabel("rows of\neach step")
+    for step in found.steps:
+        begin = step.finished - step.seconds - start
+        prompts = [name for name, _, decodes in step.rows if not decodes]
+        for name, (first, count) in zip(prompts, step.chunks, strict=True):
+            color = COLORS[name]
+            bottom.barh(first / PAGE, step.seconds, count / PAGE, begin, align="edge", color=color, alpha=0.3)
+    for spans, color, label in (
+        (found.stored, "tab:green", "its pages leave the device for host memory"),
+        (found.taken, "tab:red", "pages come from disk by way of host memory"),
+    ):
+        for number, span in enumerate(spans):
+            bottom.barh(
+                span.first,
+                max(span.ended - span.begun, 1e-3),
+                span.stop - span.first,
+                span.begun - start,
+                align="edge",
+                color=color,
+                label=label if not number else None,
+            )
+    bottom.axvline(found.came - start, color="black", linewidth=0.8, linestyle=":", label="the question comes")
+    bottom.set_ylabel("page of its document")
+    bottom.set_xlabel("seconds")
+    bottom.legend(loc="upper right", fontsize=8)
+    bottom.set_ylim(0)
+    bottom.set_xlim(found.came - start - BEFORE, found.came - start + AFTER)
+    handles = [mpl.patches.Patch(color=color, label=name) for name, color in COLORS.items()]
+    top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=Path("page_overlap.svg"))
+    parser.add_argument("--tokens", type=int, default=30_000, metavar="N", help="of the document on disk")
+    options = parser.parse_args()
+    found = run(options.tokens)
+    print(f"{len(found.steps)} steps, {len(found.stored)} reads, {len(found.taken)} blocks of {found.loaded} tokens")
+    draw(found).savefig(options.file, metadata={"Date": None, "Creator": None}, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
