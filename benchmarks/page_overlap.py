@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from benchmarks.tiers import Restarting
 from longctx.models import load_checkpoint
@@ -26,7 +27,7 @@ from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import open_store
 
 PAGE, BUDGET = 64, 256
-BEFORE, AFTER = 0.35, 0.85  # seconds about the question that are drawn
+BEFORE, AFTER = 0.3, 1.0  # seconds about the question that are drawn
 NEW, OLD = "a new document", "a question about a document on disk"
 COLORS = {NEW: "tab:blue", OLD: "tab:orange"}
 
@@ -88,13 +89,42 @@ class _WatchedFetch:
 
 
 class Run(NamedTuple):
-    """What happened. `came` is when the question came, `loaded` how many of its tokens were loaded."""
+    """What happened: `stored` from the devices, `taken` from tiers, `written` to the devices.
+
+    `came` is when the question came, `loaded` how many of its tokens were loaded.
+    """
 
     steps: list[StepMetrics]
     stored: list[Span]
     taken: list[Span]
+    written: list[Span]
     came: float
     loaded: int
+
+
+def watch_writes(engine: Engine) -> list[Span]:
+    """Note from now on when loaded pages are written over those of the devices."""
+    runner: Any = engine._executor.runner  # type: ignore[attr-defined]
+    place, write, spans = runner.place_block, runner.write_placed, list[Span]()
+    blocks: dict[int, PageBlock] = {}
+
+    def place_block(pages: Sequence[int], block: PageBlock) -> Any:
+        placed = place(pages, block)
+        blocks[id(placed)] = block
+        return placed
+
+    def write_placed(placed: list[Any]) -> Any:
+        begun = time.monotonic()
+        wait = write(placed)
+        if wait is not None:
+            wait()
+        for each in placed:
+            block = blocks.pop(id(each))
+            spans.append(Span(block.first, block.first + len(block.data), begun, time.monotonic()))
+        return wait
+
+    runner.place_block, runner.write_placed = place_block, write_placed
+    return spans
 
 
 def run(tokens: int) -> Run:
@@ -131,6 +161,7 @@ def run(tokens: int) -> Run:
         store.taken.clear()
         steps: list[StepMetrics] = []
         engine.add_monitor(steps.append)
+        written = watch_writes(engine)
         engine.scheduler.loads.seconds_per_page = None
         engine.submit(Request(new, sampling, NEW))
         while not steps or engine.progress(NEW)[0] < tokens // 6:
@@ -143,50 +174,52 @@ def run(tokens: int) -> Run:
                     loaded = event.output.metrics.loaded_tokens
         store.flush(60)
         store.close()
-    return Run(steps, store.stored, store.taken, came, loaded)
+    return Run(steps, store.stored, store.taken, written, came, loaded)
 
 
 def draw(found: Run) -> Figure:
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 4))
-    start = found.steps[0].finished - found.steps[0].seconds
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(1, 3, 3))
+    origin = found.came
     for step in found.steps:
-        at, low = step.finished - step.seconds - start, 0.0
+        at, low = step.finished - step.seconds - origin, 0.0
         rows = sum(count for _, count, _ in step.rows)
         for name, count, _ in step.rows:
             height = count / rows
             top.bar(at, height, step.seconds, low, align="edge", color=COLORS[name], edgecolor="white", linewidth=0.4)
             low += height
-    top.set_yticks([])
-    top.set_ylabel("rows of\neach step")
-    for step in found.steps:
-        begin = step.finished - step.seconds - start
         prompts = [name for name, _, decodes in step.rows if not decodes]
         for name, (first, count) in zip(prompts, step.chunks, strict=True):
-            color = COLORS[name]
-            bottom.barh(first / PAGE, step.seconds, count / PAGE, begin, align="edge", color=color, alpha=0.3)
-    for spans, color, label in (
-        (found.stored, "tab:green", "its pages leave the device for host memory"),
-        (found.taken, "tab:red", "pages come from disk by way of host memory"),
+            axes, height = (middle, count / PAGE) if name == NEW else (bottom, 12)
+            axes.barh(first / PAGE, step.seconds, height, at, align="edge", color=COLORS[name], alpha=0.5)
+    for axes, spans, color in (
+        (middle, found.stored, "tab:green"),
+        (bottom, found.taken, "tab:red"),
+        (bottom, found.written, "tab:purple"),
     ):
-        for number, span in enumerate(spans):
-            bottom.barh(
-                span.first,
-                max(span.ended - span.begun, 1e-3),
-                span.stop - span.first,
-                span.begun - start,
-                align="edge",
-                color=color,
-                label=label if not number else None,
-            )
-    bottom.axvline(found.came - start, color="black", linewidth=0.8, linestyle=":", label="the question comes")
-    bottom.set_ylabel("page of its document")
-    bottom.set_xlabel("seconds")
-    bottom.legend(loc="upper right", fontsize=8)
+        for span in spans:
+            width, height = max(span.ended - span.begun, 3e-3), span.stop - span.first
+            axes.barh(span.first, width, height, span.begun - origin, align="edge", color=color)
+    for axes in (top, middle, bottom):
+        axes.axvline(0, color="black", linewidth=0.8, linestyle=":")
+    top.set_yticks([])
+    top.set_ylabel("rows of\neach step")
+    middle.set_ylabel("page of the\nnew document")
+    bottom.set_ylabel("page of the\ndocument on disk")
+    bottom.set_xlabel("seconds since the question came")
+    bottom.set_xlim(-BEFORE, AFTER)
+    drawn = [step for step in found.steps if -BEFORE < step.finished - origin < AFTER + step.seconds]
+    pages = [first / PAGE for step in drawn for first, count in step.chunks if count == BUDGET]
+    middle.set_ylim(min(pages) - 4, max(pages) + 8)
     bottom.set_ylim(0)
-    bottom.set_xlim(found.came - start - BEFORE, found.came - start + AFTER)
-    handles = [mpl.patches.Patch(color=color, label=name) for name, color in COLORS.items()]
-    top.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=8, frameon=False)
+    labels = {
+        "tab:green": "pages leave the device",
+        "tab:red": "pages are read from disk",
+        "tab:purple": "pages are written to the device",
+    }
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    handles += [Patch(color=color, label=name) for color, name in labels.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
