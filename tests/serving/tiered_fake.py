@@ -39,9 +39,7 @@ class TieredExecutor(FakeExecutor):
         assert config.tiers is not None
         tiers = config.tiers
         disk = None if tiers.disk is None else Path(tiers.disk)
-        return TieredStore(
-            self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction, tiers.verify_share
-        )
+        return TieredStore(self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction)
 
     def _at(self, page: int) -> Any:
         pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]

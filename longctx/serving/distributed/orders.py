@@ -39,7 +39,13 @@ class Release(NamedTuple):
     lease_id: str
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release
+class Forget(NamedTuple):
+    """Pages that are to be found no more: they were wrong."""
+
+    keys: list[bytes]
+
+
+RequestUpdate = Arrival | Cancel | Loaded | Release | Forget
 
 
 class StepOrder(NamedTuple):

@@ -2,12 +2,13 @@
 
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import Arrival, StepOrder
+from longctx.serving.distributed.orders import Arrival, Forget, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -24,8 +25,9 @@ class Follower:
         lockstep: Lockstep,
         input_processor: InputProcessor,
         sequence_maker: SequenceMaker,
+        store: PageKeeper | None = None,
     ) -> None:
-        self._executor, self._lockstep = executor, lockstep
+        self._executor, self._lockstep, self._store = executor, lockstep, store
         self._load_ends = LoadEnds(lockstep.group)
         self._input_processor, self._sequence_maker = input_processor, sequence_maker
         queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
@@ -42,6 +44,9 @@ class Follower:
                 self._core.end(ended, order.now, order.seconds)
             for news in order.updates:
                 self._core.hear(news)
+                if isinstance(news, Forget) and self._store is not None:
+                    for key in news.keys:
+                        self._store.forget(key)
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
                 ended = self._core.step(order.now)

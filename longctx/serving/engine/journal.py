@@ -7,6 +7,7 @@ import numpy as np
 
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
+from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
@@ -31,6 +32,10 @@ class Journal(Protocol):
 
     def note_release(self, lease_id: str) -> None:
         """Nobody needs a lease any more."""
+        ...
+
+    def note_forgotten(self, keys: list[Key]) -> None:
+        """Pages are to be found no more: they were wrong."""
         ...
 
     def note_load(self, loaded: Loaded, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from longctx.serving.distributed.orders import Arrival, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Forget, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.run_step import DecisionLog, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -48,6 +48,9 @@ class OrderedCore:
             return []
         if isinstance(news, Release):
             self.core.leases.release(news.lease_id)
+            return []
+        if isinstance(news, Forget):
+            self.core.forget(news.keys)
             return []
         events = []
         for sequence in self.open[news.request_id]:

@@ -76,11 +76,6 @@ class KvMetrics:
             for name, help in families.items():
                 values = {tier: float(getattr(own, name)) for tier, own in of.items()}
                 yield make(f"{self._prefix}kv_tier_{_NAMES.get(name, name)}", help, self._labels, "tier", values)
-        for name, help, value in (
-            ("kv_verified", "Loaded pages that were computed again and compared.", stats.verified),
-            ("kv_mismatch", "Those of them that differed, though their checksums were right.", stats.mismatches),
-        ):
-            yield counter(self._prefix + name, help, self._labels, value)
         waiting = "Bytes of pages on their way from the devices, or to tiers below host memory."
         yield gauge(self._prefix + "kv_waiting_bytes", waiting, self._labels, stats.waiting_bytes)
 
@@ -100,6 +95,12 @@ class KvMetrics:
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, prefix = self._engine.pages, self._labels, self._prefix
         yield self._load_seconds.family(prefix + "kv_load_seconds", labels)
+        verified = pages.verifier.stats
+        for name, help, value in (
+            ("kv_verified", "Loaded pages that were computed again and compared.", verified.verified),
+            ("kv_mismatch", "Those of them that differed, though their checksums were right.", verified.mismatches),
+        ):
+            yield counter(prefix + name, help, labels, value)
         moved = pages.moved
         if moved is not None:
             for name, help, value in (

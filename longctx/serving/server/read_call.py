@@ -181,7 +181,7 @@ class CallReader:
         request_id = origin.request_id
         if request_id is not None and number is not None:
             request_id = f"{request_id}-{number}"
-        more = {"cache_salt": fields.cache_salt} if fields.cache_salt else {}
+        more: dict[str, Any] = {"cache_salt": fields.cache_salt} if fields.cache_salt else {}
         return Request(
             cast(Sequence[int], ids),  # an array is a sequence in all but name
             sampling,
