@@ -14,6 +14,7 @@ OTLP = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30
 # HTTP: `longctx serve`.
 SERVE = [
     "fastapi>=0.135",
+    "httpx>=0.28",  # to other servers
     "msgspec>=0.19",
     "prometheus-client>=0.21",
     "pydantic>=2.10",
@@ -80,7 +81,6 @@ setup(
             "chex>=0.1.90",
             "filelock>=3.16",  # with which JAX locks its store of compiled programs
             "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU
-            "httpx>=0.28",
             "openai>=2",
             "playwright>=1.50",
             "pytest>=8",

@@ -27,6 +27,8 @@ LAYERS = [
     ["serving.profile_shapes"],
     ["serving.profiler"],
     ["cluster.transfer"],
+    ["cluster.engine_exporter"],
+    ["cluster.engine_transfers"],
     ["simulation"],
     ["cli"],
 ]

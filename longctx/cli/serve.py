@@ -24,6 +24,7 @@ from longctx.cli.kv_flags import page_hash_key, tier_config
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.prompt_progress import show_compiling
 from longctx.cli.terminal import FAILED, Console, interrupts
+from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
 from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     settings, limits = _settings(options), _limits(options)
     _check_weights(options, settings)
     _check_record(options)
+    check_transfer_flags(options)
     config = _engine_config(options)
     template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
     if options.profile is not None:
@@ -103,7 +105,8 @@ def _serve(
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
     with naming_flags(_OBSERVER_NAMES):
-        server = Server(engine, names, settings, limits, chat_template, warm_up, observers)
+        make_transfers = transfer_maker(options)
+        server = Server(engine, names, settings, limits, chat_template, warm_up, observers, make_transfers)
     http = HttpServer(server)
     interrupts.leave_to_python()
     with recorder or contextlib.nullcontext():
@@ -123,6 +126,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         tiers=tier_config(options),
         verify_share=options.verify_share,
         hash_key=page_hash_key(options),
+        transfers=options.role is not None,
     )
 
 

@@ -4,14 +4,16 @@ Source: Mooncake, section 3: pages are streamed to the decoding side, which chec
 keep its TBT.
 """
 
+import contextlib
 import ipaddress
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
+from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
@@ -22,6 +24,11 @@ from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.transfers import TransferParams
+
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
+"""What carries pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
@@ -37,10 +44,14 @@ class EngineTransfers:
       peers: hosts that this engine fetches pages from, besides those of this machine. Clients can't name others.
       secret: what all instances share, see `PageSender`.
       advertised: the host by which others reach this one; None: `ip`.
+      role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
+        Whatever it is, requests that ask for neither are served from beginning to end.
+      messenger: of `MESSENGERS`.
 
     Raises:
       ValueError: the engine has no page keys, or of several processes; an address or secret can't be.
       OSError: it can't listen there.
+      ImportError, RuntimeError: the messenger is not there, or does not start.
     """
 
     def __init__(
@@ -52,24 +63,42 @@ class EngineTransfers:
         secret: str | None = None,
         advertised: str | None = None,
         options: TransferOptions | None = None,
+        role: Role = "both",
+        messenger: str = "zmq",
     ) -> None:
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+        if messenger not in MESSENGERS:
+            raise ValueError(f"messenger must be one of {', '.join(MESSENGERS)}, got {messenger!r}")
         if engine.page_identity is None or not (engine.config.transfers and engine.config.prefix_cache):
             raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
         layout, fingerprint = engine.page_identity
-        self.engine_id, self._engine = secrets.token_hex(8), engine
+        self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
+        self._fingerprint = fingerprint.hex()
         self._peers = frozenset(peers)
         self._exporter = EngineExporter(engine, layout)
-        self.sender = PageSender(self._exporter, layout, fingerprint, ip, port, secret, options)
-        try:
-            self.receiver = PageReceiver(layout, fingerprint, None, secret, options)
-        except BaseException:
-            self.sender.close()
-            raise
-        self.host, self.port = advertised or ip, int(self.sender.address.rpartition(":")[2])
+        self.host = advertised or ip
+        options, protocol = options or TransferOptions(), MESSENGERS[messenger]
+        with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
+            staging = puller = None
+            if protocol is not None:
+                mooncake = make_engine(self.host, protocol)
+                staging = MooncakeStaging(mooncake, self.host, options.max_blocks, options.block_bytes)
+                stack.callback(staging.close)
+                puller = MooncakePuller(mooncake, options.block_bytes)
+            sender = PageSender(self._exporter, layout, fingerprint, ip, port, secret, options, staging)
+            stack.callback(sender.close)
+            self.sender = sender
+            self.receiver = PageReceiver(layout, fingerprint, None, secret, options, puller)
+            stack.callback(self.receiver.close)
+            self._open = stack.pop_all()
+        self.port = int(self.sender.address.rpartition(":")[2])
         self.num_refused = 0
 
     def lease(self, wanted: str | None) -> str:
-        """The id of a new lease: the one that a peer wants, if nobody could guess it; else a random one."""
+        """The id of a new lease: the one that a peer wants, if nobody could guess it; else a random one. ApiError."""
+        if self.role == "decode":
+            raise ApiError(400, f"{_NAME}: this server reads no prompts for others (--role decode)", _NAME)
         return wanted if wanted is not None and _LEASE.fullmatch(wanted) else make_lease_id()
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -81,13 +110,20 @@ class EngineTransfers:
             "remote_block_ids": [],
             "remote_host": self.host,
             "remote_port": self.port,
+            "fingerprint": self._fingerprint,
             "handoff": Handoff.of(outputs).to_dict(),
         }
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
         """What was sent along with a request, see `Transfers`."""
+        if self.role == "prefill":
+            raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
             raise ApiError(400, f"{_NAME} must have handoff, remote_host and remote_port, as a prefill answers", _NAME)
+        if params.fingerprint != self._fingerprint:
+            raise ApiError(
+                409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
+            )
         sampling = prepared.request.sampling
         try:
             handoff = Handoff.from_dict(params.handoff)
@@ -96,23 +132,33 @@ class EngineTransfers:
         except ValueError as error:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
         sources = self._sources(params.remote_host, params.remote_port, handoff)
+        received = Received(handoff, sources)
         if self._breaks_tpot(prepared):
             self.num_refused += 1
-            for source in sources.values():
-                source.release()
+            received.release()
             message = "one more request would make those that run here slower than their targets"
             headers = {DROPPED: "tpot"}
             raise ApiError(503, message, None, "server_is_overloaded", _RETRY, headers)
-        return Received(handoff, sources)
+        return received
 
     def source(self, host: str, port: int, lease_id: str) -> RemoteSource:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
         if not _HOST.fullmatch(host) or not 0 < port < 65536:
             raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        if host not in self._peers and host != self.host and not _is_loopback(host):
-            raise ApiError(403, f"{_NAME}: pages are fetched from hosts of --kv-peer alone, not from {host}", _NAME)
+        self.check_peer(host)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self.receiver.source(address, lease_id)
+
+    def check_peer(self, host: str) -> None:
+        """ApiError, unless requests come from this host and go to it."""
+        if host not in self._peers and host != self.host and not _is_loopback(host):
+            raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {host}", "host")
+
+    def release(self, handoff: Handoff) -> None:
+        """Give up the leases of a request that has left."""
+        for each in handoff.completions:
+            if each.lease is not None:
+                self._engine.pages.release(each.lease)
 
     @property
     def counts(self) -> dict[str, TransferStats]:
@@ -121,12 +167,11 @@ class EngineTransfers:
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
-        return {"engine_id": self.engine_id, "host": self.host, "port": self.port}
+        return {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
 
     def close(self) -> None:
         """End all transfers."""
-        self.sender.close()
-        self.receiver.close()
+        self._open.close()
 
     def _sources(self, host: str, port: int, handoff: Handoff) -> Mapping[str, RemoteSource]:
         leases = [each.lease for each in handoff.completions if each.lease is not None]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster.fake_engine import LAYOUT, FakeEngine, Taker, wait_until
+from cluster.fake_engine import LAYOUT, FakeEngine, Taker, make_keys, wait_until
 from cluster.link_proxy import LinkProxy
 from cluster.ways import OPTIONS, SECRET, Way, mooncake_engine, open_way
 from hypothesis import given, settings
@@ -71,6 +71,21 @@ def test_a_link_that_is_cut(way_name: str) -> None:
         wait_until(lambda: len(way.engine.released) == 1)  # over a new connection
         taker, pages = begin(way)
         assert check(taker, pages) == NUM_PAGES
+
+
+def test_a_lease_may_come_after_its_fetch() -> None:
+    with open_way("zmq") as way:
+        taker = Taker(way.source("soon", patience=20.0), make_keys(3), LAYOUT)
+        never = Taker(way.source("never", patience=0.2), make_keys(3), LAYOUT)
+        other = Taker(way.source("other", patience=20.0), make_keys(3, seed=1), LAYOUT)
+        assert never.finish() == 0
+        _, pages = way.engine.add(3, lease_id="soon")
+        way.engine.add(3, lease_id="other")
+        assert check(taker, pages) == 3
+        assert other.finish() == 0  # its pages are others
+        assert (way.received.outcomes["complete"], way.received.outcomes["ended"]) == (1, 2)
+        wait_until(lambda: way.sender.num_streams == 0)  # type: ignore[union-attr]
+        assert (way.sent.outcomes["ended"], way.sent.outcomes["refused"]) == (1, 1)
 
 
 @both

@@ -139,6 +139,18 @@ def test_a_cancelled_request_keeps_nothing() -> None:
     assert engine.core.pool.num_held == 0
 
 
+def test_a_lease_that_is_released_while_its_request_runs_ends_with_it() -> None:
+    engine = storing_engine(FakeStore(), 60)
+    engine.submit(Request(np.arange(40).tolist(), SamplingParams(max_tokens=1), lease="a"))
+    engine.step()
+    engine.pages.release("a")
+    assert "a" in engine.core.leases
+    while engine.has_work:
+        engine.step()
+    assert len(engine.core.leases) == 0
+    assert engine.core.pool.num_held == 0
+
+
 def test_leases_end_that_nobody_asks_for() -> None:
     engine = storing_engine(FakeStore(), 60)
     engine.generate([Request(np.arange(40).tolist(), SamplingParams(max_tokens=1), lease="a")])

@@ -15,6 +15,7 @@ from longctx.cli.arguments.engine import (
 from longctx.cli.arguments.kv_cache import add_tier_arguments
 from longctx.cli.arguments.observe import add_observer_arguments
 from longctx.cli.arguments.processes import add_process_arguments
+from longctx.cli.arguments.transfer import add_transfer_arguments
 
 SUMMARY = "Serve a model over HTTP, as OpenAI's API."
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_observer_arguments(parser)
     add_engine_arguments(parser)
     add_tier_arguments(parser)
+    add_transfer_arguments(parser)
     add_plan_arguments(parser)
     add_process_arguments(parser)
     add_scheduling_arguments(parser)

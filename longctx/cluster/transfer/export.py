@@ -3,14 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from longctx.cluster.transfer.lease import Exporter, Lease
+from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.serving.kv_cache.connector import PageBlock, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
+_T = TypeVar("_T")
 _POLL_SECONDS = 0.003  # between two looks at how many pages are complete
 _READS = 2  # in flight: one is copied from the devices while another is sent
 _MAX_PAGES = 64  # of a read: the largest that runners compile
@@ -22,6 +23,22 @@ class Wanted(NamedTuple):
     first: int
     num_pages: int
     part: PageSlice
+
+
+def wait_for_lease(find: Callable[[], _T], seconds: float, is_closed: Callable[[], bool]) -> _T:
+    """What `find` finds, which raises LeaseGone before the request with the lease has come.
+
+    Raises:
+      LeaseGone: it has not come within so many seconds.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return find()
+        except LeaseGone:
+            if is_closed() or time.monotonic() >= until:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def find_wanted(lease: Lease, keys: list[Key], part: PageSlice) -> Wanted:

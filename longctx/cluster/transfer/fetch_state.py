@@ -26,6 +26,7 @@ class Fetch:
     Attributes:
       part: what is wanted of each page.
       deadline: in `time.monotonic`.
+      patience: seconds in which the lease may come.
     """
 
     addresses: list[str]
@@ -34,6 +35,7 @@ class Fetch:
     part: PageSlice
     deadline: float
     release: bool
+    patience: float = 0.0
     arrivals: Arrivals = None  # type: ignore[assignment]  # is told of the fetch
     streams: list["Stream"] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 
-VERSION = 1
+VERSION = 2
 _DIGEST_BYTES = 8
 _MOST_TEXT = 500
 
@@ -44,6 +44,7 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
     layers: Range
     heads: Range
     block_bytes: Annotated[int, Meta(ge=1, lt=2**41)]
+    patience: Number = 0  # milliseconds in which a lease that is not there yet may come
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):

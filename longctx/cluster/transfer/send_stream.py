@@ -51,9 +51,9 @@ class SendStream:
         self._outcome: Outcome | None = None
         self._slots: set[int] = set()  # that the receiver has not read yet
 
-    def start(self, exporter: Exporter, lease: Lease, wanted: Wanted, options: TransferOptions) -> None:
-        """Begin to send."""
-        act = lambda: self._run(exporter, lease, wanted, options)  # noqa: E731
+    def start(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
+        """Begin to send what `find` finds; it may wait, and raise LeaseGone or ValueError."""
+        act = lambda: self._run(exporter, find, options)  # noqa: E731
         threading.Thread(target=act, name=f"longctx transfer {self.fetch}", daemon=True).start()
 
     def grant(self, blocks: int) -> None:
@@ -87,14 +87,16 @@ class SendStream:
                 self._outcome = outcome
                 self._stats.add_outcome(outcome)
 
-    def _closed(self) -> bool:
+    def closed(self) -> bool:
+        """Whether nothing more is to be sent."""
         return self._is_closed
 
-    def _run(self, exporter: Exporter, lease: Lease, wanted: Wanted, options: TransferOptions) -> None:
+    def _run(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
         number = 0
         outcome: Outcome
         try:
-            for block in export_pages(exporter, lease, wanted, options, self._closed):
+            lease, wanted = find()
+            for block in export_pages(exporter, lease, wanted, options, self.closed):
                 num_pages = len(block.data)
                 data = np.ascontiguousarray(np.asarray(block.data)).reshape(-1).view(np.uint8)
                 message = Block(self.fetch, number, block.first, num_pages, *block.part, digest_of(data))
@@ -104,6 +106,8 @@ class SendStream:
             reason, outcome = "", "complete"
         except LeaseGone as error:
             reason, outcome = shorten(str(error)) or "the lease is gone", "ended"
+        except ValueError as error:
+            reason, outcome = shorten(str(error)), "refused"
         except Exception:
             _LOG.exception("longctx: pages of a lease could not be sent")
             reason, outcome = "the sender failed", "failed"
@@ -117,7 +121,7 @@ class SendStream:
             self._changed.wait_for(lambda: self._credit > 0 or self._is_closed)
             self._credit -= 1
         if self._staging is not None:
-            place = self._staging.put(data, self._closed)
+            place = self._staging.put(data, self.closed)
             if place is not None:
                 with self._changed:
                     self._slots.add(place.slot)
@@ -125,8 +129,8 @@ class SendStream:
         if self._is_closed:
             self.close("dropped")  # frees a slot that was taken meanwhile
             return False
-        self._post(message, data if message.place is None else None)
         self._stats.add_block(data.nbytes)
+        self._post(message, data if message.place is None else None)
         return True
 
     def _free(self, slots: set[int]) -> None:

@@ -142,7 +142,12 @@ class PageReceiver:
         self._thread.start()
 
     def source(
-        self, address: str | List[str], lease_id: str, release: bool = True, deadline: float | None = None
+        self,
+        address: str | List[str],
+        lease_id: str,
+        release: bool = True,
+        deadline: float | None = None,
+        patience: float = 0.0,
     ) -> "RemoteSource":
         """The pages of a lease, as a `PageSource`.
 
@@ -150,6 +155,7 @@ class PageReceiver:
           address: `host:port` of the sender; of several processes of one engine, those of all.
           release: whether the end of a fetch releases the lease. If not, call `RemoteSource.release`.
           deadline: seconds after which a fetch ends; None: that of the options.
+          patience: seconds in which a lease may come that the sender does not know yet.
 
         Raises:
           ValueError: an address is none.
@@ -161,7 +167,7 @@ class PageReceiver:
                 raise ValueError(f"address must be host:port, got {each!r}")
         if not addresses:
             raise ValueError("address must be at least one")
-        return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline)
+        return RemoteSource(self, addresses, lease_id, release, deadline or self.options.deadline, patience)
 
     @property
     def num_fetches(self) -> int:
@@ -185,7 +191,9 @@ class PageReceiver:
     def fetch(self, source: "RemoteSource", keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
         """Begin to fetch pages of a source."""
         deadline = time.monotonic() + source.deadline
-        fetch = Fetch(source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases)
+        fetch = Fetch(
+            source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases, source.patience
+        )
         fetch.arrivals = Arrivals(
             len(keys),
             self.part,
@@ -257,7 +265,7 @@ class PageReceiver:
             peer.send(
                 Open(
                     stream.number, VERSION, fetch.lease_id, fetch.keys, self._layout, self._fingerprint,
-                    *fetch.part, self.options.block_bytes,
+                    *fetch.part, self.options.block_bytes, int(1000 * fetch.patience),
                 )
             )  # fmt: skip
 
@@ -433,10 +441,16 @@ class RemoteSource:
     """A `PageSource`: the pages of a lease of an engine in another process."""
 
     def __init__(
-        self, receiver: PageReceiver, addresses: list[str], lease_id: str, releases: bool, deadline: float
+        self,
+        receiver: PageReceiver,
+        addresses: list[str],
+        lease_id: str,
+        releases: bool,
+        deadline: float,
+        patience: float,
     ) -> None:
-        self._receiver = receiver
-        self.addresses, self.lease_id, self.releases, self.deadline = addresses, lease_id, releases, deadline
+        self._receiver, self.addresses, self.lease_id = receiver, addresses, lease_id
+        self.releases, self.deadline, self.patience = releases, deadline, patience
 
     def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
         return self._receiver.fetch(self, keys, wake)

@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 
 from longctx.cluster.transfer.access import check_ip, transfer_key
-from longctx.cluster.transfer.export import find_wanted
-from longctx.cluster.transfer.lease import Exporter, LeaseGone
+from longctx.cluster.transfer.export import Wanted, find_wanted, wait_for_lease
+from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone
 from longctx.cluster.transfer.mailbox import Mailbox
 from longctx.cluster.transfer.messages import (
     TO_SENDER,
@@ -192,9 +192,15 @@ class PageSender:
     def _open(self, peer: bytes, message: Open) -> None:
         if (peer, message.fetch) in self._streams:
             raise ValueError("a transfer was opened twice")
+        find = functools.partial(self._find, message)
         try:
-            lease = self._check(message)
-            wanted = find_wanted(lease, message.keys, part_of(message))
+            self._check(message)
+            try:
+                found = find()
+            except LeaseGone:
+                if not message.patience:
+                    raise
+                found = None
         except (LeaseGone, ValueError) as error:
             reason = shorten(str(error)) or "the lease is gone"
         except Exception:
@@ -204,13 +210,20 @@ class PageSender:
             stream = SendStream(message.fetch, functools.partial(self._post, peer), self.stats, self._staging)
             self._streams[peer, message.fetch] = stream
             self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
-            stream.start(self._exporter, lease, wanted, self._options_for(message))
+            wait = functools.partial(wait_for_lease, find, message.patience / 1000, stream.closed)
+            stream.start(self._exporter, wait if found is None else lambda: found, self._options_for(message))
             return
         self.stats.add_outcome("refused")
         self._send(peer, Refused(message.fetch, reason))
 
-    def _check(self, message: Open) -> Any:
-        """The lease that a receiver asks for. Raises ValueError or LeaseGone: it does not get it."""
+    def _find(self, message: Open) -> tuple[Lease, Wanted]:
+        """The lease that a receiver asks for, and where in it. Raises ValueError or LeaseGone: it does not get it."""
+        lease = self._exporter.open(message.lease)
+        self._layout.check_same(lease.layout, "the lease")
+        return lease, find_wanted(lease, message.keys, part_of(message))
+
+    def _check(self, message: Open) -> None:
+        """ValueError, unless this sender and a receiver fit together."""
         if message.version != VERSION:
             raise ValueError(f"the sender speaks version {VERSION} of transfers, not {message.version}")
         self._layout.check_same(message.layout, "the receiver")
@@ -219,9 +232,6 @@ class PageSender:
         if len(self._streams) >= self.options.max_streams:
             raise ValueError(f"the sender serves {len(self._streams)} transfers already")
         self._options_for(message).check_fits(self._layout)
-        lease = self._exporter.open(message.lease)
-        self._layout.check_same(lease.layout, "the lease")
-        return lease
 
     def _options_for(self, message: Open) -> TransferOptions:
         return dataclasses.replace(self.options, block_bytes=min(self.options.block_bytes, message.block_bytes))

@@ -241,7 +241,7 @@ class Core:
             if reason in ("stop", "length"):
                 self._keep_pages(sequence, completion.lease_id)
             else:
-                self.leases.release(completion.lease_id)
+                self.leases.drop(completion.lease_id)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
@@ -261,7 +261,7 @@ class Core:
             self.leases.keep(lease_id, self._lease_keys(completion, sequence.keys, length), sequence.pages, length)
             completion.lease = Lease(lease_id, length)
         else:
-            self.leases.release(lease_id)
+            self.leases.drop(lease_id)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""

@@ -253,7 +253,7 @@ class Engine(StepDriver):
         prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
         jobs: list[Job] = []
         if handoff is not None:
-            if len(self._journals) > 1 or not self._lockstep.is_alone:
+            if not self.takes_handoffs:
                 raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
             handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
@@ -346,6 +346,11 @@ class Engine(StepDriver):
             self._check_alive()
         self._apply_updates()
         return bool(self._jobs or self._events or self.core.has_stores or self.pages.verifier.has_work)
+
+    @property
+    def takes_handoffs(self) -> bool:
+        """Whether it goes on with what other engines have computed: not in several processes, or recorded."""
+        return len(self._journals) <= 1 and self._lockstep.is_alone
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""

@@ -113,7 +113,7 @@ class PageTraffic:
 
     def _release(self, lease_id: str) -> None:
         lease = self._core.leases.get(lease_id)
-        if lease is not None and lease.is_over:  # a request that runs ends its lease itself
+        if lease is not None and lease.is_wanted:
             for journal in self._journals:
                 journal.note_release(lease_id)
             self._core.leases.release(lease_id)

@@ -8,37 +8,45 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
+from longctx.serving.engine.departure import Departed, Departure
+from longctx.serving.engine.departure import Sink as Sink
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.kv_cache.connector import PageSource
+from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[list[Event]], object]
-"""Is called with the events that a step brought a request. It must not block: the engine waits for it."""
-
 
 class Received(NamedTuple):
     """What another engine has computed of a request, and where its pages come from, by lease."""
 
     handoff: Handoff
-    sources: Mapping[str, PageSource]
+    sources: Mapping[str, LeasedSource]
+
+    def release(self) -> None:
+        """The request has ended, or does not begin: nobody fetches its pages any more."""
+        for source in self.sources.values():
+            source.release()
 
 
-class _Client(NamedTuple):
+@dataclass(eq=False)
+class _Client:
     """Whoever waits for a request's events."""
 
     sink: Sink
     prepared: PreparedRequest
     arrival: float
     open: set[int]  # completions that have not ended
+    outputs: dict[int, Output] = field(default_factory=dict)  # of those that have
+    departure: Departure | None = None
 
 
 class EngineThread:
@@ -70,6 +78,7 @@ class EngineThread:
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
         self._clients: dict[str, _Client] = {}
+        self._departures: dict[str, Departure] = {}
         self._ids = map("request-{}".format, itertools.count())
         self._wake, self._idle = threading.Event(), threading.Event()
         self._idle.set()
@@ -113,16 +122,30 @@ class EngineThread:
         arrival = self.engine.now() if arrival is None else arrival
         self.engine.check(prepared)
         client = _Client(sink, prepared, arrival, set(range(prepared.request.sampling.n)))
+        handoff, sources = (None, None) if received is None else received
+        self._enter(request_id, client, handoff, sources, self._admit)
+        return request_id
+
+    def _admit(self, request_id: str, prepared: PreparedRequest) -> None:
+        if self._is_draining:
+            raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
+        self.control.admit(request_id, prepared)
+
+    def _enter(
+        self,
+        request_id: str,
+        client: _Client,
+        handoff: Handoff | None,
+        sources: Mapping[str, LeasedSource] | None = None,
+        admit: Callable[[str, PreparedRequest], object] = lambda request_id, prepared: None,
+    ) -> None:
         if self._clients.setdefault(request_id, client) is not client:
             raise ValueError(f"request_id must be unique, and {request_id!r} has not ended yet")
         try:
             self._count()
             self._check_running()
-            if self._is_draining:
-                raise Refused("the server is shutting down, and takes no new requests", "draining", 5.0)
-            self.control.admit(request_id, prepared)
-            handoff, sources = (None, None) if received is None else received
-            self.engine.submit(prepared, arrival, handoff, sources)
+            admit(request_id, client.prepared)
+            self.engine.submit(client.prepared, client.arrival, handoff, sources)
             self._check_running()  # otherwise nobody would tell the sink of the end
         except BaseException:
             self._forget(request_id)
@@ -130,16 +153,67 @@ class EngineThread:
             raise
         finally:
             self._wake.set()
-        return request_id
 
     def cancel(self, request_id: str) -> bool:
         """End a request; False if it is unknown or has ended. Its sink still gets its last events."""
+        departure = self._departures.get(request_id)
+        if departure is not None:
+            departure.cancel()
+            return True
         try:
             was_there = self.engine.cancel(request_id)
         except RuntimeError:  # the engine has failed: its sink hears of that
             return False
         self._wake.set()
         return was_there
+
+    def move(self, request_id: str, lease: str) -> Departure | None:
+        """Let a request leave, for another engine; None: it is unknown, has ended, leaves already, or has a
+        lease of its own.
+
+        Its sink gets nothing more from this engine; whoever moves it sees to that, and to the end of the departure:
+        `take_back` or `forget_departure`.
+
+        Args:
+          lease: under which its pages are kept, see `Engine.hand_off`.
+        """
+        client = self._clients.get(request_id)
+        departure = Departure(request_id)
+        if client is None or client.prepared.request.lease is not None:
+            return None
+        if self._departures.setdefault(request_id, departure) is not departure:
+            return None
+        client.departure = departure
+        is_leaving = False
+        try:
+            is_leaving = self.engine.hand_off(request_id, lease)
+        finally:
+            if not is_leaving:
+                self.forget_departure(departure)
+            self._wake.set()
+        return departure if is_leaving else None
+
+    def take_back(self, departure: Departure, departed: Departed, handoff: Handoff, sink: Sink) -> None:
+        """Go on with a request that had left. It is not refused: it was let in before.
+
+        Args:
+          handoff: what was computed of it, here and elsewhere.
+          sink: gets all of its events, also those that it has had.
+
+        Raises:
+          RuntimeError: the engine has failed, or the thread is closed.
+        """
+        self.forget_departure(departure)
+        self._enter(departure.request_id, _Client(sink, departed.prepared, departed.arrival, departed.open), handoff)
+
+    def forget_departure(self, departure: Departure) -> None:
+        """A request that has left has ended."""
+        self._departures.pop(departure.request_id, None)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that have not ended, and have not left."""
+        return list(self._clients)
 
     def progress(self, request_id: str) -> tuple[int, int]:
         """See `Engine.progress`."""
@@ -211,19 +285,36 @@ class EngineThread:
             if client is not None:
                 for event in own:
                     if event.output is not None:
-                        client.open.remove(event.index)
-                        self.control.note_output(event.output, client.prepared.request.sampling.max_tokens)
-                        _call_all(self.on_end, event.output, client.prepared.request)
+                        self._note_end(client, event.output)
                 if not client.open:
                     self._forget(request_id)
                 self._tell(request_id, client, own)
+                if client.departure is not None and not client.open:
+                    self._depart(client, client.departure)
         if by_request:
             self._flush()
             self._count()
 
+    def _note_end(self, client: _Client, output: Output) -> None:
+        client.outputs[output.index] = output
+        if output.index in client.open:  # it had not ended before its request left and came back
+            client.open.remove(output.index)
+            self.control.note_output(output, client.prepared.request.sampling.max_tokens)
+            _call_all(self.on_end, output, client.prepared.request)
+
+    def _depart(self, client: _Client, departure: Departure) -> None:
+        outputs = [client.outputs[index] for index in sorted(client.outputs)]
+        departed = Departed(client.prepared, client.arrival, client.sink, outputs)
+        if not departed.open:
+            self.forget_departure(departure)
+        departure.left.set_result(departed if departed.open else None)
+
     def _tell(self, request_id: str, client: _Client, events: list[Event]) -> None:
+        if client.departure is not None:
+            events = [event for event in events if event.output is None or event.output.finish_reason != "moved"]
         try:
-            client.sink(events)
+            if events:
+                client.sink(events)
         except Exception:
             logger.exception("the sink of %s raised: it is cancelled", request_id)
             self._forget(request_id)
@@ -250,6 +341,9 @@ class EngineThread:
             for end in ends:
                 _call_all(self.on_end, end, client.prepared.request)
             self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
+            if client.departure is not None and not client.departure.left.done():
+                self.forget_departure(client.departure)
+                client.departure.left.set_result(None)
         self._flush()
         self._count()
 

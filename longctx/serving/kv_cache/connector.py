@@ -102,6 +102,14 @@ class PageSource(Protocol):
         ...
 
 
+class LeasedSource(PageSource, Protocol):
+    """Pages that another engine keeps until they have been fetched, or nobody wants them."""
+
+    def release(self) -> None:
+        """Nobody will fetch them, or has to any more; it may be called more than once, from any thread."""
+        ...
+
+
 class PageRead(Protocol):
     """Pages that are being copied from the devices to the host."""
 

@@ -17,7 +17,8 @@ class LeaseGone(Exception):
 class LeasedPages:
     """Pages of one completion: `length` tokens in `pages`, of which the last may be partial and has a key of its own.
 
-    While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them.
+    While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them, unless
+    nobody wants them any more by then.
     """
 
     keys: list[Key] = field(default_factory=list)
@@ -25,6 +26,7 @@ class LeasedPages:
     length: int = 0
     total: int = 0  # tokens that there are to be
     holder: int | None = None  # in the pool, once its sequence has ended
+    is_wanted: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -72,10 +74,13 @@ class Leases:
 
     def keep(self, lease_id: str, keys: list[Key], pages: list[int], length: int) -> None:
         """A sequence ends with `length` tokens; it still holds the pages, and is about to give them back."""
-        lease = self._leases.setdefault(lease_id, LeasedPages())
-        if lease.is_over:  # another request had this id
-            self.release(lease_id)
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.is_over:  # another request had this id
+            self.drop(lease_id)
             lease = self._leases[lease_id] = LeasedPages()
+        if not lease.is_wanted:
+            self.drop(lease_id)
+            return
         count = -(-length // self._page_size)
         lease.holder, lease.length, lease.total = next(self._holders), length, length
         lease.pages, lease.keys = pages[:count], keys
@@ -83,7 +88,15 @@ class Leases:
             self._pool.share(page, lease.holder)
 
     def release(self, lease_id: str) -> None:
-        """Nobody needs a lease any more."""
+        """Nobody needs a lease any more; that of a running sequence ends with it."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and not lease.is_over:
+            lease.is_wanted = False
+        else:
+            self.drop(lease_id)
+
+    def drop(self, lease_id: str) -> None:
+        """End a lease at once: its pages are given back, or those of a running sequence are kept for nobody."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.holder is not None:
             self._pool.release(lease.pages, lease.holder)

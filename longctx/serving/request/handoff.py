@@ -55,6 +55,8 @@ class Handoff(NamedTuple):
             for each in outputs
         )
         prompt = outputs[0].prompt_logprobs
+        if prompt is not None and len(prompt) < outputs[0].metrics.prompt_tokens - 1:
+            prompt = None  # the other engine computes the whole prompt
         return cls(outputs[0].seed, completions, None if prompt is None else tuple(prompt))
 
     def to_dict(self) -> dict[str, Any]:

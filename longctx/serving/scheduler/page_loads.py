@@ -21,7 +21,7 @@ class PageLoads:
     Attributes:
       dropped: sequences whose loads nobody wants any more, since the last batch.
       missed: pages that loads did not bring, from tiers and from other engines (`"transfers"`).
-      seconds_per_page: of the last loads, in the mean; None: there was none.
+      seconds_per_page: of the last loads from the engine's own tiers, in the mean; None: there was none.
     """
 
     def __init__(self, running: Running, forecast: Forecast) -> None:
@@ -79,7 +79,7 @@ class PageLoads:
             missed = self._running.pages_of(sequence.loading_until) - self._running.pages_of(tokens)
             self.missed[TIERS if sequence.source == TIERS else "transfers"] += missed
         sequence.computed = tokens
-        if loaded.num_pages:
+        if loaded.num_pages and sequence.source == TIERS:
             seconds = loaded.seconds / loaded.num_pages
             mean = self.seconds_per_page
             self.seconds_per_page = seconds if mean is None else mean + _WEIGHT * (seconds - mean)
@@ -113,7 +113,9 @@ class PageLoads:
         count = self._running.pages_of(stop) - sequence.computed // size
         if count <= 0:
             return 0
-        seconds = 0.0 if self.seconds_per_page is None else count * self.seconds_per_page
+        # Of pages of another engine, which may still compute them, only their own source can tell when they will come.
+        is_own = sequence.source == TIERS
+        seconds = 0.0 if self.seconds_per_page is None or not is_own else count * self.seconds_per_page
         if seconds > self._forecast.prefill_seconds(sequence.computed, stop, sequence.tpot_target):
             sequence.available = 0
             return 0

@@ -32,7 +32,7 @@ class ActiveCall:
         arrival: float | None = None,
         received: Received | None = None,
     ) -> None:
-        self.call, self.shown_id, self._thread = call, shown_id, thread
+        self.call, self.shown_id, self._thread, self._received = call, shown_id, thread, received
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
@@ -94,6 +94,8 @@ class ActiveCall:
         self.stream.close()
         self.cancel()
         self._open.clear()
+        if self._received is not None:
+            self._received.release()
 
     def _note_ends(self, number: int, events: list[Event]) -> None:
         _, indices = self._open[number]

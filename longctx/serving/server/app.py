@@ -18,23 +18,33 @@ from longctx.serving.server.routes.administration import administration_router
 from longctx.serving.server.routes.generation import generation_router
 from longctx.serving.server.routes.health import health_router
 from longctx.serving.server.routes.introspection import introspection_router
+from longctx.serving.server.routes.migration import migration_router
 from longctx.serving.server.routes.page import page_router
 from longctx.serving.server.routes.tokenization import tokenization_router
 from longctx.serving.server.schemas.base import components
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
-from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, TokenizeBody
+from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, MigrateBody, ResumeBody, TokenizeBody
 from longctx.serving.server.server import Server
 
 logger = logging.getLogger(__name__)
 
-_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
+_BODIES: list[type[BaseModel]] = [
+    CompletionBody,
+    ChatBody,
+    TokenizeBody,
+    DetokenizeBody,
+    AbortBody,
+    MigrateBody,
+    ResumeBody,
+]
 _ROUTERS = (
     generation_router,
     tokenization_router,
     introspection_router,
     health_router,
     administration_router,
+    migration_router,
     page_router,
 )
 
@@ -46,6 +56,8 @@ def make_app(server: Server) -> FastAPI:
     async def life(app: FastAPI) -> AsyncIterator[None]:
         server.start()
         yield
+        if server.migration is not None:
+            await server.migration.close()
         await asyncio.to_thread(server.close)
 
     app = FastAPI(

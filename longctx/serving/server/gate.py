@@ -20,7 +20,7 @@ OPEN_PREFIXES = ("/page/static/",)
 """What whoever has no key may see: whether the server lives, and the page's own files, which know of nobody."""
 
 ADMIN_PATHS = frozenset({"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests"})
-ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile"}
+ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile", "/migrate", "/resume"}
 
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 

@@ -1,7 +1,7 @@
 """The metrics of pages beyond the devices: tiers, loads and stores, transfers between engines, leases."""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client.core import Metric
 
@@ -39,7 +39,7 @@ class TransferCounts(Protocol):
     strangers: int
 
     @property
-    def outcomes(self) -> Mapping[str, int]:
+    def outcomes(self) -> Mapping[Any, int]:
         """How many transfers ended in each way."""
         ...
 

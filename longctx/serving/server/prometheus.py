@@ -30,7 +30,7 @@ _REASONS: dict[FinishReason, str] = {
     "length": "length",
     "cancelled": "abort",
     "error": "error",
-    "moved": "abort",
+    "moved": "moved",
 }
 
 

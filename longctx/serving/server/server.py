@@ -17,6 +17,7 @@ from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.bodies import Bodies
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
+from longctx.serving.server.migration import Migration
 from longctx.serving.server.observers import Observers, ObserverSettings
 from longctx.serving.server.preparer import Preparer
 from longctx.serving.server.read_call import Call, CallReader, CallRules
@@ -79,6 +80,7 @@ class Server:
             self.metrics.observe_transfers(self.transfers.counts)
         self._warm_up = warm_up
         self._deliveries: Deliveries | None = None
+        self.migration: Migration | None = None
 
     # What routes do.
 
@@ -122,8 +124,10 @@ class Server:
                 active = await asyncio.to_thread(ActiveCall, *arguments)  # looking ahead may take long
             else:
                 active = ActiveCall(*arguments)
-        except ApiError as error:
-            if DROPPED in error.headers:
+        except BaseException as error:
+            if received is not None:
+                received.release()
+            if isinstance(error, ApiError) and DROPPED in error.headers:
                 self.metrics.observe_refusal(error.headers[DROPPED])
             raise
         finally:
@@ -144,15 +148,18 @@ class Server:
           name: the id that the client sent, or that stands in its answer.
           tenant: whose requests may be ended; None: anybody's.
         """
-        found = [
-            active
-            for call_id, active in self.calls.items()
-            if name in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}")
-            and tenant in (None, active.call.requests[0].request.tenant)
-        ]
+        found = [call for call in self.find(name) if tenant in (None, call.call.requests[0].request.tenant)]
         for active in found:
             active.cancel()
         return bool(found)
+
+    def find(self, name: str) -> list[ActiveCall]:
+        """The calls of this name: the id that the client sent, or that stands in its answer."""
+        return [
+            active
+            for call_id, active in self.calls.items()
+            if name in (active.shown_id, call_id, f"cmpl-{call_id}", f"chatcmpl-{call_id}")
+        ]
 
     # How it is.
 
@@ -189,6 +196,8 @@ class Server:
         """Begin to warm up; call it in the event loop."""
         loop = asyncio.get_running_loop()
         self._deliveries = Deliveries(loop)
+        if self.transfers is not None:
+            self.migration = Migration(self.thread, self.transfers, self._deliveries)
         self.preparer.start()
         if self.settings.ping_interval:
             loop.call_later(self.settings.ping_interval, self._nudge)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from longctx.serving.engine.thread import Received as Received
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.kv_metrics import TransferCounts
@@ -26,6 +27,7 @@ class TransferParams(BaseModel):
     remote_host: str | None = None
     remote_port: int | None = None
     lease: str | None = None
+    fingerprint: str | None = None
     handoff: dict[str, Any] | None = None
 
 
@@ -47,6 +49,14 @@ class Transfers(Protocol):
           ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
             pages are given up.
         """
+        ...
+
+    def check_peer(self, host: str) -> None:
+        """ApiError, unless requests may be moved to this host."""
+        ...
+
+    def release(self, handoff: Handoff) -> None:
+        """Nobody needs the pages any more that are kept for a request which has left."""
         ...
 
     @property

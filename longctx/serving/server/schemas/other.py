@@ -4,8 +4,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from longctx.serving.request.request import Request
 from longctx.serving.server.schemas.base import Body, TokenId
 from longctx.serving.server.schemas.chat import Message
+from longctx.serving.server.transfers import TransferParams
 
 
 class TokenizeBody(Body):
@@ -34,6 +36,22 @@ class AbortBody(Body):
     """Ids as the clients sent them in `x-request-id`, or as they stand in answers."""
 
     request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)]
+
+
+class MigrateBody(Body):
+    """`to`: the other server, as `http://HOST:PORT`. `request_ids`: as in `AbortBody`; null: all. `drain`: take no new
+    requests from now on."""
+
+    to: Annotated[str, Field(max_length=2048)]
+    request_ids: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
+    drain: bool = True
+
+
+class ResumeBody(Body):
+    """A request of another server, as far as that has computed it."""
+
+    request: Request
+    kv_transfer_params: TransferParams
 
 
 class ProfileBody(Body):

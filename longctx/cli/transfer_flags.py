@@ -1,0 +1,68 @@
+"""What commands make of the flags of prefill and decode apart."""
+
+import argparse
+import ipaddress
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from longctx.cli.files import read_text
+from longctx.cli.naming import naming_flags
+from longctx.serving.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from longctx.cluster.engine_transfers import EngineTransfers
+
+_FLAGS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"}
+_FLAGS |= {"url": "--prefill-from"}
+_NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
+
+
+def check_transfer_flags(options: argparse.Namespace) -> None:
+    """ValueError that names the flag, if requests can't move as the flags say; before anything is loaded."""
+    if options.role is None:
+        for name in _NEED_ROLE:
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} needs --role")
+        return
+    if options.kv_secret_file is None:
+        raise ValueError("--role needs --kv-secret-file: servers know each other's pages by keys made with it")
+    for name, why in (("no_prefix_cache", "pages have keys there"), ("record", "a replay has no other server")):
+        if getattr(options, name):
+            raise ValueError(f"--role contradicts --{name.replace('_', '-')}: {why}")
+    if options.coordinator is not None:
+        raise ValueError("--role contradicts --coordinator: requests move between engines of one process each")
+    if options.role == "prefill" and options.prefill_from:
+        raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
+    if _is_any(options.kv_host) and options.kv_advertise is None:
+        raise ValueError(f"--kv-host {options.kv_host} needs --kv-advertise: nobody can reach that address")
+
+
+def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTransfers] | None":
+    """Makes what moves requests between servers, by the flags; None: they stay where they are."""
+    if options.role is None:
+        return None
+    secret = read_text("--kv-secret-file", options.kv_secret_file).strip()
+
+    def make(engine: Engine) -> "EngineTransfers":
+        from longctx.cluster.engine_transfers import EngineTransfers
+
+        with naming_flags(_FLAGS):
+            return EngineTransfers(
+                engine,
+                options.kv_host,
+                options.kv_port,
+                options.kv_peer,
+                secret,
+                options.kv_advertise,
+                role=options.role,
+                messenger=options.kv_messenger,
+            )
+
+    return make
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -1,0 +1,172 @@
+"""`Migration`: moves a server's requests to another server, in mid-generation; their clients notice nothing.
+
+The other server may have another plan: pages are cut anew on their way. It goes on where this one has stopped, with the
+same seed, so that the tokens are the same; its events come back to the clients' streams here.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from longctx.serving.engine.departure import Departed, Departure
+from longctx.serving.engine.thread import EngineThread
+from longctx.serving.request.handoff import Handoff
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.event_lines import EventLine, decode_events
+from longctx.serving.server.relay import Relay, RelayBroken
+from longctx.serving.server.streams import Deliveries
+from longctx.serving.server.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8  # requests that stand still between two servers
+_CONNECT, _SILENCE = 5.0, 60.0  # seconds; a stream says that it lives every `ping_interval`
+
+
+class Moved(NamedTuple):
+    """What became of requests that were to be moved: their ids; and why others were not, by id."""
+
+    moved: list[str]
+    kept: dict[str, str]
+
+
+class Migration:
+    """Moves requests, and passes on what comes of them. For the event loop's thread.
+
+    Args:
+      thread: of the engine whose requests move.
+      deliveries: through which their clients get events.
+    """
+
+    def __init__(self, thread: EngineThread, transfers: Transfers, deliveries: Deliveries) -> None:
+        self._thread, self._transfers, self._deliveries = thread, transfers, deliveries
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(_SILENCE, connect=_CONNECT),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    async def move(self, url: str, request_ids: Sequence[str], authorization: str | None) -> Moved:
+        """Move requests; it returns when each of them runs there, or goes on here.
+
+        Args:
+          url: of the other server, from `check`.
+          authorization: the header for it.
+        """
+        ends = await asyncio.gather(*(self._begin(url, request_id, authorization) for request_id in request_ids))
+        by_id = dict(zip(request_ids, ends, strict=True))
+        return Moved(
+            [request_id for request_id, why in by_id.items() if why is None],
+            {request_id: why for request_id, why in by_id.items() if why is not None},
+        )
+
+    async def close(self) -> None:
+        """End all relays: their clients are told."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    def check(self, to: str) -> str:
+        """Where another server takes requests.
+
+        Args:
+          to: its address.
+
+        Raises:
+          ApiError: none can be moved, or not to this address.
+        """
+        if not self._thread.engine.takes_handoffs:
+            message = "requests of an engine that is recorded, or of several processes, can't be moved"
+            raise ApiError(409, message, code="cannot_move")
+        try:
+            parts = urlsplit(to)
+            host, _ = parts.hostname, parts.port
+        except ValueError as error:
+            raise ApiError(400, f"to must be http://HOST:PORT, got {to[:100]!r}: {error}", "to") from None
+        if parts.scheme not in ("http", "https") or not host or parts.username or parts.query or parts.fragment:
+            raise ApiError(400, f"to must be http://HOST:PORT, got {to[:100]!r}", "to")
+        self._transfers.check_peer(host)
+        return to.rstrip("/") + "/resume"
+
+    async def _begin(self, url: str, request_id: str, authorization: str | None) -> str | None:
+        """Move a request; why that was not possible, None: it was."""
+        async with self._at_once:
+            departure = self._thread.move(request_id, self._transfers.lease(None))
+            if departure is None:
+                return "it has ended, leaves already, or is a prefill for another server"
+            accepted: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._run(url, departure, authorization, accepted))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return await accepted
+
+    async def _run(
+        self, url: str, departure: Departure, authorization: str | None, accepted: asyncio.Future[str | None]
+    ) -> None:
+        """A request from when it leaves to its end."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        departure.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
+        departed = await asyncio.shield(asyncio.wrap_future(departure.left))
+        if departed is None:
+            _tell(accepted, "it has ended")
+            return
+        relay = Relay(self._thread, departure, departed, self._deliveries.flush)
+        handoff = Handoff.of(departed.outputs)
+        try:
+            if departure.is_cancelled:
+                raise asyncio.CancelledError
+            await relay.follow(self._lines(url, departed, authorization, accepted))
+        except asyncio.CancelledError:
+            relay.end("cancelled")
+        except (httpx.HTTPError, RelayBroken, msgspec.DecodeError) as error:
+            logger.warning("request %s comes back: %s", departure.request_id, error)
+            _tell(accepted, str(error) or type(error).__name__)
+            relay.take_back()
+        finally:
+            _tell(accepted, "it was cancelled")
+            self._transfers.release(handoff)
+
+    async def _lines(
+        self, url: str, departed: Departed, authorization: str | None, accepted: asyncio.Future[str | None]
+    ) -> AsyncIterator[list[EventLine]]:
+        """The events that the other server sends."""
+        headers = {"content-type": "application/json"}
+        if authorization is not None:
+            headers["authorization"] = authorization
+        # Another thread writes long prompts.
+        content = await asyncio.to_thread(_body, departed, self._transfers.params(departed.outputs))
+        async with self._client.stream("POST", url, content=content, headers=headers) as response:
+            if response.status_code != 200:
+                raise RelayBroken(f"the other server says {response.status_code}: {await _reason(response)}")
+            _tell(accepted, None)
+            async for line in response.aiter_lines():
+                if line:
+                    yield decode_events(line)
+
+
+def _body(departed: Departed, params: dict[str, Any]) -> bytes:
+    prepared = departed.prepared
+    request: Any = dataclasses.replace(prepared.request, prompt=prepared.tokens.tolist(), request_id=None)
+    return msgspec.json.encode({"request": request, "kv_transfer_params": params})
+
+
+async def _reason(response: httpx.Response) -> str:
+    text = (await response.aread())[:1000].decode("utf-8", "replace")
+    try:
+        return str(msgspec.json.decode(text)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return text
+
+
+def _tell(accepted: asyncio.Future[str | None], why: str | None) -> None:
+    if not accepted.done():
+        accepted.set_result(why)

@@ -1,0 +1,102 @@
+"""`/migrate` and `/resume`: requests that move from one server to another."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.active_call import ActiveCall
+from longctx.serving.server.errors import ApiError, not_servable
+from longctx.serving.server.event_lines import encode_events
+from longctx.serving.server.gate import visitor_of
+from longctx.serving.server.read_call import Call
+from longctx.serving.server.schemas.base import body_of
+from longctx.serving.server.schemas.completions import CompletionBody
+from longctx.serving.server.schemas.other import MigrateBody, ResumeBody
+from longctx.serving.server.server import Server
+from longctx.serving.server.transfers import Transfers
+
+
+def migration_router(server: Server) -> APIRouter:
+    """The routes by which requests move; they need the key of an administrator, where there is one."""
+    router = APIRouter(tags=["migration"])
+
+    @router.post("/migrate", openapi_extra=body_of(MigrateBody))
+    async def migrate(request: Request) -> JSONResponse:
+        """Move running requests to another server, which must know the same key. Their streams go on here."""
+        _check(server, request)
+        body = await server.bodies.fields(request, MigrateBody)
+        if server.migration is None:
+            raise ApiError(503, "the server is not ready yet: see /ready", None, "server_is_overloaded", 1.0)
+        migration, authorization = server.migration, request.headers.get("authorization")
+        url = migration.check(body.to)
+        if body.drain:
+            server.is_draining = True
+        moved = await migration.move(url, _ids(server, body), authorization)
+        return JSONResponse(moved._asdict())
+
+    @router.post("/resume", openapi_extra=body_of(ResumeBody))
+    async def resume(request: Request) -> StreamingResponse:
+        """Go on with a request of another server: lines of JSON, one for the events of each step."""
+        transfers = _check(server, request)
+        server.check_accepting()
+        arrival, visitor = server.engine.now(), visitor_of(request)
+        body = await server.bodies.fields(request, ResumeBody)
+        prepared = await asyncio.to_thread(_prepare, server, body)
+        received = transfers.receive(body.kv_transfer_params, prepared)
+        call = Call(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
+        active = await server.begin(visitor.request_id, visitor.shown_id, call, arrival, None, received)
+        return _Lines(server, visitor.request_id, active)
+
+    return router
+
+
+def _check(server: Server, request: Request) -> Transfers:
+    if not visitor_of(request).is_admin:
+        raise ApiError(403, "this needs the key of an administrator", code="admin_key_needed")
+    if server.transfers is None:
+        raise ApiError(409, "this server moves no requests: start it with --role", code="cannot_move")
+    return server.transfers
+
+
+def _ids(server: Server, body: MigrateBody) -> list[str]:
+    """The engine's names of the requests that clients, or their answers, call so."""
+    if body.request_ids is None:
+        return server.thread.request_ids
+    calls = [server.find(name) for name in body.request_ids]
+    return [request_id for found in calls for active in found for request_id in active.request_ids]
+
+
+def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:
+    try:
+        return server.engine.prepare(body.request)
+    except (TypeError, ValueError) as error:
+        raise not_servable(error) from None
+
+
+class _Lines(StreamingResponse):
+    """The events of a call, which ends with the answer, however that ends."""
+
+    def __init__(self, server: Server, call_id: str, active: ActiveCall) -> None:
+        super().__init__(_lines(active), media_type="application/x-ndjson")
+        self._server, self._call_id = server, call_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._server.end(self._call_id)
+
+
+async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
+    try:
+        yield b"\n"
+        while active.is_open:
+            taken = await active.take()
+            yield b"".join(encode_events(events) for _, events in taken) or b"\n"
+    except ApiError:
+        return  # the other server goes on by itself

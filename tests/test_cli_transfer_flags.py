@@ -1,0 +1,55 @@
+"""Flags of prefill and decode apart."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from longctx.cli.arguments import serve
+from longctx.cli.arguments.transfer import MESSENGERS, ROLES
+from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
+from longctx.cluster import engine_transfers
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_choices_are_those_of_the_cluster_layer() -> None:
+    assert engine_transfers.ROLES == ROLES
+    assert tuple(engine_transfers.MESSENGERS) == MESSENGERS
+
+
+def test_requests_stay_where_they_are_by_default() -> None:
+    check_transfer_flags(parse())
+    assert transfer_maker(parse()) is None
+
+
+SECRET = ("--kv-secret-file", "secret")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-peer", "a"], "--kv-peer needs --role"),
+        (["--kv-advertise", "a"], "--kv-advertise needs --role"),
+        (["--prefill-from", "http://a"], "--prefill-from needs --role"),
+        (["--role", "both"], "--role needs --kv-secret-file"),
+        (["--role", "both", *SECRET, "--no-prefix-cache"], "--role contradicts --no-prefix-cache"),
+        (["--role", "both", *SECRET, "--record", "folder"], "--role contradicts --record"),
+        (["--role", "both", *SECRET, "--coordinator", "a:1"], "--role contradicts --coordinator"),
+        (["--role", "prefill", *SECRET, "--prefill-from", "http://a"], "--prefill-from contradicts --role prefill"),
+        (["--role", "both", *SECRET, "--kv-host", "0.0.0.0"], "--kv-host 0.0.0.0 needs --kv-advertise"),
+    ],
+)
+def test_flags_that_contradict_each_other(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_transfer_flags(parse(*arguments))
+
+
+def test_a_secret_is_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--kv-secret-file"):
+        transfer_maker(parse("--role", "both", "--kv-secret-file", str(tmp_path / "none")))
