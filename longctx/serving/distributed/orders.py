@@ -45,7 +45,14 @@ class Forget(NamedTuple):
     keys: list[bytes]
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release | Forget
+class Pin(NamedTuple):
+    """Pages that tiers keep for some seconds; 0: they may go."""
+
+    keys: list[bytes]
+    seconds: float
+
+
+RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin
 
 
 class StepOrder(NamedTuple):

@@ -1,8 +1,10 @@
 """The engine of a process that follows another: it decides the same, on the same news, at the same time."""
 
+import time
+
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import Arrival, Forget, StepOrder
+from longctx.serving.distributed.orders import Arrival, Forget, Pin, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
@@ -43,15 +45,22 @@ class Follower:
             if ended is not None:
                 self._core.end(ended, order.now, order.seconds)
             for news in order.updates:
-                self._core.hear(news)
-                if isinstance(news, Forget) and self._store is not None:
-                    for key in news.keys:
-                        self._store.forget(key)
+                if not isinstance(news, Pin):
+                    self._core.hear(news)
+                if isinstance(news, Forget | Pin) and self._store is not None:
+                    self._tell_store(self._store, news)
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
                 ended = self._core.step(order.now)
         if ended is not None:
             self._core.end(ended, self._lockstep.now, None)
+
+    def _tell_store(self, store: PageKeeper, news: Forget | Pin) -> None:
+        if isinstance(news, Pin):
+            store.pin(news.keys, time.monotonic() + news.seconds)
+        else:
+            for key in news.keys:
+                store.forget(key)
 
     def _make(self, arrival: Arrival) -> list[Sequence]:
         prepared = self._input_processor.prepare(arrival.request)

@@ -38,6 +38,10 @@ class Journal(Protocol):
         """Pages are to be found no more: they were wrong."""
         ...
 
+    def note_pinned(self, keys: list[Key], seconds: float) -> None:
+        """Tiers keep pages for some seconds; 0: they may go."""
+        ...
+
     def note_load(self, loaded: Loaded, now: float) -> None:
         """A load has ended."""
         ...

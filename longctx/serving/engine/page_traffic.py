@@ -1,5 +1,6 @@
 """Pages that leave an engine and arrive, between its steps: loads that end, leases, and reads by other engines."""
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -155,6 +156,16 @@ class PageTraffic:
     def forget(self, keys: list[Key]) -> None:
         """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
         self._between_steps(lambda: self._forget(keys))
+
+    def pin(self, keys: list[Key], seconds: float) -> None:
+        """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""
+        self._between_steps(lambda: self._pin(keys, seconds))
+
+    def _pin(self, keys: list[Key], seconds: float) -> None:
+        for journal in self._journals:
+            journal.note_pinned(keys, seconds)
+        if self.store is not None:
+            self.store.pin(keys, time.monotonic() + seconds)
 
     def _begin_read(self, read: "_LaterRead", lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> None:
         lease = self._core.leases.get(lease_id)

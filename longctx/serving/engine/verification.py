@@ -147,7 +147,7 @@ class Verifier:
         name = f"{_PREFIX}{self._num_begun}-{secrets.token_hex(8)}"
         prompt: Any = sample.tokens
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        request = Request(prompt, sampling, name, tenant=sample.tenant, lease=name, shares_pages=False)
+        request = Request(prompt, sampling, name, tenant=sample.tenant, lease=name, shares_pages=False, priority=-1)
         self._current = sample, self._begin(request)
 
     def _read(self, sample: Sample, lease_id: str) -> None:

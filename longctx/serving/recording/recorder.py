@@ -200,6 +200,9 @@ class Recorder:
     def note_forgotten(self, keys: list[bytes]) -> None:
         self._write(Forgotten(b"".join(keys)))
 
+    def note_pinned(self, keys: list[bytes], seconds: float) -> None:
+        """Nothing: no decision follows from it."""
+
     def note_load(self, loaded: Loaded, now: float) -> None:
         self._write(LoadEnded(*loaded))
 

@@ -130,6 +130,18 @@ class TieredStore:
         return count
 
     @property
+    def pinnable_pages(self) -> int:
+        """Pages that can be pinned, in the largest tier."""
+        disk = 0 if self._disk is None else self._disk.index.max_pinned
+        return max(self._host.index.max_pinned, disk) // self._page_bytes
+
+    def count_by_tier(self, keys: Sequence[Key]) -> dict[str, int]:
+        """How many of some pages are in host memory, and on disk."""
+        with self._lock:
+            disk = 0 if self._disk is None else sum(key in self._disk for key in keys)
+            return {"host": sum(key in self._host for key in keys), "disk": disk}
+
+    @property
     def tiers(self) -> list[str]:
         """The tiers that there are: `"host"`, and those of `"disk"` and `"remote"` that it was made with."""
         return ["host", *["disk"] * (self._disk is not None), *["remote"] * (self._probe is not None)]
@@ -179,8 +191,11 @@ class TieredStore:
         """Keep pages until a time of `time.monotonic()`, in each tier that they are in or get to meanwhile.
 
         At most half of a tier is pinned. Returns how many leading pages are pinned in some tier now; of those that are
-        on their way, none.
+        on their way, none. A time that is over unpins them.
         """
+        if until <= time.monotonic():
+            self.unpin(keys)
+            return 0
         with self._lock:
             self._expire()
             self._next_expiry = min(until, self._next_expiry)
@@ -200,8 +215,8 @@ class TieredStore:
             for key in keys:
                 if key in self._host:
                     self._host.index.unpin(key)
-                if self._disk is not None:
-                    self._disk.unpin(key, self._pins)
+            if self._disk is not None:
+                self._disk.unpin(keys, self._pins)
 
     def with_followers(self, keys: Sequence[Key]) -> list[Key]:
         """Pages and those in host memory and on disk that come after them."""
