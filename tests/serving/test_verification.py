@@ -9,10 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_device import expected_tokens
+from process_threads import run_processes
 from test_stored_pages import LAYOUT, oracle
 from tiered_fake import TieredExecutor, make_tiered_engine, settle
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
+from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.engine.verification import TOLERANCE, agree
 from longctx.serving.kv_cache.connector import PageStore
@@ -185,6 +187,47 @@ def test_a_server_verifies_when_it_is_idle() -> None:
                 time.sleep(0.002)
             engine.pages.store.flush(20)
         assert wait_verified(engine, 9) == (9, 0)
+    engine.pages.close()
+
+
+def test_all_processes_of_an_engine_throw_wrong_pages_out_and_keep_pinned_ones() -> None:
+    def act(group: ProcessGroup) -> tuple[list[str | None], int]:
+        engine = engine_of(group=group)
+        store = engine.pages.store
+        assert isinstance(store, TieredStore)
+        keys = engine.prepare(Request(PROMPT)).keys
+        executor: Any = engine._executor
+        executor.wrong_pages = (4,)
+        if not group.is_first:
+            engine.follow()
+        else:
+            for number in (0, 1, 2, 0):  # the others take the memory of the first
+                engine.generate(Request([*PROMPT[number:], *PROMPT[:number]], FIVE))
+                settle(engine)
+                engine.scheduler.loads.seconds_per_page = None
+            assert wait_verified(engine, 1)[1] == 1
+            engine.pages.pin(keys[:3], 60.0)
+            engine.generate(Request([1, 2, 3], FIVE))
+        return [store.tier_of(key) for key in keys], store.stats.host.pinned_bytes
+
+    ends = run_processes(2, act)
+    assert ends == [(["host"] * 4 + [None] * 6, 3 * 32)] * 2
+
+
+def test_a_server_that_ends_verifies_no_more() -> None:
+    engine = engine_of()
+    ask(engine)
+    engine.core.pool.clear()
+    engine.generate(Request(PROMPT, FIVE, tenant="someone"))
+    while not engine.pages.verifier._current:
+        engine.step()
+    thread = EngineThread(engine)
+    thread.close()
+    with thread:
+        pass
+    assert not engine.has_work
+    stats = engine.stats()
+    assert (stats.running, stats.pages_held, len(engine.core.leases)) == (0, 0, 0)
     engine.pages.close()
 
 

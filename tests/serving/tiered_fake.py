@@ -9,6 +9,7 @@ import numpy as np
 from fake_device import MODEL, FakeExecutor
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving.distributed import ProcessGroup
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -75,6 +76,7 @@ def make_tiered_engine(
     plan: ParallelPlan | None = None,
     executor_of: Callable[..., TieredExecutor] = TieredExecutor,
     tokenizer: Any = None,
+    group: ProcessGroup | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with the tiers of `options["tiers"]`."""
@@ -84,7 +86,15 @@ def make_tiered_engine(
     store = executor.open_store(config)
     executor.move_pages(store)
     return Engine(
-        MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, tokenizer=tokenizer, store=store
+        MODEL,
+        None,
+        config,
+        executor=executor,
+        clock=executor.clock,
+        plan=plan,
+        tokenizer=tokenizer,
+        store=store,
+        process_group=group,
     )
 
 

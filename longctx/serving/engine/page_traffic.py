@@ -157,6 +157,10 @@ class PageTraffic:
         """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
         self._between_steps(lambda: self._forget(keys))
 
+    def stop_verifying(self) -> None:
+        """Compare no more pages: the engine is about to end."""
+        self._between_steps(self.verifier.close)
+
     def pin(self, keys: list[Key], seconds: float) -> None:
         """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""
         self._between_steps(lambda: self._pin(keys, seconds))

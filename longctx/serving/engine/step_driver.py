@@ -165,6 +165,7 @@ class StepDriver:
         with Interrupts():
             self._check_alive()
             self._apply_updates_locked()
+            self.pages.verifier.give_way()
             if self._jobs:
                 raise RuntimeError(message.format(len(self._jobs)))
             while self._queue:

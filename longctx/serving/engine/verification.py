@@ -141,6 +141,12 @@ class Verifier:
             if sample.tries < _MOST_TRIES:
                 self._samples.append(sample._replace(tries=sample.tries + 1))
 
+    def close(self) -> None:
+        """Verify no more."""
+        self._share = 0.0
+        self.give_way()
+        self._samples.clear()
+
     def _begin_next(self) -> None:
         sample = self._samples.popleft()
         self._num_begun += 1
