@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_device import expected_tokens
+from memory_store import MemoryStore
 from process_threads import run_processes
 from test_stored_pages import LAYOUT, oracle
 from tiered_fake import TieredExecutor, make_tiered_engine, settle
@@ -17,11 +18,12 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, Samplin
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.engine.verification import TOLERANCE, agree
-from longctx.serving.kv_cache.connector import PageStore
+from longctx.serving.kv_cache.connector import PageStore, assemble
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.recorder import open_recorder
+from longctx.serving.request.handoff import Handoff
 from longctx.simulation.incident.replayer import Replayer
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -124,6 +126,31 @@ def test_pages_that_were_written_wrong_are_found(tmp_path: Path, caplog: pytest.
     settle(engine)
     assert engine.pages.verifier.stats.mismatches == 0
     engine.pages.close()
+
+
+@pytest.mark.parametrize("wrong", [None, 2])
+def test_pages_of_other_engines_are_verified_too(wrong: int | None) -> None:
+    one, other = engine_of(), engine_of()
+    request = Request(PROMPT, FIVE, tenant="someone")
+    (output,) = one.generate(dataclasses.replace(request, sampling=dataclasses.replace(FIVE, max_tokens=2), lease="a"))
+    lease = one.pages.lease("a")
+    layout = one._executor.page_layout
+    pages = np.zeros((len(lease.pages), *layout.shape), layout.bits)
+    assemble(one.pages.read("a", 0, len(lease.pages), (0, layout.num_layers)).result(), pages, layout.whole)
+    source = MemoryStore(layout)
+    source.pages = dict(zip(lease.keys, pages, strict=True))
+    if wrong is not None:
+        source.pages[lease.keys[wrong]][0, 0, 1] += 1
+    other.submit(request, handoff=Handoff.of([output]), sources={"a": source})
+    events = []
+    while other.has_work:
+        events += other.step()
+    tokens = [token for event in events for token in event.token_ids]
+    assert (tokens == expected_tokens(PROMPT, FIVE)) == (wrong is None)
+    assert wait_verified(other, 10) == (10, 0 if wrong is None else 1)
+    assert wrong is None or other.core.pool.find(lease.keys[wrong]) is None
+    for engine in (one, other):
+        engine.pages.close()
 
 
 def test_whoever_comes_ends_what_is_computed_for_comparison() -> None:
