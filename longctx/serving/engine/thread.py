@@ -248,6 +248,7 @@ class EngineThread:
                 self._run_steps()
                 self._wake.wait()
                 self._wake.clear()
+            self.engine.pages.stop_verifying()
             while self.engine.has_work:
                 for request_id in tuple(self._clients):
                     self.engine.cancel(request_id)
