@@ -84,10 +84,13 @@ class Core:
         """
         events = []
         for sequence, progress in zip(sequences, handoff.completions, strict=True):
-            completion, reason = completion_of(sequence), None
-            if completion.num_prompt_logprobs is not None and handoff.prompt_logprobs is not None:
-                completion.add_prompt_logprobs(1, list(handoff.prompt_logprobs))
-                sequence.may_share = True
+            completion, reason, length = completion_of(sequence), None, progress.length
+            if completion.num_prompt_logprobs is not None:
+                known = handoff.prompt_logprobs or ()
+                completion.add_prompt_logprobs(1, list(known))
+                sequence.may_share = len(known) == completion.num_prompt - 1
+                if not sequence.may_share:  # the rows after those of known log probabilities are computed, all of them
+                    length = min(length, len(known) - len(known) % self.scheduler.running.page_size)
             for token, logprob in itertools.zip_longest(progress.tokens, progress.logprobs):
                 if reason is None:
                     text, reason = completion.push(token, logprob, now)
@@ -97,10 +100,10 @@ class Core:
                 _complete(completion.metrics, sequence, now)
                 continue
             sequence.length = completion.num_known
-            if self.page_hash is not None:
+            if self.page_hash is not None and completion.request.shares_pages:
                 self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
             if progress.lease is not None:
-                sequence.source, sequence.available = progress.lease, progress.length
+                sequence.source, sequence.available = progress.lease, length
                 keys = self._lease_keys(completion, sequence.keys, progress.length)
                 sequence.tail_key = keys[-1] if keys else None
             self.add([sequence])
@@ -119,8 +122,8 @@ class Core:
         self._keep_pages(sequence, completion_of(sequence).lease_under(name))
         return [self._finish(sequence, "", None, "moved", self._now)]
 
-    def end_load(self, loaded: Loaded) -> None:
-        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing."""
+    def end_load(self, loaded: Loaded) -> Sequence | None:
+        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
         sequence = self.scheduler.end_load(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
@@ -129,6 +132,19 @@ class Core:
             metrics.cached_tokens, metrics.loaded_tokens = sequence.cached, metrics.loaded_tokens + gained
             self._counts["cached_tokens"] += gained
             self._counts["loaded_tokens"] += gained
+        return sequence
+
+    def with_followers(self, keys: list[Key]) -> list[Key]:
+        """Pages and those known here that come after them in any sequence."""
+        stores = self.scheduler.stores
+        return keys if stores is None else stores.with_followers(keys)
+
+    def forget(self, keys: list[Key]) -> None:
+        """Let pages be found no more; sequences that hold them go on."""
+        for key in keys:
+            page = self.pool.discard(key)
+            if page is not None and self.scheduler.stores is not None:
+                self.scheduler.stores.forget(page)
 
     def begin(self, now: float) -> Batch | None:
         """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
@@ -167,7 +183,7 @@ class Core:
                 continue
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
-            if page_hash is not None and completion.num_known % page_hash.page_size == 0:
+            if page_hash is not None and self._fills_page(completion):
                 page_hash.extend(sequence.keys, completion.tokens, _root(page_hash, completion))
             receive(sequence)
             if reason is None:
@@ -206,6 +222,11 @@ class Core:
             waiting=len(scheduler.waiting),
             idle_stage_steps=self.in_flight.num_idle,
         )
+
+    def _fills_page(self, completion: Completion) -> bool:
+        """Whether its last token completes a page that others may find."""
+        assert self.page_hash is not None
+        return completion.num_known % self.page_hash.page_size == 0 and completion.request.shares_pages
 
     def _note_planned(self, batch: Batch, now: float) -> None:
         for sequence in batch.admitted:
