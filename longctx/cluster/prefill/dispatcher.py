@@ -53,8 +53,8 @@ class PrefillDispatcher:
       inline_tokens: tokens of a prompt, not cached, up to which it is read here.
 
     Attributes:
-      decisions: how many prompts were read where, see `Decision`. answers: how reading elsewhere ended, see `Answer`; `"cancelled"`:
-        nobody wanted it any more.
+      decisions: how many prompts were read where, see `Decision`.
+      answers: how reading elsewhere ended, see `Answer`; `"cancelled"`: nobody wanted it any more.
     """
 
     def __init__(
