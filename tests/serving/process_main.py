@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup, describe_mesh, initialize, make_process_mesh
+from longctx.serving.kv_cache.tiers.config import TierConfig
 
 
 def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tuple[Engine, Any]:
@@ -35,6 +37,28 @@ def workload(group: ProcessGroup, options: dict[str, Any]) -> None:
     engine._is_warm = options.get("cold", False)
     Workload(engine, options["seed"], oracle.expected_tokens).run(options["events"])
     print(json.dumps({"steps": engine.stats().steps}))
+
+
+def tiers(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Ask about documents again that the devices have forgotten; print how many tokens of them were loaded."""
+    tier_config = TierConfig(host_bytes=1 << 20, disk_bytes=1 << 20, disk=options["disk"])
+    engine, oracle = make_engine(group, options, tiers=tier_config, hash_key=bytes(16))
+    store: Any = engine.pages.store
+    if not group.is_first:
+        engine.follow()
+        print(json.dumps({"hits": store.stats.host.hits + store.stats.disk.hits, "part": store.part}))
+        return
+    random, params, loaded = np.random.default_rng(0), SamplingParams(max_tokens=4, ignore_eos=True), 0
+    documents = [random.integers(0, 50, 60).tolist() for _ in range(5)]
+    for number in range(12):
+        prompts = [[*documents[(number + i) % 5], *random.integers(0, 50, 5).tolist()] for i in range(2)]
+        for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+            assert output.token_ids == oracle.expected_tokens(prompt, params), (number, prompt)
+            loaded += output.metrics.loaded_tokens
+        while engine.has_work:
+            engine.step()
+        engine.scheduler.loads.seconds_per_page = None
+    print(json.dumps({"loaded": loaded, "part": store.part}))
 
 
 def forever(group: ProcessGroup, options: dict[str, Any]) -> None:

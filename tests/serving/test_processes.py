@@ -85,6 +85,28 @@ ALL = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ({"stage": 2}, [[[0, 1], [0, 2]], [[1, 2], [0, 2]]]),
+        ({"tensor": 2}, [[[0, 1], [0, 1]], [[0, 1], [1, 2]]]),
+        ({"context": 2, "placement": "interleave", "exchange": "pass_kv"}, [[[0, 1], [0, 2]]] * 2),
+    ],
+    ids=str,
+)
+def test_pages_come_back_in_every_process(plan: dict[str, Any], parts: list[Any], tmp_path: Path) -> None:
+    """Each process keeps and loads its part of them, and all take the same steps."""
+    options = {"disk": str(tmp_path / "pages"), "failure_timeout": 120, "join_timeout": 120}
+    with processes(tmp_path, "tiers", 2, plan=plan, **options) as group:
+        assert group.statuses(500) == [0, 0], "\n".join(map(group.output, range(2)))
+        first, second = (json.loads(group.output(i).splitlines()[-1]) for i in range(2))
+        assert [first["part"], second["part"]] == parts
+        if "context" not in plan:  # there, a process has not all pages, and what the first one finds ends with its own
+            assert first["loaded"] > 0
+            assert second["hits"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "sizes", "strategy", "seed"), ALL, ids=str)
 def test_tokens_equal_those_of_one_device(
     count: int, sizes: tuple[int, int, int], strategy: tuple[str, str], seed: int, tmp_path: Path

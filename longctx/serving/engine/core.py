@@ -84,10 +84,13 @@ class Core:
         """
         events = []
         for sequence, progress in zip(sequences, handoff.completions, strict=True):
-            completion, reason = completion_of(sequence), None
-            if completion.num_prompt_logprobs is not None and handoff.prompt_logprobs is not None:
-                completion.add_prompt_logprobs(1, list(handoff.prompt_logprobs))
-                sequence.may_share = True
+            completion, reason, length = completion_of(sequence), None, progress.length
+            if completion.num_prompt_logprobs is not None:
+                known = handoff.prompt_logprobs or ()
+                completion.add_prompt_logprobs(1, list(known))
+                sequence.may_share = len(known) == completion.num_prompt - 1
+                if not sequence.may_share:  # the rows after those of known log probabilities are computed, all of them
+                    length = min(length, len(known) - len(known) % self.scheduler.running.page_size)
             for token, logprob in itertools.zip_longest(progress.tokens, progress.logprobs):
                 if reason is None:
                     text, reason = completion.push(token, logprob, now)
@@ -100,7 +103,7 @@ class Core:
             if self.page_hash is not None and completion.request.shares_pages:
                 self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
             if progress.lease is not None:
-                sequence.source, sequence.available = progress.lease, progress.length
+                sequence.source, sequence.available = progress.lease, length
                 keys = self._lease_keys(completion, sequence.keys, progress.length)
                 sequence.tail_key = keys[-1] if keys else None
             self.add([sequence])

@@ -26,7 +26,7 @@ from longctx.serving.engine.step_driver import StepDriver
 from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.kv_cache.connector import PageKeeper, PageSource
+from longctx.serving.kv_cache.connector import LeasedSource, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -237,14 +237,15 @@ class Engine(StepDriver):
         request: Request | PreparedRequest,
         arrival: float | None = None,
         handoff: Handoff | None = None,
-        sources: Mapping[str, PageSource] | None = None,
+        sources: Mapping[str, LeasedSource] | None = None,
     ) -> str:
         """Begin a request; its id. `step` returns its events.
 
         Args:
           arrival: when it came, by the engine's clock; None: now.
           handoff: what another engine has computed of it; the first events have its tokens so far.
-          sources: where the pages of the handoff's leases come from, by lease. What does not come is computed.
+          sources: where the pages of the handoff's leases come from, by lease. What does not come is computed. They are
+            released when the request has ended.
 
         Raises:
           TypeError, ValueError: it can't be served.
@@ -257,8 +258,7 @@ class Engine(StepDriver):
                 raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
             handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
-            self._executor.sources.update(sources or {})
-        self._start([prepared], arrival, self._events, jobs, handoff)
+        self._start([prepared], arrival, self._events, jobs, handoff, sources)
         return jobs[0].request_id
 
     def cancel(self, request_id: str) -> bool:
@@ -388,6 +388,7 @@ class Engine(StepDriver):
         events: deque[Event],
         jobs: list[Job],
         handoff: Handoff | None = None,
+        sources: Mapping[str, LeasedSource] | None = None,
     ) -> None:
         """Check that all of them can be served, and let them enter, as `jobs`; all or none."""
         try:
@@ -397,7 +398,7 @@ class Engine(StepDriver):
                 for i, prepared in enumerate(requests):
                     with naming_prompt(i, len(requests)):
                         self.check(prepared)
-                self._jobs.claim(requests, arrival, events, jobs, handoff)
+                self._jobs.claim(requests, arrival, events, jobs, handoff, sources)
                 self._update(self._enter, jobs)
         except BaseException:
             self.cancel_jobs(jobs)

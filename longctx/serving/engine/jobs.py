@@ -4,10 +4,11 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
+from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import PreparedRequest
@@ -24,6 +25,7 @@ class Job:
     arrival: float
     events: deque[Event]
     handoff: Handoff | None = None  # what another engine has computed of it
+    sources: Mapping[str, LeasedSource] = field(default_factory=dict)  # where its pages come from, by lease
     sequences: list[Sequence] = field(default_factory=list)
     open: set[int] = field(init=False)
 
@@ -60,6 +62,7 @@ class Jobs(dict[str, Job]):
         events: deque[Event],
         jobs: list[Job],
         handoff: Handoff | None = None,
+        sources: Mapping[str, LeasedSource] | None = None,
     ) -> None:
         """Let each request have its id, or a new one; `jobs` gets them.
 
@@ -70,9 +73,9 @@ class Jobs(dict[str, Job]):
         try:
             for i, prepared in enumerate(requests):
                 request_id = prepared.request.request_id
-                job = Job(
-                    self._choose_id(given) if request_id is None else request_id, prepared, arrival, events, handoff
-                )
+                if request_id is None:
+                    request_id = self._choose_id(given)
+                job = Job(request_id, prepared, arrival, events, handoff, sources or {})
                 jobs.append(job)
                 # One call, so that nobody comes between the question and the answer.
                 if self.setdefault(job.request_id, job) is not job:

@@ -25,6 +25,7 @@ from longctx.serving.kv_cache.tiers.store import open_store
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.runner.page_parts import process_part
 from longctx.serving.scheduler.slo import check_slo
 
 
@@ -62,12 +63,15 @@ class Resolved(NamedTuple):
         return PageIdentity(layout, page_fingerprint(model, params, layout))
 
     def open_store(self, pages: PageIdentity | None) -> PageKeeper | None:
-        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing.
+        """What keeps pages beyond the devices, as `config.tiers` says; None: nothing. Each process keeps its part.
 
         Raises:
           ValueError, OSError: it can't.
         """
-        return None if pages is None or self.config.tiers is None else open_store(self.config.tiers, *pages)
+        if pages is None or self.config.tiers is None:
+            return None
+        part = None if self.mesh is None else process_part(self.mesh, self.model.config)
+        return open_store(self.config.tiers, *pages, part=part)
 
     def make_executor(self, params: Params | None, store: PageKeeper | None = None) -> Executor:
         """The executor that runs batches on the mesh; ValueError without parameters."""

@@ -110,6 +110,7 @@ class StepDriver:
         if handoff is None:
             self.core.add(job.sequences)
         else:
+            self._executor.sources.update(job.sources)
             self._deliver(self.core.resume(job.sequences, handoff, self._clock()))
 
     def _begin_own(self, request: Request) -> Job:
@@ -177,8 +178,9 @@ class StepDriver:
             job.deliver(event)
             if not job.open:
                 del self._jobs[event.request_id]
-                for progress in () if job.handoff is None else job.handoff.completions:
-                    self._executor.sources.pop(progress.lease or "", None)
+                for lease, source in job.sources.items():
+                    self._executor.sources.pop(lease, None)
+                    source.release()
 
     def _prepare(self, name: str, prepare: Callable[[Progress], None], progress: Progress) -> None:
         with self._step_lock.turn(name):

@@ -33,7 +33,7 @@ class _Load:
     """A load; `fetch` is the placing thread's alone, but for `num_pages`.
 
     `missing`: the parts, `[pages, layers, KV heads]`, that have not been written. `placed` are on their way to the
-    devices; `is_over` if no more will be.
+    devices; `is_over` if no more will be. `written`: waits until no device reads what the fetch has given.
     """
 
     request: PageLoad
@@ -43,6 +43,7 @@ class _Load:
     last_block: float
     fetch: PageFetch | None = None
     placed: deque[tuple[PageBlock, Any, int]] = field(default_factory=deque)
+    written: list[Callable[[], object]] = field(default_factory=list)
     is_over: bool = False
     failed: bool = False
     is_done: bool = False
@@ -181,7 +182,8 @@ class PageMover:
             blocks, size = self._take_placed(load, budget)
             if blocks:
                 budget -= size
-                self._runner.write_placed([placed for _, placed, _ in blocks])
+                if (written := self._runner.write_placed([placed for _, placed, _ in blocks])) is not None:
+                    load.written.append(written)
                 for block, _, _ in blocks:
                     pages, layers, heads = (block.first, block.first + len(block.data)), *block.part
                     load.missing[slice(*pages), slice(*layers), slice(*heads)] = False
@@ -282,6 +284,8 @@ class PageMover:
             retired, self._retired = self._retired, []
         for load in retired:
             try:
+                for wait in load.written:
+                    wait()
                 if load.fetch is not None:
                     load.fetch.close()
             except Exception:

@@ -35,7 +35,7 @@ class Handoff(NamedTuple):
     Attributes:
       seed: that its tokens are drawn with, also where the engine drew it.
       completions: of each of its n completions, in order.
-      prompt_logprobs: of the prompt's tokens but the first, if the request asks for them.
+      prompt_logprobs: of the prompt's tokens but the first, as far as it has been read, if the request asks for them.
     """
 
     seed: int
@@ -99,8 +99,8 @@ class Handoff(NamedTuple):
                 )
             if len(each.logprobs) not in (0, len(each.tokens)):
                 raise ValueError(f"handoff must have logprobs of all {len(each.tokens)} tokens or none")
-        if self.prompt_logprobs is not None and len(self.prompt_logprobs) != num_prompt - 1:
-            raise ValueError(f"handoff must have prompt_logprobs of {num_prompt - 1} tokens")
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) > num_prompt - 1:
+            raise ValueError(f"handoff must have prompt_logprobs of up to {num_prompt - 1} tokens")
 
 
 def _plain(logprobs: tuple[TokenLogprob, ...]) -> list[Any]:

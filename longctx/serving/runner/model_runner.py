@@ -93,19 +93,23 @@ class ModelRunner(Protocol):
     def place_block(self, pages: List[int], block: PageBlock) -> Any:
         """Send a block of a load of `pages` to the devices that it is for, and wait until it is there.
 
-        This call alone may come from any thread. After it, the block's memory may change.
+        This call alone may come from any thread. The block's memory must not change until it is written.
 
         Raises:
           ValueError: the block is not of these pages, or has another layout.
         """
         ...
 
-    def write_placed(self, blocks: List[Any]) -> None:
-        """Write blocks from `place_block` over their pages."""
+    def write_placed(self, blocks: List[Any]) -> Callable[[], object] | None:
+        """Begin to write blocks from `place_block` over their pages.
+
+        Returns:
+          What waits, in any thread, until nothing reads the blocks' memory any more. None: nothing does.
+        """
         ...
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        """Write a block of a load of `pages`: `place_block` and `write_placed`."""
+        """Write a block of a load of `pages`: `place_block` and `write_placed`; its memory may change after it."""
         ...
 
     def needed(self, pages: List[int]) -> np.ndarray:
@@ -220,11 +224,14 @@ class MeshModelRunner:
     def place_block(self, pages: List[int], block: PageBlock) -> PlacedBlock:
         return self._pages.place(pages, block)
 
-    def write_placed(self, blocks: List[PlacedBlock]) -> None:
-        self.state = self.state._replace(cache=self._pages.write(self.state.cache, blocks))
+    def write_placed(self, blocks: List[PlacedBlock]) -> Callable[[], object] | None:
+        cache, done = self._pages.write(self.state.cache, blocks)
+        self.state = self.state._replace(cache=cache)
+        return functools.partial(jax.block_until_ready, done) if done else None
 
     def write_pages(self, pages: List[int], block: PageBlock) -> None:
-        self.write_placed([self.place_block(pages, block)])
+        if (wait := self.write_placed([self.place_block(pages, block)])) is not None:
+            wait()
 
     def needed(self, pages: List[int]) -> np.ndarray:
         return self._pages.needed(pages)

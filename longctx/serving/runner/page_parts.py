@@ -37,6 +37,14 @@ class DevicePart(NamedTuple):
         return (places * num_pages + local_pages[:, None]).astype(np.int32).reshape(-1)
 
 
+def process_part(mesh: Mesh, config: LlamaConfig) -> PageSlice:
+    """The least part of a page that has all that this process's devices have of it."""
+    parts = device_parts(mesh, config).items()
+    own = [each.part for device, each in parts if device.process_index == jax.process_index()]
+    layers, heads = ((min(first), max(stop)) for first, stop in (zip(*x, strict=True) for x in zip(*own, strict=True)))
+    return PageSlice(layers, heads)
+
+
 def device_parts(mesh: Mesh, config: LlamaConfig) -> dict[jax.Device, DevicePart]:
     """What each device of a mesh has."""
     stages, _, tensor = mesh.devices.shape

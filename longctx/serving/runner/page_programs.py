@@ -1,6 +1,6 @@
 """The programs of one device that read rows of its pools and write them (see `page_transfer`)."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,10 +30,14 @@ def write_rows(
     count: Int[Array, ""],
     head: Int[Array, ""],
     data: Shaped[Array, "n 2 page_size heads H"],
-) -> tuple[Array, Array]:
-    """Write the first `count` rows of `data` over KV heads `head` to `head + heads - 1` of the pools' `rows`."""
+) -> tuple[Array, Array, Int[Array, ""]]:
+    """Write the first `count` rows of `data` over KV heads `head` to `head + heads - 1` of the pools' `rows`.
+
+    Returns:
+      The pools, and a number that is there once they are written: they are donated to others before.
+    """
     write = _write_in_loop if is_cpu else _write_by_scatter
-    return write(k, v, rows, count, head, data)
+    return *write(k, v, rows, count, head, data), count + 1
 
 
 def _write_in_loop(k: Array, v: Array, rows: Array, count: Array, head: Array, data: Array) -> tuple[Array, Array]:
@@ -67,12 +71,14 @@ def _write_by_scatter(k: Array, v: Array, rows: Array, count: Array, head: Array
     return write(k, data[:, 0]), write(v, data[:, 1])
 
 
+@cache
 def compile_read(device: jax.Device, pool: tuple[int, ...], dtype: Any, bucket: int) -> Any:
-    """`read_rows` of so many rows of pools of a shape, compiled for a device."""
+    """`read_rows` of so many rows of pools of a shape, compiled for a device; once for all engines of a process."""
     pools = (_array(device, pool, dtype),) * 2
     return jax.jit(read_rows).lower(*pools, _array(device, (bucket,), jnp.int32)).compile()
 
 
+@cache
 def compile_write(device: jax.Device, pool: tuple[int, ...], dtype: Any, bucket: int, heads: int, is_cpu: bool) -> Any:
     """`write_rows` of so many rows and heads into pools of a shape, compiled for a device; it donates the pools."""
     pools, scalar = (_array(device, pool, dtype),) * 2, _array(device, (), jnp.int32)

@@ -135,6 +135,8 @@ class PageTransfer:
     def place(self, pages: List[int], block: PageBlock) -> PlacedBlock:
         """Send a block to the devices that it is for, and wait until it is there; any thread may.
 
+        CPUs read the memory of numpy arrays where it is, once the block is written: see `write`.
+
         Args:
           pages: of the load.
 
@@ -144,8 +146,6 @@ class PageTransfer:
         self._check_block(block, len(pages))
         numbers = self._check_pages(pages)[block.first : block.first + len(block.data)]
         data, parts = block.data, list[_Part]()
-        # Of numpy arrays devices get copies: CPUs might else read the memory later.
-        copies = self._is_cpu and isinstance(data, np.ndarray)
         if self._is_cpu:
             data = np.asarray(data)
         for index, (device, own) in enumerate(self.devices.items()):
@@ -156,8 +156,6 @@ class PageTransfer:
                 rows = own.rows(numbers[at] % self._num_pages, part.layers, self._num_pages)
                 head = part.heads[0] - own.part.heads[0]
                 cut = _cut(data, at, part.within(block.part), bucket)
-                if copies and np.shares_memory(cut, data):
-                    cut = cut.copy()
                 program = self._program(device, bucket, part.heads[1] - part.heads[0])
                 scalars = np.int32(len(rows)), np.int32(head)
                 arguments = jax.device_put((_pad(rows, bucket), *scalars, cut), device, may_alias=True)
@@ -165,16 +163,22 @@ class PageTransfer:
         jax.block_until_ready([part.arguments for part in parts])
         return PlacedBlock(parts)
 
-    def write(self, cache: PagedCache, blocks: List[PlacedBlock]) -> PagedCache:
-        """Write blocks over their pages, in place: the cache is donated."""
+    def write(self, cache: PagedCache, blocks: List[PlacedBlock]) -> tuple[PagedCache, list[Array]]:
+        """Write blocks over their pages, in place: the cache is donated.
+
+        Returns:
+          The cache, and arrays that are there once CPUs have read the blocks' memory, which must not change before.
+        """
         order = {device: index for index, device in enumerate(self.devices)}
         pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache]
         k, v = ([shard.data for shard in shards] for shards in pools)
+        done = []
         for block in blocks:
             for index, program, arguments in block.parts:
-                k[index], v[index] = program(k[index], v[index], *arguments)
+                k[index], v[index], written = program(k[index], v[index], *arguments)
+                done.append(written)
         make = partial(jax.make_array_from_single_device_arrays, cache.k.shape, cache.k.sharding)
-        return PagedCache(make(k), make(v))
+        return PagedCache(make(k), make(v)), done if self._is_cpu else []
 
     def needed(self, pages: List[int]) -> np.ndarray:
         """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""

@@ -24,6 +24,7 @@ from longctx.serving.kv_cache.tiers.workers import IN_THE_BACKGROUND, URGENT, Wo
 
 _THREADS = 2
 _CHUNK_BYTES = 16 * 2**20
+_AHEAD_DELAY = 0.05  # seconds: most requests begin to load within them, what then is fetched ahead were read twice
 
 
 class _Load:
@@ -37,13 +38,15 @@ class _Load:
 
     def __init__(self, keys: Sequence[Key], fetch: TierFetch | None, epoch: int) -> None:
         self.keys, self.fetch, self.epoch = list(keys), fetch, epoch
+        self.key_set = frozenset(self.keys)
         self.parents = dict(zip(self.keys[1:], self.keys, strict=False))
         self.items: deque[HostPage | list[Piece]] = deque()
         self.done = 0
+        self.is_overtaken = False
 
     @property
     def is_wanted(self) -> bool:
-        return self.fetch is None or not self.fetch.is_closed
+        return not self.is_overtaken if self.fetch is None else not self.fetch.is_closed
 
 
 class PageLoader:
@@ -78,12 +81,22 @@ class PageLoader:
         self.epoch = 0
 
     def begin(self, keys: Sequence[Key], fetch: TierFetch | None) -> None:
-        """Read pages for a fetch; for none: bring them to host memory when there is nothing more urgent."""
+        """Read pages for a fetch; for none: bring them to host memory when there is nothing more urgent.
+
+        A fetch ends loads of its pages that are none's.
+        """
         load = _Load(keys, fetch, self.epoch)
         with self._lock:
             if is_open := not self._is_closed:
                 self._loads.add(load)
-                self._submit(self._workers, load, self._plan)
+                if fetch is None:
+                    later = threading.Timer(_AHEAD_DELAY, self._submit, (self._workers, load, self._plan))
+                    later.daemon = True
+                    later.start()
+                else:
+                    for other in self._loads:
+                        other.is_overtaken |= other.fetch is None and not load.key_set.isdisjoint(other.keys)
+                    self._submit(self._workers, load, self._plan)
         if not is_open and fetch is not None:
             fetch.end()
 

@@ -1,0 +1,162 @@
+"""Engines on devices with host memory and disk behind them: answers are those of an engine that computes everything."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_oracle import VOCAB
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiered_engines import (
+    EXACT,
+    ONE,
+    PAGE_SIZE,
+    PLANS,
+    RANKS,
+    STAGES,
+    answer,
+    conversation,
+    expected,
+    make_engine,
+    on_disk,
+    store_of,
+)
+
+from longctx.serving import Output, ParallelPlan, Request, SamplingParams
+
+DOCUMENT = np.random.default_rng(1).integers(0, VOCAB, 83).tolist()
+
+
+def tokens(outputs: list[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def random_requests(random: np.random.Generator, prompts: list[list[int]]) -> list[Request]:
+    requests = []
+    for number, prompt in enumerate(prompts):
+        n = int(random.choice([1, 1, 3]))
+        sampling = SamplingParams(
+            max_tokens=int(random.integers(1, 9)),
+            temperature=1.0 if n > 1 or random.random() < 0.3 else 0.0,
+            seed=number,
+            n=n,
+            repetition_penalty=float(random.choice([1.0, 1.0, 1.5])),
+            logprobs=int(random.integers(3)) if random.random() < 0.3 else None,
+        )
+        requests.append(Request(prompt, sampling, session_id="s" if n == 1 and random.random() < 0.3 else None))
+    return requests
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**20), plans=st.permutations([STAGES, RANKS, STAGES]))
+def test_conversations_are_the_same_over_all_tiers(seed: int, plans: list[ParallelPlan]) -> None:
+    check_conversations(seed, plans)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**20),
+    plans=st.lists(
+        st.sampled_from(
+            [*PLANS, ParallelPlan(context=2, rank_tokens=16), ParallelPlan(3, 1, 2), ParallelPlan(2, 2, 2)]
+        ),
+        min_size=3,
+        max_size=5,
+    ),
+)
+def test_conversations_are_the_same_over_all_tiers_of_many_plans(seed: int, plans: list[ParallelPlan]) -> None:
+    check_conversations(seed, plans)
+
+
+def check_conversations(seed: int, plans: list[ParallelPlan]) -> None:
+    """An engine of each plan serves a part of the conversations, and leaves its pages to the next one."""
+    random = np.random.default_rng(seed)
+    requests = random_requests(random, conversation(random, 6 * len(plans)))
+    wanted = expected(requests)
+    count = sum(request.sampling.n for request in requests)
+    assert len(wanted) == count
+    found: list[Output] = []
+    from_disk = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for part, plan in zip(_parts(requests, 6), plans, strict=True):
+            engine = make_engine(plan, on_disk(Path(folder)))
+            for some in _parts(part, int(random.integers(1, 4))):
+                found += answer(engine, some)
+                if random.random() < 0.3:
+                    engine.core.pool.clear()
+            stats = store_of(engine).stats
+            from_disk += stats.disk.bytes_read
+            assert stats.host.corrupt == stats.disk.corrupt == 0
+            assert engine.core.pool.num_held == 0
+            store_of(engine).close()
+    assert tokens(found) == tokens(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.text == other.text
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert sum(output.metrics.loaded_tokens for output in found) > 0
+    assert from_disk > 0
+
+
+def _parts(requests: list[Request], size: int) -> list[list[Request]]:
+    return [requests[i : i + size] for i in range(0, len(requests), size)]
+
+
+def test_hits_come_from_the_tier_that_has_them(tmp_path: Path) -> None:
+    """The device first, then host memory, then files, which another plan has written before a restart."""
+    first, second, third, fourth = (Request([*DOCUMENT, token], EXACT) for token in range(4))
+    wanted = tokens(expected([first, second, third, fourth]))
+    full = len(DOCUMENT) // PAGE_SIZE * PAGE_SIZE
+
+    engine = make_engine(STAGES, on_disk(tmp_path))
+    store = store_of(engine)
+    (read,) = answer(engine, [first])
+    (device,) = answer(engine, [second])
+    assert (device.metrics.cached_tokens, device.metrics.loaded_tokens) == (full, 0)
+    assert store.stats.host.hits == 0
+    engine.core.pool.clear()
+    (host,) = answer(engine, [third])
+    assert (host.metrics.cached_tokens, host.metrics.loaded_tokens) == (full, full)
+    assert (store.stats.host.hits, store.stats.disk.bytes_read) == (full // PAGE_SIZE, 0)
+    store.close()
+
+    engine = make_engine(RANKS, on_disk(tmp_path))
+    store = store_of(engine)
+    assert (store.stats.host.pages, store.stats.disk.pages) == (0, full // PAGE_SIZE + 3)  # one after each question
+    assert store.tier_of(engine.prepare(fourth).keys[0]) == "disk"
+    (disk,) = answer(engine, [fourth])
+    assert (disk.metrics.cached_tokens, disk.metrics.loaded_tokens) == (full, full)
+    assert store.stats.disk.bytes_read == full // PAGE_SIZE * store.layout.page_bytes
+    store.close()
+    assert tokens([read, device, host, disk]) == wanted
+
+
+def test_corrupt_files_are_computed_again(tmp_path: Path) -> None:
+    request = Request(DOCUMENT, EXACT)
+    engine = make_engine(ONE, on_disk(tmp_path))
+    answer(engine, [request])
+    store_of(engine).close()
+    for path in tmp_path.rglob("*.pages"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    engine = make_engine(ONE, on_disk(tmp_path))
+    (output,) = answer(engine, [request])
+    assert output.token_ids == expected([request])[0].token_ids
+    assert 0 < output.metrics.loaded_tokens < len(DOCUMENT) // PAGE_SIZE * PAGE_SIZE
+    assert store_of(engine).stats.disk.corrupt > 0
+    store_of(engine).close()
+
+
+def test_tenants_do_not_find_each_others_pages(tmp_path: Path) -> None:
+    engine = make_engine(ONE, on_disk(tmp_path))
+    wanted = tokens(expected([Request(DOCUMENT, EXACT)]))
+    for tenant, loads in (("one", False), ("other", False), ("one", True)):
+        (output,) = answer(engine, [Request(DOCUMENT, EXACT, tenant=tenant)])
+        assert [output.token_ids] == wanted
+        assert (output.metrics.loaded_tokens > 0) == loads
+        engine.core.pool.clear()
+    store_of(engine).close()
