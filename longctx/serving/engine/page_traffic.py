@@ -107,7 +107,9 @@ class PageTraffic:
 
     def _expire(self, now: float) -> None:
         leases = self._core.leases
-        self._asked = {lease: at for lease, at in self._asked.items() if lease in leases}
+        for lease_id in tuple(self._asked):  # other threads add to them meanwhile
+            if lease_id not in leases:
+                self._asked.pop(lease_id, None)
         for lease_id in leases.over():
             if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
                 self._release(lease_id)
@@ -148,6 +150,11 @@ class PageTraffic:
         read = _LaterRead()
         self._between_steps(lambda: self._begin_read(read, lease_id, first, stop, layers))
         return read
+
+    def expire(self) -> None:
+        """End the leases that nobody has asked for; steps do so too."""
+        if self._core.leases:
+            self._between_steps(lambda: self._expire(self._clock()))
 
     def release(self, lease_id: str) -> None:
         """Nobody needs a lease any more; one that has ended is no error."""
