@@ -4,7 +4,6 @@ pyproject.toml makes warnings errors.
 """
 
 import atexit
-import gc
 import importlib.util
 import os
 import shutil
@@ -45,12 +44,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longctx")
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays to the end: collections of garbage need not look at it, nor come often."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -100,6 +100,11 @@ class Server:
             message = "the server compiles its programs, and is not ready yet: see /ready"
             raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
 
+    def note_refusal(self, error: ApiError) -> None:
+        """Count a request that is refused, if it could be served at another time."""
+        if DROPPED in error.headers:
+            self.metrics.observe_refusal(error.headers[DROPPED])
+
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Call:
         """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
         cache_id = cache_named(body)
@@ -138,8 +143,8 @@ class Server:
         except BaseException as error:
             if received is not None:
                 received.release()
-            if isinstance(error, ApiError) and DROPPED in error.headers:
-                self.metrics.observe_refusal(error.headers[DROPPED])
+            if isinstance(error, ApiError):
+                self.note_refusal(error)
             raise
         finally:
             self._num_beginning -= 1

@@ -51,7 +51,11 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     call_id = visitor.request_id
     async with server.bodies.read(request) as body:
         call = await server.read(kind, body, origin_of(request))
-    call, received = begin_transfer(server.transfers, call, request.headers)
+    try:
+        call, received = begin_transfer(server.transfers, call, request.headers)
+    except ApiError as error:
+        server.note_refusal(error)
+        raise
     active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"), received)
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
