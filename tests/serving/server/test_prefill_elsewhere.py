@@ -13,6 +13,7 @@ from serve_process import free_port
 from served import Served
 
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.server.keys import ApiKey
 
@@ -179,6 +180,21 @@ def test_a_link_that_is_cut_costs_time_only(readers: list[Served], decoder: Serv
             link.cut()
             assert answer.result().json()["choices"][0]["token_ids"] == expected
         assert loaded.short_loads == 1
+        nothing_is_left(server, readers[0])
+
+
+def test_prompts_whose_pages_are_in_a_tier_are_read_here(readers: list[Served], decoder: Served) -> None:
+    post(decoder, body(long(950)))
+    with decoding([readers[0].url], tiers=TierConfig(64 << 20)) as server:
+        engine, sent = server.server.engine, body(long(951))
+        tokens = post(server, sent).json()["choices"][0]["token_ids"]
+        assert engine.pages.store is not None
+        assert engine.pages.store.flush(20)
+        server.wait_idle()
+        engine.core.pool.clear()
+        assert post(server, sent).json()["choices"][0]["token_ids"] == tokens
+        assert dispatcher_of(server).decisions == {"remote": 1, "short": 1}
+        assert engine._executor.mover.stats.loaded_pages == 2 * 43
         nothing_is_left(server, readers[0])
 
 
