@@ -37,7 +37,8 @@ _LOOK_SECONDS = 1.0  # between two looks at how busy a server is
 _PATIENCE = 10.0  # seconds until a server must have begun with a prompt that was sent to it
 # A server is not asked whose queue is longer than both: those that decode here would wait for a prompt at every step.
 _MOST_WAIT, _MOST_QUEUED = 20.0, 10.0  # predicted seconds, and times what the prompt itself takes
-_LEAST_SECONDS, _MARGIN = 60.0, 5.0  # a prompt may take so long, or so much longer than predicted
+_LEAST_SECONDS, _MARGIN = 60.0, 5.0  # a page may take so long to come, or so much longer than all is predicted to
+_MOST_SECONDS = 3600.0  # and a whole prompt so long
 _CLOSE_SECONDS = 5.0
 _FORWARDED = ("authorization", "x-request-id", "traceparent")
 
@@ -171,13 +172,13 @@ class PrefillDispatcher:
                 _LOG.info("longctx: the server %s that reads prompts is %s", instance.url, state)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def ask(self, instance: PrefillInstance, body: bytes, headers: Mapping[str, str], seconds: float) -> str:
+    async def ask(self, instance: PrefillInstance, body: bytes, headers: Mapping[str, str]) -> str:
         assert self._client is not None
-        return await instance.read(self._client, body, headers, seconds)
+        return await instance.read(self._client, body, headers, _MOST_SECONDS)
 
-    def make_source(self, instance: PrefillInstance, lease: str, seconds: float) -> LeasedSource:
+    def make_source(self, instance: PrefillInstance, lease: str) -> LeasedSource:
         self._next += 1
-        return self._source(instance.address, lease, deadline=seconds, patience=_PATIENCE)
+        return self._source(instance.address, lease, deadline=_MOST_SECONDS, patience=_PATIENCE)
 
     def call(self, act: Callable[[], object]) -> None:
         """Call something in the thread's loop."""
@@ -208,11 +209,11 @@ class _Reading:
             body = await asyncio.to_thread(self._body)
             while (instance := dispatcher.choose(tried, self._predicted)) is not None:
                 tried.append(instance)
-                limit = max(_LEAST_SECONDS, _MARGIN * (instance.wait + self._predicted))
-                if not self.prefill.begin(dispatcher.make_source(instance, self._lease, limit), limit):
+                patience = max(_LEAST_SECONDS, _MARGIN * (instance.wait + self._predicted))
+                if not self.prefill.begin(dispatcher.make_source(instance, self._lease), patience):
                     dispatcher.answers["cancelled"] += 1
                     return
-                answer = await self._ask(instance, body, limit)
+                answer = await self._ask(instance, body)
                 dispatcher.answers[answer] += 1
                 if answer == "done":
                     return
@@ -224,9 +225,9 @@ class _Reading:
         finally:
             self.prefill.settle()
 
-    async def _ask(self, instance: PrefillInstance, body: bytes, limit: float) -> str:
+    async def _ask(self, instance: PrefillInstance, body: bytes) -> str:
         instance.begin(self._lease, self._predicted)
-        self._task = asyncio.ensure_future(self._dispatcher.ask(instance, body, self._headers, limit))
+        self._task = asyncio.ensure_future(self._dispatcher.ask(instance, body, self._headers))
         try:
             await asyncio.wait([self._task])
             return "cancelled" if self._task.cancelled() else self._task.result()

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 
 _CONNECT_SECONDS = 2.0
+_MOST_MISSED = 3  # looks in a row that it may be too busy to answer
 _LONGEST_PAUSE = 30.0  # seconds for which a server is left out that fails again and again, or says that it is full
 
 Answer = Literal["done", "refused", "failed"]
@@ -38,6 +39,7 @@ class PrefillInstance:
         self._backlog, self._heard = 0.0, 0.0
         self._sent: dict[str, tuple[float, float]] = {}  # prompts that are being read: when they were sent, and seconds
         self._num_failures, self._until = 0, 0.0
+        self._num_missed = 0
 
     @property
     def is_open(self) -> bool:
@@ -73,6 +75,11 @@ class PrefillInstance:
             load = await client.get(f"{self.url}/load", headers=self._headers, timeout=_CONNECT_SECONDS)
             if load.status_code == 200:
                 self._backlog, self._heard = float(load.json()["backlog_seconds"]), asked
+            self._num_missed = 0
+        except httpx.TimeoutException:
+            self._num_missed += 1
+            if self._num_missed >= _MOST_MISSED:
+                self.address = None
         except (httpx.HTTPError, KeyError, TypeError, ValueError):
             self.address = None  # another one may listen there when it is back
 

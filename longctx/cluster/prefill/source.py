@@ -55,9 +55,10 @@ class RemotePrefill:
     # What whoever asks the servers calls.
 
     def begin(self, source: LeasedSource, seconds: float) -> bool:
-        """A server is about to be asked, whose pages come from here within so many seconds; False: nobody wants them.
+        """A server is about to be asked, whose pages come from here; False: nobody wants them any more.
 
-        Whether they come, the source knows.
+        Args:
+          seconds: after which the engine gives up if no page has come.
         """
         self.patience = seconds
         with self._lock:
