@@ -268,7 +268,7 @@ class Core:
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""
-        if self.page_hash is None:
+        if self.page_hash is None or not completion.request.shares_pages:
             return []
         full, tail = divmod(length, self.page_hash.page_size)
         if not tail:
