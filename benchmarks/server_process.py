@@ -43,11 +43,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, ready_within: float = 300, log: Path | None = None) -> Iterator[ServerProcess]:
+def serve(
+    *arguments: str, ready_within: float = 300, log: Path | None = None, core: int | None = None
+) -> Iterator[ServerProcess]:
     """Run `longctx serve` with such arguments until it is ready; SIGTERM at the end.
 
     Args:
       log: where its standard error goes; None: nowhere.
+      core: the only one that it may run on; None: all.
 
     Raises:
       RuntimeError: it has ended, or is not ready in time; or it did not exit with 0.
@@ -55,6 +58,8 @@ def serve(*arguments: str, ready_within: float = 300, log: Path | None = None) -
     port = free_port()
     command = [*COMMAND, "serve", "--port", str(port), "--quiet", *arguments]
     errors = subprocess.DEVNULL if log is None else log.open("w")
+    if core is not None:
+        command = ["taskset", "-c", str(core), *command]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True) as process:
         try:
             server = ServerProcess(process, f"http://127.0.0.1:{port}")

@@ -1,9 +1,10 @@
-"""Settings of all tests: eight CPU devices, no implicit rank promotion, a shared store of compiled programs.
+"""Settings of all tests: eight CPU devices, no implicit rank promotion, compiling quickly, and once for all workers.
 
 pyproject.toml makes warnings errors.
 """
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -11,6 +12,10 @@ import tempfile
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests compile much and compute little. XLA's own passes, at whose results tests of structure look, stay as they are:
+# LLVM's are left out. A GPU's programs are compiled as ever.
+if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
@@ -27,7 +32,7 @@ os.environ["LONGCTX_CACHE"] = os.path.join(os.environ["LONGCTX_TEST_PROGRAMS"] o
 if os.environ["LONGCTX_TEST_PROGRAMS"]:
     jax.config.update("jax_compilation_cache_dir", os.environ["LONGCTX_TEST_PROGRAMS"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    jax.config.update("jax_compilation_cache_max_size", 2**32)  # with a limit, JAX locks it against other processes
+    jax.config.update("jax_compilation_cache_max_size", -1)  # with a limit, JAX reads all names at each new program
 
 # An example of a new shape compiles, which takes too long for deadlines and for shrinking.
 settings.register_profile(

@@ -1,4 +1,4 @@
-"""Runs `tests/aot`, which compiles for H100 without having one, in processes that load the CUDA plugin.
+"""Runs `tests/aot`, which compiles for H100 without having one, in a process that loads the CUDA plugin.
 
 With the plugin installed, JAX looks for a driver, so it is outside the environment of other tests (see Makefile).
 """
@@ -15,18 +15,20 @@ TESTS = Path(__file__).parent
 FILES = sorted((TESTS / "aot").glob("*.py"))
 
 
-def compile_for_h100(path: Path, marks: str) -> None:
+def compile_for_h100(paths: list[Path], marks: str) -> None:
     plugin = Path(sys.prefix) / "aot"
     assert plugin.is_dir(), "the CUDA plugin is missing: `make .venv/installed-aot` fetches it"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, str(path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(plugin), "LONGCTX_TEST_PROGRAMS": ""}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(plugin), "LONGCTX_TEST_PROGRAMS": "", "XLA_FLAGS": ""}
+    environment = os.environ | own
+    command = [sys.executable, "-m", "pytest", *options, *paths]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_programs_compile_for_h100(path: Path) -> None:
-    compile_for_h100(path, "not slow")
+def test_programs_compile_for_h100() -> None:
+    """In one process, as each takes seconds to load the plugin."""
+    compile_for_h100(FILES, "not slow")
 
 
 @pytest.mark.slow
@@ -35,4 +37,4 @@ def test_programs_compile_for_h100(path: Path) -> None:
 )
 def test_slow_programs_compile_for_h100(path: Path) -> None:
     """They include every named shape."""
-    compile_for_h100(path, "slow")
+    compile_for_h100([path], "slow")

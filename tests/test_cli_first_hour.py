@@ -273,7 +273,8 @@ def test_failed_completions_are_exit_status_1(
         output = Output(request_id, 0, [], "", "error", Metrics(0.0, 1), error="it burns")
         yield [Event(request_id, 0, (), "", output=output)]
 
-    monkeypatch.setattr(Engine, "compile", lambda engine, progress: None)
+    for prepare in ("compile", "warm_up"):
+        monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
     monkeypatch.setattr("longctx.cli.prompt_progress.steps", fail)
     for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
         assert main(arguments) == 1

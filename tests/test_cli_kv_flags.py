@@ -14,7 +14,7 @@ from longctx.serving.kv_cache.tiers.config import EVICTIONS, TierConfig
 
 def options(**given: Any) -> argparse.Namespace:
     names = ("kv_host_bytes", "kv_disk", "kv_disk_bytes", "kv_store", "kv_secret_file")
-    return argparse.Namespace(**dict.fromkeys(names) | {"kv_eviction": "lru", "kv_verify_share": 0.0} | given)
+    return argparse.Namespace(**dict.fromkeys(names) | {"kv_eviction": "lru"} | given)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,6 @@ def test_tiers_of_flags(tmp_path: Path) -> None:
         ({"kv_disk": Path("x")}, "--kv-disk needs --kv-host-bytes"),
         ({"kv_host_bytes": "1", "kv_disk": Path("x")}, "--kv-disk and --kv-disk-bytes must be given together"),
         ({"kv_host_bytes": "0"}, "--kv-host-bytes must be at least"),
-        ({"kv_host_bytes": "1", "kv_verify_share": 2.0}, "--kv-verify-share"),
     ],
 )
 def test_flags_that_contradict_each_other(given: dict[str, Any], match: str) -> None:

@@ -47,18 +47,33 @@ def entries(folder: str) -> dict[Path, float]:
     return {path: path.stat().st_mtime for path in Path(folder).glob("*-cache")}
 
 
-def test_the_next_run_finds_what_was_compiled(tmp_path: Path) -> None:
-    folder, _ = run(tmp_path)
-    first = entries(folder)
-    assert first
-    assert Path(folder).is_relative_to(tmp_path)
-    assert run(tmp_path) == (folder, "")
-    assert entries(folder) == first
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """LONGCTX_CACHE of a run that is over, and the folder in it where that kept its programs."""
+    cache = tmp_path_factory.mktemp("cache")
+    folder, _ = run(cache)
+    assert Path(folder).is_relative_to(cache)
+    return cache, str(Path(folder).relative_to(cache))
+
+
+@pytest.fixture
+def folder(first: tuple[Path, str], tmp_path: Path) -> str:
+    """A copy of that folder, in the place that a run has it for which LONGCTX_CACHE is `tmp_path`."""
+    shutil.copytree(first[0], tmp_path, dirs_exist_ok=True)
+    return str(tmp_path / first[1])
+
+
+def test_the_next_run_finds_what_was_compiled(first: tuple[Path, str]) -> None:
+    cache, name = first
+    folder = str(cache / name)
+    found = entries(folder)
+    assert found
+    assert run(cache) == (folder, "")
+    assert entries(folder) == found
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", None])
-def test_a_broken_file_is_a_recompilation(tmp_path: Path, content: bytes | None) -> None:
-    folder, _ = run(tmp_path)
+def test_a_broken_file_is_a_recompilation(tmp_path: Path, folder: str, content: bytes | None) -> None:
     for path in entries(folder):
         path.write_bytes(path.read_bytes()[:-100] if content is None else content)
     assert run(tmp_path) == (folder, "")
@@ -67,16 +82,14 @@ def test_a_broken_file_is_a_recompilation(tmp_path: Path, content: bytes | None)
     assert all(path.stat().st_size > 100 for path in entries(folder))
 
 
-def test_a_copy_of_the_cache_is_found(tmp_path: Path) -> None:
-    folder, _ = run(tmp_path / "one")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    copied, _ = run(tmp_path / "two")
-    assert copied != folder
-    assert {path.name for path in entries(copied)} == {path.name for path in entries(folder)}
+def test_a_copy_of_the_cache_is_found(tmp_path: Path, folder: str) -> None:
+    copied = entries(folder)
+    assert copied
+    assert run(tmp_path) == (folder, "")
+    assert entries(folder) == copied
 
 
-def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path) -> None:
-    folder, _ = run(tmp_path)
+def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path, folder: str) -> None:
     big, recent = Path(folder, "big-cache"), Path(folder, "recent-cache")
     for path, seconds in ((big, 1000), (recent, 10)):
         path.write_bytes(b"x" * 600)
@@ -87,8 +100,9 @@ def test_the_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_what_another_command_removes_or_forbids_is_no_failure(tmp_path: Path, error: type[OSError]) -> None:
-    folder, _ = run(tmp_path)
+def test_what_another_command_removes_or_forbids_is_no_failure(
+    tmp_path: Path, folder: str, error: type[OSError]
+) -> None:
     (Path(folder).parent / "other").mkdir()
     name = "iterdir" if error is PermissionError else "is_dir"
     before = f"""
@@ -118,15 +132,14 @@ def test_the_cache_can_be_left_out_and_belongs_to_jax_if_jax_has_one(tmp_path: P
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(own))[0] == str(own)
 
 
-def test_folders_that_no_run_has_used_for_long_are_removed(tmp_path: Path) -> None:
-    folder = Path(run(tmp_path)[0])
-    old, recent = folder.parent / "old", folder.parent / "recent"
+def test_folders_that_no_run_has_used_for_long_are_removed(tmp_path: Path, folder: str) -> None:
+    old, recent = (Path(folder).parent / name for name in ("old", "recent"))
     for other in (old, recent):
         other.mkdir()
         (other / "x-cache").touch()
     os.utime(old, (0, 0))
     run(tmp_path)
-    assert sorted(path.name for path in folder.parent.iterdir()) == sorted([folder.name, "recent"])
+    assert sorted(path.name for path in old.parent.iterdir()) == sorted([Path(folder).name, "recent"])
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,14 @@ NOTE = passkey.make_document(1_024, 4, 2)
 class Router:
     """A router's process in front of servers, which has found them all healthy inside."""
 
-    def __init__(self, name: str, urls: list[str], policy: str = "cache_aware", *flags: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        urls: list[str],
+        policy: str = "cache_aware",
+        *flags: str,
+        workers: tuple[str, ...] | None = None,
+    ) -> None:
         directory = Path(sys.prefix) / "routers" / name
         program, *command = ROUTERS[name]
         if not (directory / program).exists():
@@ -48,7 +55,8 @@ class Router:
         checks += ("--health-failure-threshold", "1", "--health-success-threshold", "1")
         own = ("--port", str(port), "--prometheus-port", str(free_port()), "--policy", policy)
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)
-        self._command = [str(directory / program), *command, *own, *checks, *flags, "--worker-urls", *urls]
+        workers = ("--worker-urls", *urls) if workers is None else workers
+        self._command = [str(directory / program), *command, *own, *checks, *flags, *workers]
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
@@ -223,3 +231,62 @@ def test_a_router_that_hears_kv_events_knows_what_is_cached_where() -> None:
             until(lambda: "replay sequence advanced" in router.log)
             assert ask(router.client, document, next(iter(document.facts)))[1] == 3_008
             assert credits(router) == [3_008]
+
+
+def test_a_router_has_one_server_read_and_another_go_on(tmp_path: Path) -> None:
+    """`kv_transfer_params` as vLLM's router carries them: the answers are those of a server by itself."""
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    apart = ("--kv-secret-file", str(secret), "--max-logprobs", "3")
+    with (
+        ServeProcess(*SIZES, *apart, "--role", "prefill") as prefill,
+        ServeProcess(*SIZES, *apart, "--role", "decode") as decode,
+    ):
+        urls = [prefill.url, decode.url]
+        workers = ("--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url)
+        with Router("vllm-router", urls, "round_robin", workers=workers) as router:
+            for name, key in NOTE.facts.items():
+                assert ask(router.client, NOTE, name)[0] == key
+            asked: dict[str, Any] = {
+                "model": "longctx-tiny",
+                "prompt": NOTE.text,
+                "max_tokens": 20,
+                "temperature": 1.0,
+                "seed": 5,
+                "n": 2,
+                "logprobs": 2,
+                "stop": ["zz"],
+                "frequency_penalty": 0.5,
+                "extra_body": {"ignore_eos": True},
+            }
+            found = router.client.completions.create(**asked)
+            with OpenAI(base_url=f"{prefill.url}/v1", api_key="none") as direct:
+                expected = direct.completions.create(**asked)
+            for one, other in zip(found.choices, expected.choices, strict=True):
+                assert one.text == other.text
+                assert one.logprobs is not None
+                assert other.logprobs is not None
+                assert one.logprobs.token_logprobs == pytest.approx(other.logprobs.token_logprobs, abs=1e-4)
+            chat: dict[str, Any] = {
+                "model": "longctx-tiny",
+                "messages": [{"role": "user", "content": "What is it about?"}],
+                "max_tokens": 12,
+                "temperature": 0,
+            }
+            chunks = router.client.chat.completions.create(**chat, stream=True)
+            text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+            assert text == router.client.chat.completions.create(**chat).choices[0].message.content
+        # All prompts were read by the one, and no page was computed again by the other.
+        metrics = [urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode() for url in urls]
+        read, loaded = (metrics[0], metrics[1])
+        assert value(loaded, "kv_transfers_received_total", outcome="complete") >= len(NOTE.facts)
+        assert value(loaded, "kv_recomputed_pages_total") == 0
+        assert value(loaded, "computed_prompt_tokens_total") < 20 < value(read, "computed_prompt_tokens_total")
+
+
+def value(metrics: str, name: str, **labels: str) -> float:
+    """A sample of a metric, summed over the labels that are not given."""
+    lines = [line for line in metrics.splitlines() if re.match(rf"longctx.{name}[ {{]", line)]
+    lines = [line for line in lines if all(f'{key}="{text}"' in line for key, text in labels.items())]
+    assert lines, name
+    return sum(float(line.split()[-1]) for line in lines)

@@ -21,7 +21,6 @@ _FLAGS = {
     "host_bytes": "--kv-host-bytes",
     "disk_bytes": "--kv-disk-bytes",
     "disk and": "--kv-disk and",
-    "verify_share": "--kv-verify-share",
     "store": "--kv-store",
 }
 _LEAST_CHARACTERS = 32
@@ -40,7 +39,6 @@ def tier_config(options: argparse.Namespace) -> TierConfig | None:
             0 if options.kv_disk_bytes is None else parse_bytes("--kv-disk-bytes", options.kv_disk_bytes),
             None if options.kv_disk is None else str(options.kv_disk),
             options.kv_eviction,
-            options.kv_verify_share,
             options.kv_store,
         )
 

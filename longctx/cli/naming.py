@@ -9,7 +9,7 @@ from longctx.cli.arguments.engine import CHOICES, SIZES, SLO, flag
 
 @contextmanager
 def naming_flags(
-    arguments: Sequence[str] | Mapping[str, str] = (*SIZES, *CHOICES, *SLO, "buckets"),
+    arguments: Sequence[str] | Mapping[str, str] = (*SIZES, *CHOICES, *SLO, "buckets", "verify_share"),
 ) -> Iterator[None]:
     """Replace argument names by flags in error messages: by those of the same names, or those that a mapping has."""
     flags = arguments if isinstance(arguments, Mapping) else {name: flag(name) for name in arguments}

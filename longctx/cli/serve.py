@@ -124,6 +124,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         max_logprobs=options.max_logprobs,
         tenant_weights=dict(map(_read_weight, options.tenant_weight)),
         tiers=tier_config(options),
+        verify_share=options.verify_share,
         hash_key=page_hash_key(options),
         transfers=options.role is not None,
     )

@@ -31,6 +31,8 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
             raise ValueError(f"--role contradicts --{name.replace('_', '-')}: {why}")
     if options.coordinator is not None:
         raise ValueError("--role contradicts --coordinator: requests move between engines of one process each")
+    if options.prefill_key_file is not None and not options.prefill_from:
+        raise ValueError("--prefill-key-file needs --prefill-from")
     if options.role == "prefill" and options.prefill_from:
         raise ValueError("--prefill-from contradicts --role prefill: it reads prompts itself")
     if _is_any(options.kv_host) and options.kv_advertise is None:
@@ -42,6 +44,9 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
     if options.role is None:
         return None
     secret = read_text("--kv-secret-file", options.kv_secret_file).strip()
+    prefill_key = None
+    if options.prefill_key_file is not None:
+        prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()
 
     def make(engine: Engine) -> "EngineTransfers":
         from longctx.cluster.engine_transfers import EngineTransfers
@@ -56,6 +61,10 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
                 options.kv_advertise,
                 role=options.role,
                 messenger=options.kv_messenger,
+                prefill_from=options.prefill_from,
+                prefill_key=prefill_key,
+                inline_tokens=options.prefill_inline,
+                is_plain=options.kv_plain,
             )
 
     return make

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.prefill.dispatcher import PrefillDispatcher
+from longctx.cluster.prefill.instance import PrefillInstance
+from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
-from longctx.serving.predictor.work import Work
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
@@ -42,11 +44,15 @@ class EngineTransfers:
     Args:
       ip, port: where others fetch pages; port 0: any free one.
       peers: hosts that this engine fetches pages from, besides those of this machine. Clients can't name others.
-      secret: what all instances share, see `PageSender`.
+      secret: what all instances share, see `PageSender`. is_plain: pages are not encrypted all the same, which is
+        several times as fast, on a network that is trusted.
       advertised: the host by which others reach this one; None: `ip`.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
       messenger: of `MESSENGERS`.
+      prefill_from: URLs of servers that read long prompts for this one, see `PrefillDispatcher`.
+      prefill_key: that these take; None: they need none.
+      inline_tokens: tokens of a prompt, not cached, up to which it is read here all the same.
 
     Raises:
       ValueError: the engine has no page keys, or of several processes; an address or secret can't be.
@@ -65,6 +71,10 @@ class EngineTransfers:
         options: TransferOptions | None = None,
         role: Role = "both",
         messenger: str = "zmq",
+        prefill_from: Sequence[str] = (),
+        prefill_key: str | None = None,
+        inline_tokens: int = 512,
+        is_plain: bool = False,
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -78,6 +88,7 @@ class EngineTransfers:
         self._peers = frozenset(peers)
         self._exporter = EngineExporter(engine, layout)
         self.host = advertised or ip
+        instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
         options, protocol = options or TransferOptions(), MESSENGERS[messenger]
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
             staging = puller = None
@@ -86,11 +97,16 @@ class EngineTransfers:
                 staging = MooncakeStaging(mooncake, self.host, options.max_blocks, options.block_bytes)
                 stack.callback(staging.close)
                 puller = MooncakePuller(mooncake, options.block_bytes)
-            sender = PageSender(self._exporter, layout, fingerprint, ip, port, secret, options, staging)
+            shared = None if is_plain else secret
+            sender = PageSender(self._exporter, layout, fingerprint, ip, port, shared, options, staging, is_plain)
             stack.callback(sender.close)
             self.sender = sender
-            self.receiver = PageReceiver(layout, fingerprint, None, secret, options, puller)
+            self.receiver = PageReceiver(layout, fingerprint, None, shared, options, puller)
             stack.callback(self.receiver.close)
+            self.dispatcher = None
+            if instances:
+                self.dispatcher = PrefillDispatcher(engine, instances, self.receiver.source, inline_tokens)
+                stack.callback(self.dispatcher.close)
             self._open = stack.pop_all()
         self.port = int(self.sender.address.rpartition(":")[2])
         self.num_refused = 0
@@ -124,22 +140,28 @@ class EngineTransfers:
             raise ApiError(
                 409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
             )
-        sampling = prepared.request.sampling
+        sampling, vocab_size = prepared.request.sampling, self._engine.model.config.vocab_size
         try:
             handoff = Handoff.from_dict(params.handoff)
-            vocab_size = self._engine.model.config.vocab_size
-            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            received = Received(handoff, self._sources(params.remote_host, params.remote_port, handoff))
+            try:
+                handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            except ValueError:
+                received.release()
+                raise
         except ValueError as error:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
-        sources = self._sources(params.remote_host, params.remote_port, handoff)
-        received = Received(handoff, sources)
-        if self._breaks_tpot(prepared):
+        if breaks_tpot(self._engine, len(prepared.tokens), prepared.request.tpot_target):
             self.num_refused += 1
             received.release()
             message = "one more request would make those that run here slower than their targets"
             headers = {DROPPED: "tpot"}
             raise ApiError(503, message, None, "server_is_overloaded", _RETRY, headers)
         return received
+
+    def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
+        """Have another server read a prompt, see `Transfers`."""
+        return None if self.dispatcher is None else self.dispatcher.dispatch(prepared, headers)
 
     def source(self, host: str, port: int, lease_id: str) -> RemoteSource:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
@@ -167,7 +189,8 @@ class EngineTransfers:
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
-        return {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
+        info = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
+        return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
 
     def close(self) -> None:
         """End all transfers."""
@@ -178,20 +201,6 @@ class EngineTransfers:
         if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
         return {lease: self.source(host, port, lease) for lease in leases}
-
-    def _breaks_tpot(self, prepared: PreparedRequest) -> bool:
-        """Whether a step of all decodes and this one is predicted to take longer than one of their targets."""
-        engine, tpot = self._engine, prepared.request.tpot_target
-        decoding = tuple(engine.scheduler.running.decoding)
-        if not decoding:
-            return False
-        asked = (tpot if tpot is not None else engine.config.slo.tpot, *(each.tpot_target for each in decoding))
-        targets = [target for target in asked if target is not None]
-        lengths = [sequence.computed for sequence in decoding]
-        work = Work.of((length, 1, True) for length in [*lengths, len(prepared.tokens)])
-        ranks = engine.plan.context
-        work = work._replace(rows=-(-work.rows // ranks), decode_keys=-(-work.decode_keys // ranks))
-        return bool(targets) and engine.predictor.seconds(work) > min(targets)
 
 
 def _is_loopback(host: str) -> bool:

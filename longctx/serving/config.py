@@ -43,6 +43,8 @@ class EngineConfig:
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
+      verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
+        compared.
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
@@ -68,6 +70,7 @@ class EngineConfig:
     hash_key: bytes | None = None
     tiers: TierConfig | None = None
     transfers: bool = False
+    verify_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -92,6 +95,7 @@ class EngineConfig:
                 f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
             )
         object.__setattr__(self, "max_share", check_real("max_share", self.max_share, 0, 1))
+        object.__setattr__(self, "verify_share", check_real("verify_share", self.verify_share, 0, 1))
         make_policy(self.policy, self.max_share)
         Chunking.parse(self.chunking, self.token_budget, self.max_running)
         if not isinstance(self.slo, Slo):

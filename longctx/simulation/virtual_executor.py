@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.scheduler.batch import Batch, Chunk
 
 
@@ -76,6 +77,11 @@ class VirtualExecutor:
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         """NotImplementedError: its pages hold nothing."""
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """NotImplementedError: its pages hold nothing."""
+        raise NotImplementedError("pages of a virtual executor hold nothing")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
         pass

@@ -36,7 +36,7 @@ def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], l
 
 @st.composite
 def drawn_tiles(draw: st.DrawFn) -> Tiles:
-    number = draw(st.integers(1, 12))
+    number = draw(st.sampled_from([1, 5, 12]))  # each compiles a hundred operations
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     edges = np.sort(rng.integers(0, draw(st.sampled_from([3, 25])), (number, 4)), 1)
     edges[rng.random(number) < 0.3] = 5  # sees nothing
@@ -44,8 +44,8 @@ def drawn_tiles(draw: st.DrawFn) -> Tiles:
     return Tiles(zeros, zeros, zeros, zeros, *(jnp.asarray(edges[:, i], jnp.int32) for i in range(4)))
 
 
-@given(drawn_tiles(), st.integers(1, 20))
-@settings(max_examples=8)
+@given(drawn_tiles(), st.sampled_from([1, 4, 20]))
+@settings(max_examples=12)
 def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> None:
     work = equal_shares(tiles, num_workers)
     found = blocks_of(work, True)

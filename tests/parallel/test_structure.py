@@ -55,7 +55,7 @@ def sent(program, ranks: int) -> dict[str, tuple[int, float]]:  # type: ignore[n
     return totals
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_pass_kv_sends_kv_once_round(ranks: int) -> None:
     """N - 1 permutes; KV heads are not repeated to query heads; tokens, 8 bytes each, are gathered in one message."""
     totals = sent(compiled(ring_pass_kv, ranks), ranks)
@@ -69,7 +69,7 @@ def test_pass_kv_sends_kv_once_round(ranks: int) -> None:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
 def test_pass_q_sends_queries_round_and_states_home(ranks: int) -> None:
     hops = ranks - 1
     assert sent(compiled(ring_pass_q, ranks), ranks) == {
@@ -91,14 +91,14 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
     assert q_bytes == hops * (4 * (Q_BYTES - 8 * T) + 2 * T * HEADS * 4)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_all_gather_sends_kv_at_once_and_their_gradients_home(ranks: int) -> None:
     assert sent(compiled(all_gather_kv, ranks), ranks) == {"all-gather": (2, (ranks - 1) * KV_BYTES)}
     backward = sent(compiled(all_gather_kv, ranks, backward=True), ranks)
     assert backward["reduce-scatter"] == (1, (ranks - 1) * (KV_BYTES - 8 * S))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_kvp_sends_states_alone(ranks: int) -> None:
     """Bytes are those of the docstring, for any KV length."""
     for kv_length in (S, 4 * S):

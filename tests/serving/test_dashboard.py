@@ -18,6 +18,7 @@ from longctx.serving import Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server import own_metrics
+from longctx.serving.server.caches import Caches
 from longctx.serving.server.prometheus import ServerMetrics
 from longctx.serving.server.utilisation import Peak
 
@@ -36,6 +37,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
         metrics = ServerMetrics("longctx", thread, "m")
         metrics.observe_transfers({"sent": TransferStats(), "received": TransferStats()})
+        metrics.observe_caches(Caches(thread, "m", None, 1.0))
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     metrics._rendered = -1.0
     series = defaultdict[str, set[str]](set)

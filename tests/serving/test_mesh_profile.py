@@ -160,7 +160,12 @@ def test_batches_have_the_rows_that_their_shapes_say(plan: ParallelPlan) -> None
 
 
 @pytest.mark.parametrize(
-    "plan", [ParallelPlan(context=2, exchange="kvp"), ParallelPlan(stage=2), ParallelPlan(tensor=2)]
+    "plan",
+    [
+        ParallelPlan(context=2, exchange="kvp"),
+        ParallelPlan(stage=2),
+        pytest.param(ParallelPlan(tensor=2), marks=pytest.mark.slow),
+    ],
 )
 def test_engines_on_meshes_are_measured_and_stay_usable(plan: ParallelPlan, tmp_path: Path) -> None:
     engine = make_engine(plan)

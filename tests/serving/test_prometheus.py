@@ -107,7 +107,7 @@ def test_names_types_and_buckets_are_those_that_others_read() -> None:
     lora = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert abs(samples.get_one("vllm:lora_requests_info", **lora) - time.time()) < 60
     ends = {dict(labels)["finished_reason"] for name, labels in samples if name == "vllm:request_success_total"}
-    assert ends == {"stop", "length", "abort", "error"}
+    assert ends == {"stop", "length", "abort", "error", "moved"}
     own = {name for name in samples.types if name.startswith("longctx:")}
     default = Samples(ServerMetrics("longctx", EngineThread(make_engine()), "m").render())
     renamed = {f"longctx:{name}" for name in VLLM}

@@ -95,7 +95,7 @@ def test_invalid_request_fields_are_refused() -> None:
         ({"request_id": 3}, "request_id must be a string"),
         ({"ttft_deadline": 0}, "ttft_deadline must be finite and 1e-06"),
         ({"tpot_target": -1}, "tpot_target must be"),
-        ({"priority": -1}, "priority must be an integer of 0 to"),
+        ({"priority": -2}, "priority must be an integer of -1 to"),
         ({"sampling": {}}, "sampling must be SamplingParams"),
         ({"session_id": "\ud800"}, "session_id must be valid Unicode"),
         ({"tenant": "\ud800"}, "tenant must be valid Unicode"),

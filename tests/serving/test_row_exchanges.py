@@ -124,7 +124,10 @@ def cases(draw: Any, ranks: int, most_cached: int) -> Case:
     return Case(ranks, tuple(cached), (draw(st.integers(1, 8)), *new[1:]), draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize(("exchange", "message", "rounds"), EXCHANGES)
+@pytest.mark.parametrize(
+    ("exchange", "message", "rounds"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[1] == PAGES else ()) for each in EXCHANGES],
+)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @settings(max_examples=6)
 @given(data=st.data())

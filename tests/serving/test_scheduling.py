@@ -455,7 +455,7 @@ def test_what_cannot_be_met_is_refused() -> None:
         make_engine(slo=Slo(tpot=0.001))
     with pytest.raises(ValueError, match="ttft_factor must be at least 1"):
         Slo(ttft_factor=0.5)
-    for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -1}):
+    for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -2}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Request([1], **change)  # type: ignore[arg-type]
     for change in ({"ttft_factor": 0.0}, {"ttft_least": -1.0}, {"tpot": float("nan")}, {"step_seconds": 0.0}):

@@ -9,6 +9,7 @@ import numpy as np
 from fake_device import MODEL, FakeExecutor
 
 from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving.distributed import ProcessGroup
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -39,9 +40,7 @@ class TieredExecutor(FakeExecutor):
         assert config.tiers is not None
         tiers = config.tiers
         disk = None if tiers.disk is None else Path(tiers.disk)
-        return TieredStore(
-            self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction, tiers.verify_share
-        )
+        return TieredStore(self._layout, fingerprint, tiers.host_bytes, tiers.disk_bytes, disk, tiers.eviction)
 
     def _at(self, page: int) -> Any:
         pages: Any = self.runner.pages  # type: ignore[attr-defined]  # [stage, rank, page, offset]
@@ -77,6 +76,7 @@ def make_tiered_engine(
     plan: ParallelPlan | None = None,
     executor_of: Callable[..., TieredExecutor] = TieredExecutor,
     tokenizer: Any = None,
+    group: ProcessGroup | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with the tiers of `options["tiers"]`."""
@@ -86,7 +86,15 @@ def make_tiered_engine(
     store = executor.open_store(config)
     executor.move_pages(store)
     return Engine(
-        MODEL, None, config, executor=executor, clock=executor.clock, plan=plan, tokenizer=tokenizer, store=store
+        MODEL,
+        None,
+        config,
+        executor=executor,
+        clock=executor.clock,
+        plan=plan,
+        tokenizer=tokenizer,
+        store=store,
+        process_group=group,
     )
 
 

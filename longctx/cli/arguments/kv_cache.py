@@ -17,11 +17,11 @@ def add_tier_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument("--kv-store", metavar="URL", help="a distributed store, such as mooncake://HOST:PORT")
     tiers.add_argument("--kv-eviction", choices=EVICTIONS, default="lru", help="who goes first; default: lru")
     tiers.add_argument(
-        "--kv-verify-share",
+        "--verify-share",
         type=float,
         default=0.0,
         metavar="X",
-        help="share of loaded pages that are computed again in idle time and compared; default: 0",
+        help="share of loads whose pages are computed again in idle time and compared; default: 0",
     )
     tiers.add_argument(
         "--kv-secret-file",

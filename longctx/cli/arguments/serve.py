@@ -36,6 +36,8 @@ SETTINGS: list[tuple[str, type, Any, str]] = [
     ("shutdown_timeout", float, 60.0, "seconds for which requests may go on after SIGTERM"),
     ("stall_timeout", float, 300.0, "seconds of one step after which /health fails"),
     ("prepare_processes", int, 1, "processes that tokenise long prompts"),
+    ("cache_tokens", int, None, "of the documents of one tenant's /v1/caches; default: as many as can be pinned"),
+    ("max_cache_ttl", float, 86_400.0, "seconds for which one of /v1/caches is kept, at most"),
 ]
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "NAME"}
 LIMITS: list[tuple[str, type, Any, str]] = [

@@ -1,6 +1,7 @@
 """Flags of prefill and decode apart, and of requests that move between servers."""
 
 import argparse
+from pathlib import Path
 
 ROLES = ("prefill", "decode", "both")
 MESSENGERS = ("zmq", "mooncake-tcp", "mooncake-rdma")
@@ -27,6 +28,9 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose pages are fetched when a request says so, besides this host's own; may be repeated",
     )
     transfer.add_argument(
+        "--kv-plain", action="store_true", help="do not encrypt pages: for a network where nobody listens, and faster"
+    )
+    transfer.add_argument(
         "--kv-messenger", choices=MESSENGERS, default="zmq", help="what carries the pages; default: zmq"
     )
     transfer.add_argument(
@@ -35,6 +39,9 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="URL",
         help="a server that reads long prompts for this one; may be repeated",
+    )
+    transfer.add_argument(
+        "--prefill-key-file", type=Path, metavar="FILE", help="the key that these take for /server_info and /load"
     )
     transfer.add_argument(
         "--prefill-inline",

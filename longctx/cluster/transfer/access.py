@@ -25,11 +25,11 @@ def transfer_key(secret: str | None) -> Key | None:
     return derive_key(secret.strip(), b"longctx transfer")
 
 
-def check_ip(ip: str, secret: str | None) -> None:
-    """ValueError, unless this is an IP address that other machines can't reach, or there is a secret."""
+def check_ip(ip: str, may_be_reached: bool) -> None:
+    """ValueError, unless this is an IP address, and one that other machines can't reach unless they may."""
     try:
         is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
     except ValueError:
         raise ValueError(f"ip must be an IP address, got {ip!r}") from None
-    if secret is None and not is_loopback:
+    if not (may_be_reached or is_loopback):
         raise ValueError(f"ip {ip} can be reached from other machines: transfers need a secret")

@@ -21,7 +21,7 @@ from longctx.serving.validation import check_integer
 _LOG = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed
 _CLOSE_SECONDS = 5.0
-_LIBRARIES = "Debian's libibverbs1, libnl-3-200 and libnl-route-3-200"
+LIBRARIES = "Debian's libibverbs1, libnl-3-200 and libnl-route-3-200"
 
 
 def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
@@ -39,7 +39,7 @@ def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise ImportError(
-            f"Mooncake's transfer engine needs `pip install longctx-jax[mooncake]` and {_LIBRARIES}: {error}"
+            f"Mooncake's transfer engine needs `pip install longctx-jax[mooncake]` and {LIBRARIES}: {error}"
         ) from error
     engine = TransferEngine()
     if engine.initialize(ip, "P2PHANDSHAKE", protocol, devices) != 0:

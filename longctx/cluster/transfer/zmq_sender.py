@@ -55,9 +55,10 @@ class PageSender:
       exporter: the engine.
       layout, fingerprint: of its pages; receivers with others are refused.
       ip, port: where it listens; port 0: any free one.
-      secret: what sender and receivers share; everything is encrypted then (CURVE). None: only for loopback, where
-        everybody on the machine may read.
+      secret: what sender and receivers share; everything is encrypted then (CURVE). None: whoever reaches it gets the
+        pages of leases whose ids they know, which nobody can guess; so it is for loopback alone, unless `is_trusted`.
       staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
+      is_trusted: the network that `ip` is reached by, where nobody listens.
 
     Attributes:
       address: `host:port`, for receivers.
@@ -78,8 +79,9 @@ class PageSender:
         secret: str | None = None,
         options: TransferOptions | None = None,
         staging: Staging | None = None,
+        is_trusted: bool = False,
     ) -> None:
-        check_ip(ip, secret)
+        check_ip(ip, secret is not None or is_trusted)
         key = transfer_key(secret)
         self.options = options or TransferOptions()
         self.options.check_fits(layout)

@@ -19,6 +19,8 @@ from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import (
     Arrival,
     Cancel,
+    Forget,
+    Pin,
     Release,
     RequestUpdate,
     StepOrder,
@@ -109,6 +111,16 @@ class Lockstep:
         if self.leads and not self.is_alone:
             self._updates.append({"released": lease_id})
 
+    def note_forgotten(self, keys: list[bytes]) -> None:
+        """Queue pages that are to be found no more for the next step's message."""
+        if self.leads and not self.is_alone:
+            self._updates.append({"forgotten": [key.hex() for key in keys]})
+
+    def note_pinned(self, keys: list[bytes], seconds: float) -> None:
+        """Queue pages that tiers are to keep for the next step's message."""
+        if self.leads and not self.is_alone:
+            self._updates.append({"pinned": [key.hex() for key in keys], "seconds": seconds})
+
     def note_load(self, loaded: Loaded, now: float) -> None:
         """Queue the end of a load for the next step's message."""
         if not self.is_alone:
@@ -167,6 +179,10 @@ class Lockstep:
                     updates.append(Loaded(*fields["loaded"]))
                 elif "released" in fields:
                     updates.append(Release(fields["released"]))
+                elif "pinned" in fields:
+                    updates.append(Pin([bytes.fromhex(key) for key in fields["pinned"]], fields["seconds"]))
+                elif "forgotten" in fields:
+                    updates.append(Forget([bytes.fromhex(key) for key in fields["forgotten"]]))
                 else:
                     updates.append(Cancel(fields["id"], fields["lease"]))
             self.now = header["now"]

@@ -39,7 +39,20 @@ class Release(NamedTuple):
     lease_id: str
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release
+class Forget(NamedTuple):
+    """Pages that are to be found no more: they were wrong."""
+
+    keys: list[bytes]
+
+
+class Pin(NamedTuple):
+    """Pages that tiers keep for some seconds; 0: they may go."""
+
+    keys: list[bytes]
+    seconds: float
+
+
+RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin
 
 
 class StepOrder(NamedTuple):

@@ -100,7 +100,7 @@ class Core:
                 _complete(completion.metrics, sequence, now)
                 continue
             sequence.length = completion.num_known
-            if self.page_hash is not None:
+            if self.page_hash is not None and completion.request.shares_pages:
                 self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
             if progress.lease is not None:
                 sequence.source, sequence.available = progress.lease, length
@@ -122,8 +122,8 @@ class Core:
         self._keep_pages(sequence, completion_of(sequence).lease_under(name))
         return [self._finish(sequence, "", None, "moved", self._now)]
 
-    def end_load(self, loaded: Loaded) -> None:
-        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing."""
+    def end_load(self, loaded: Loaded) -> Sequence | None:
+        """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
         sequence = self.scheduler.end_load(loaded)
         if sequence is not None and sequence.cached is not None:
             metrics = completion_of(sequence).metrics
@@ -132,6 +132,19 @@ class Core:
             metrics.cached_tokens, metrics.loaded_tokens = sequence.cached, metrics.loaded_tokens + gained
             self._counts["cached_tokens"] += gained
             self._counts["loaded_tokens"] += gained
+        return sequence
+
+    def with_followers(self, keys: list[Key]) -> list[Key]:
+        """Pages and those known here that come after them in any sequence."""
+        stores = self.scheduler.stores
+        return keys if stores is None else stores.with_followers(keys)
+
+    def forget(self, keys: list[Key]) -> None:
+        """Let pages be found no more; sequences that hold them go on."""
+        for key in keys:
+            page = self.pool.discard(key)
+            if page is not None and self.scheduler.stores is not None:
+                self.scheduler.stores.forget(page)
 
     def begin(self, now: float) -> Batch | None:
         """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
@@ -170,7 +183,7 @@ class Core:
                 continue
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
-            if page_hash is not None and completion.num_known % page_hash.page_size == 0:
+            if page_hash is not None and self._fills_page(completion):
                 page_hash.extend(sequence.keys, completion.tokens, _root(page_hash, completion))
             receive(sequence)
             if reason is None:
@@ -209,6 +222,11 @@ class Core:
             waiting=len(scheduler.waiting),
             idle_stage_steps=self.in_flight.num_idle,
         )
+
+    def _fills_page(self, completion: Completion) -> bool:
+        """Whether its last token completes a page that others may find."""
+        assert self.page_hash is not None
+        return completion.num_known % self.page_hash.page_size == 0 and completion.request.shares_pages
 
     def _note_planned(self, batch: Batch, now: float) -> None:
         for sequence in batch.admitted:

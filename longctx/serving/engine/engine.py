@@ -182,7 +182,8 @@ class Engine(StepDriver):
             raise RuntimeError("follow is for engines of a process group, in all processes but the first")
         try:
             with self._failing():
-                Follower(self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker).run()
+                arguments = self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker
+                Follower(*arguments, self.pages.store).run()
         finally:
             self.pages.close()
 
@@ -344,7 +345,7 @@ class Engine(StepDriver):
         if self._error is not None and not self._events:
             self._check_alive()
         self._apply_updates()
-        return bool(self._jobs or self._events or self.core.has_stores)
+        return bool(self._jobs or self._events or self.core.has_stores or self.pages.verifier.has_work)
 
     @property
     def takes_handoffs(self) -> bool:

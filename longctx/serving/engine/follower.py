@@ -1,13 +1,16 @@
 """The engine of a process that follows another: it decides the same, on the same news, at the same time."""
 
+import time
+
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import Arrival, StepOrder
+from longctx.serving.distributed.orders import Arrival, Forget, Pin, StepOrder
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -24,8 +27,9 @@ class Follower:
         lockstep: Lockstep,
         input_processor: InputProcessor,
         sequence_maker: SequenceMaker,
+        store: PageKeeper | None = None,
     ) -> None:
-        self._executor, self._lockstep = executor, lockstep
+        self._executor, self._lockstep, self._store = executor, lockstep, store
         self._load_ends = LoadEnds(lockstep.group)
         self._input_processor, self._sequence_maker = input_processor, sequence_maker
         queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
@@ -41,12 +45,22 @@ class Follower:
             if ended is not None:
                 self._core.end(ended, order.now, order.seconds)
             for news in order.updates:
-                self._core.hear(news)
+                if not isinstance(news, Pin):
+                    self._core.hear(news)
+                if isinstance(news, Forget | Pin) and self._store is not None:
+                    self._tell_store(self._store, news)
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
                 ended = self._core.step(order.now)
         if ended is not None:
             self._core.end(ended, self._lockstep.now, None)
+
+    def _tell_store(self, store: PageKeeper, news: Forget | Pin) -> None:
+        if isinstance(news, Pin):
+            store.pin(news.keys, time.monotonic() + news.seconds)
+        else:
+            for key in news.keys:
+                store.forget(key)
 
     def _make(self, arrival: Arrival) -> list[Sequence]:
         prepared = self._input_processor.prepare(arrival.request)

@@ -7,6 +7,7 @@ import numpy as np
 
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
+from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Event
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
@@ -31,6 +32,14 @@ class Journal(Protocol):
 
     def note_release(self, lease_id: str) -> None:
         """Nobody needs a lease any more."""
+        ...
+
+    def note_forgotten(self, keys: list[Key]) -> None:
+        """Pages are to be found no more: they were wrong."""
+        ...
+
+    def note_pinned(self, keys: list[Key], seconds: float) -> None:
+        """Tiers keep pages for some seconds; 0: they may go."""
         ...
 
     def note_load(self, loaded: Loaded, now: float) -> None:

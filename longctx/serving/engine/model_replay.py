@@ -12,7 +12,7 @@ from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.serving.distributed.digest import DecisionDigest
-from longctx.serving.distributed.orders import Arrival, Cancel, Release
+from longctx.serving.distributed.orders import Arrival, Cancel, Forget, Release
 from longctx.serving.engine.build import build_core
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.ordered_core import OrderedCore
@@ -29,10 +29,12 @@ from longctx.serving.recording.records import (
     Cleared,
     Content,
     Ended,
+    Forgotten,
     LoadEnded,
     Released,
     Snapshot,
     Step,
+    split_keys,
 )
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
@@ -118,6 +120,8 @@ class ModelReplay:
                     self._core.hear(Cancel(record.request_id, record.lease))
                 case Released():
                     self._core.hear(Release(record.lease_id))
+                case Forgotten():
+                    self._core.hear(Forget(split_keys(record.keys)))
                 case Cleared():
                     self._core.core.pool.clear()
                 case Step():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from longctx.serving.distributed.orders import Arrival, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Forget, Pin, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.run_step import DecisionLog, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -49,6 +49,11 @@ class OrderedCore:
         if isinstance(news, Release):
             self.core.leases.release(news.lease_id)
             return []
+        if isinstance(news, Forget):
+            self.core.forget(news.keys)
+            return []
+        if isinstance(news, Pin):
+            return []  # it is for tiers alone
         events = []
         for sequence in self.open[news.request_id]:
             events += self.core.cancel(sequence) if news.lease is None else self.core.hand_off(sequence, news.lease)

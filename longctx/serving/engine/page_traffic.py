@@ -1,16 +1,21 @@
 """Pages that leave an engine and arrive, between its steps: loads that end, leases, and reads by other engines."""
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.engine.core import Core
+from longctx.serving.engine.jobs import Job
 from longctx.serving.engine.journal import Journal
+from longctx.serving.engine.verification import Verifier
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.page_stats import MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
+from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.request.request import Request
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
@@ -30,8 +35,10 @@ class PageTraffic:
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
       load_ends: knows when loads have ended in all processes.
+      verify_share: see `Verifier`, which begins and cancels requests.
 
     Attributes:
+      verifier: computes a share of the loaded pages again.
       on_load: are called with each load that has ended, between steps.
     """
 
@@ -44,10 +51,14 @@ class PageTraffic:
         between_steps: Callable[[Callable[[], object]], object],
         clock: Callable[[], float],
         load_ends: LoadEnds,
+        verify_share: float,
+        begin: Callable[[Request], Job],
+        cancel: Callable[[Job], object],
     ) -> None:
         self.store, self._load_ends = store, load_ends
         self._core, self._executor, self._journals = core, executor, tuple(journals)
         self._between_steps, self._clock = between_steps, clock
+        self.verifier = Verifier(verify_share, core, executor, store, begin, cancel, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
         self._asked: dict[str, float] = {}  # when somebody asked for a lease last
 
@@ -75,15 +86,30 @@ class PageTraffic:
         for loaded in self._load_ends.complete(ended, self._core.scheduler.loads):
             for journal in self._journals:
                 journal.note_load(loaded, now)
-            self._core.end_load(loaded)
+            sequence = self._core.end_load(loaded)
+            if sequence is not None:
+                self.verifier.note(loaded, sequence)
             for call in self.on_load:
                 call(loaded)
         if self._core.leases or self._asked:
             self._expire(now)
 
+    def _forget(self, keys: list[Key]) -> None:
+        keys = self._core.with_followers(keys)
+        if self.store is not None:
+            keys = self.store.with_followers(keys)
+        for journal in self._journals:
+            journal.note_forgotten(keys)
+        self._core.forget(keys)
+        if self.store is not None:
+            for key in keys:
+                self.store.forget(key)
+
     def _expire(self, now: float) -> None:
         leases = self._core.leases
-        self._asked = {lease: at for lease, at in self._asked.items() if lease in leases}
+        for lease_id in tuple(self._asked):  # other threads add to them meanwhile
+            if lease_id not in leases:
+                self._asked.pop(lease_id, None)
         for lease_id in leases.over():
             if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
                 self._release(lease_id)
@@ -125,9 +151,32 @@ class PageTraffic:
         self._between_steps(lambda: self._begin_read(read, lease_id, first, stop, layers))
         return read
 
+    def expire(self) -> None:
+        """End the leases that nobody has asked for; steps do so too."""
+        if self._core.leases:
+            self._between_steps(lambda: self._expire(self._clock()))
+
     def release(self, lease_id: str) -> None:
         """Nobody needs a lease any more; one that has ended is no error."""
         self._between_steps(lambda: self._release(lease_id))
+
+    def forget(self, keys: list[Key]) -> None:
+        """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
+        self._between_steps(lambda: self._forget(keys))
+
+    def stop_verifying(self) -> None:
+        """Compare no more pages: the engine is about to end."""
+        self._between_steps(self.verifier.close)
+
+    def pin(self, keys: list[Key], seconds: float) -> None:
+        """Let tiers keep pages for some seconds, those too that they get meanwhile; 0: let them go in their turn."""
+        self._between_steps(lambda: self._pin(keys, seconds))
+
+    def _pin(self, keys: list[Key], seconds: float) -> None:
+        for journal in self._journals:
+            journal.note_pinned(keys, seconds)
+        if self.store is not None:
+            self.store.pin(keys, time.monotonic() + seconds)
 
     def _begin_read(self, read: "_LaterRead", lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> None:
         lease = self._core.leases.get(lease_id)

@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from longctx.serving.config import EngineConfig
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.engine.core import Core
-from longctx.serving.engine.input_processor import SequenceMaker
+from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.jobs import Job, Jobs
 from longctx.serving.engine.journal import Journal
 from longctx.serving.engine.monitor import Monitor, StepMonitor
@@ -21,6 +22,7 @@ from longctx.serving.executor.submit_queue import SubmitQueue
 from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.recording.recorder import Recorder
 from longctx.serving.request.output import Event
+from longctx.serving.request.request import Request
 
 
 class StepDriver:
@@ -34,7 +36,9 @@ class StepDriver:
       pages: see `PageTraffic`.
     """
 
+    config: EngineConfig
     core: Core
+    input_processor: InputProcessor
     _lockstep: Lockstep
     _sequence_maker: SequenceMaker
 
@@ -65,6 +69,9 @@ class StepDriver:
             lambda call: self._update(lambda _: call(), [None]),
             clock,
             LoadEnds(self._lockstep.group),
+            self.config.verify_share,
+            self._begin_own,
+            self._leave,
         )
 
     def now(self) -> float:
@@ -92,6 +99,7 @@ class StepDriver:
         """Let a request wait for its first step."""
         if job.sequences:
             return  # it was cancelled before
+        self.pages.verifier.give_way()
         handoff = job.handoff
         seed = None if handoff is None else handoff.seed
         job.sequences = self._sequence_maker.make(job.prepared, job.request_id, job.arrival, seed)
@@ -104,6 +112,13 @@ class StepDriver:
         else:
             self._executor.sources.update(job.sources)
             self._deliver(self.core.resume(job.sequences, handoff, self._clock()))
+
+    def _begin_own(self, request: Request) -> Job:
+        """Let a request of the engine's own enter, between steps."""
+        jobs: list[Job] = []
+        self._jobs.claim([self.input_processor.prepare(request)], self._clock(), deque(), jobs)
+        self._enter(jobs[0])
+        return jobs[0]
 
     def _leave(self, job: Job, lease: str | None = None) -> None:
         """End what has not ended of a request; with `lease`, for another engine."""
@@ -133,6 +148,7 @@ class StepDriver:
         now = self._clock()
         with self._failing(), self._lockstep.limit("a step"):
             self.pages.poll(now, self._is_idle)
+            self.pages.verifier.poll(not self._jobs)
             for journal in self._journals:
                 journal.note_step(now)
             step = run_step(self.core, self._queue, now, self._journals)
@@ -150,6 +166,7 @@ class StepDriver:
         with Interrupts():
             self._check_alive()
             self._apply_updates_locked()
+            self.pages.verifier.give_way()
             if self._jobs:
                 raise RuntimeError(message.format(len(self._jobs)))
             while self._queue:

@@ -24,6 +24,8 @@ from longctx.serving.request.request import PreparedRequest, Request
 
 logger = logging.getLogger(__name__)
 
+_EXPIRY_SECONDS = 1.0  # between two looks at leases while nothing else is to do
+
 
 class Received(NamedTuple):
     """What another engine has computed of a request, and where its pages come from, by lease."""
@@ -246,8 +248,10 @@ class EngineThread:
         try:
             while not self._is_closing:
                 self._run_steps()
-                self._wake.wait()
+                self._wake.wait(_EXPIRY_SECONDS if self.engine.core.leases else None)
                 self._wake.clear()
+                self.engine.pages.expire()
+            self.engine.pages.stop_verifying()
             while self.engine.has_work:
                 for request_id in tuple(self._clients):
                     self.engine.cancel(request_id)

@@ -26,6 +26,7 @@ from longctx.serving.executor.read_out import ReadOut
 from longctx.serving.executor.row_layout import RowLayout
 from longctx.serving.executor.step_shapes import Rows, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
@@ -182,6 +183,10 @@ class DeviceExecutor:
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         return self.runner.read_pages(pages, layers)
+
+    @property
+    def page_layout(self) -> PageLayout:
+        return self.runner.page_layout
 
     def admit(self, sequence: Sequence) -> None:
         """Set what a slot keeps as long as a sequence has it."""

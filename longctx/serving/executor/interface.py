@@ -5,6 +5,7 @@ from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
 from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
+from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.request.output import TokenLogprob
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -43,6 +44,11 @@ class Executor(Protocol):
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
         """Begin to read pages of the pool as they are after all submitted batches, of these layers at least."""
+        ...
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """Of the pages that are read."""
         ...
 
     @property

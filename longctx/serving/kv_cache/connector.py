@@ -137,6 +137,18 @@ class PageKeeper(PageSink, PageSource, Protocol):
         """How many leading pages it has. Those that are slow to fetch are fetched ahead."""
         ...
 
+    def pin(self, keys: List[Key], until: float) -> int:
+        """Keep pages until a time of `time.monotonic()`, or, if that is over, let them go when their turn comes."""
+        ...
+
+    def with_followers(self, keys: List[Key]) -> list[Key]:
+        """Pages and those after them that it has."""
+        ...
+
+    def forget(self, key: Key) -> None:
+        """Find a page no more, not even after a restart."""
+        ...
+
     def flush(self, timeout: float) -> bool:
         """Wait until all that was put is kept; False if that took longer than `timeout` seconds."""
         ...

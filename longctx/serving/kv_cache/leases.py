@@ -54,7 +54,8 @@ class Leases:
     @property
     def num_pages(self) -> int:
         """Pages that are held for ended sequences, each as often as leases have it."""
-        return sum(len(lease.pages) for lease in self._leases.values() if lease.is_over)
+        leases = tuple(self._leases.values())  # metrics are read while an engine runs
+        return sum(len(lease.pages) for lease in leases if lease.is_over)
 
     def over(self) -> list[str]:
         """The leases of sequences that have ended."""

@@ -229,6 +229,17 @@ class PagePool:
             self.listener.removed(key)
         return key
 
+    def discard(self, key: Key) -> int | None:
+        """Let the page of a key be found no more, and an idle one be free; which it was, None if there is none."""
+        page = self._page_of.get(key)
+        if page is not None:
+            self.forget(page)
+            if self.is_idle(page):
+                rank = self.rank_of(page)
+                del self._idle[rank][page]
+                self._free[rank].append(page)
+        return page
+
     def state(self) -> list[RankState]:
         """What a pool knows of each rank when nobody holds pages."""
         return [

@@ -28,6 +28,7 @@ from longctx.serving.recording.records import (
     Content,
     Ended,
     Failed,
+    Forgotten,
     LoadEnded,
     Record,
     Released,
@@ -186,6 +187,7 @@ class Recorder:
             content=content,
             available=first.available,
             lease=request.lease,
+            shares_pages=request.shares_pages,
         )
         self._write(arrived)
 
@@ -194,6 +196,12 @@ class Recorder:
 
     def note_release(self, lease_id: str) -> None:
         self._write(Released(lease_id))
+
+    def note_forgotten(self, keys: list[bytes]) -> None:
+        self._write(Forgotten(b"".join(keys)))
+
+    def note_pinned(self, keys: list[bytes], seconds: float) -> None:
+        """Nothing: no decision follows from it."""
 
     def note_load(self, loaded: Loaded, now: float) -> None:
         self._write(LoadEnded(*loaded))

@@ -51,6 +51,7 @@ class Arrived(msgspec.Struct, array_like=True, frozen=True, tag=1):
     content: Content | None
     available: int = 0  # leading tokens that could be loaded
     lease: str | None = None
+    shares_pages: bool = True
 
 
 class Cancelled(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -118,6 +119,12 @@ class Released(msgspec.Struct, array_like=True, frozen=True, tag=9):
     lease_id: str
 
 
+class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=10):
+    """Pages are found no more, as they were wrong; `keys` joined."""
+
+    keys: bytes
+
+
 LeftChunk = tuple[int, int, int, bool, bool, tuple[int, ...], bool]
 
 
@@ -151,7 +158,7 @@ class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
     load_seconds: float | None = None  # of a page, in the mean
 
 
-Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released
+Record = Snapshot | Arrived | Cancelled | Step | Cleared | Failed | Closed | LoadEnded | Released | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER = msgspec.msgpack.Decoder(Record)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
+from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
 
 # A deadline is between these.
 _SECONDS = 1e-6, 1e9
@@ -27,7 +27,8 @@ class Request:
       cache_salt: nor do requests of one tenant with different salts, nor are sessions found under another one.
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
-      priority: 0 or more; higher is more urgent. It comes before any policy.
+      priority: higher is more urgent; -1 comes after all who don't say. It comes before any policy.
+      shares_pages: whether it may begin with pages that others have computed, and others with its pages.
       lease: keep its pages for another engine, which goes on with it: under this id, followed by the index of the
         completion if there are several. `Handoff.of` its outputs has what else that engine needs.
     """
@@ -42,6 +43,7 @@ class Request:
     tpot_target: float | None = None
     priority: int = 0
     lease: str | None = None
+    shares_pages: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -54,7 +56,8 @@ class Request:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check_real(name, value, *_SECONDS))
-        object.__setattr__(self, "priority", check_integer("priority", self.priority, 0, MAX_INT32))
+        check_bool("shares_pages", self.shares_pages)
+        object.__setattr__(self, "priority", check_integer("priority", self.priority, -1, MAX_INT32))
 
 
 class PreparedRequest(NamedTuple):

@@ -41,6 +41,9 @@ _EACH = P(("stage", "context"))  # of arrays that each stage and rank has its ow
 _INPUTS = P("stage", "context")
 # Metadata of a few numbers make up half of a step's operations, and optimising their code twice as long to compile.
 _UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# Where 32 programs are in flight, the launch of one more waits in a thread of each CPU device. If there are no more
+# threads than devices, none is left for the programs that it waits for.
+_AHEAD = 8  # layers
 _SAMPLING = threading.Lock()  # so that threads that compile do not compile the same program twice
 
 
@@ -88,8 +91,12 @@ def layered_step(
     outer, static, cache = params | {"layers": ()}, (model, mesh, shape, sections), state.cache
     tables = PageTables(state.table, state.page_index)
     x, rope, attend = begin(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
-    for index, weights in zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True):
+    for number, (index, weights) in enumerate(
+        zip(_indices(mesh, len(params["layers"])), params["layers"], strict=True)
+    ):
         x, cache = layer(model, mesh, weights, index, x, rope, attend, cache)
+        if mesh.size > 1 and number % _AHEAD == _AHEAD - 1:
+            x.block_until_ready()
     stage_rows, hidden, last_rows = end(*static, outer, state.rows, x, samples)
     kept = (state.last_token, state.seen), state.bias
     sampled, (last_token, seen) = sample(model, mesh, shape.of_samples, outer, *kept, last_rows, samples)

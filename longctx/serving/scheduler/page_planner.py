@@ -145,6 +145,7 @@ class PagePlanner:
             or not sequence.may_share
             or num_full != page.number
             or num_full * self._running.page_size + page.tokens >= sequence.length
+            or sequence.available > (num_full + 1) * self._running.page_size  # it is loaded with what follows
         ):
             return None
         return self._pool.find(page.key)

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import Gate
 from longctx.serving.server.routes.administration import administration_router
+from longctx.serving.server.routes.caches import caches_router
 from longctx.serving.server.routes.generation import generation_router
 from longctx.serving.server.routes.health import health_router
 from longctx.serving.server.routes.introspection import introspection_router
@@ -22,6 +23,7 @@ from longctx.serving.server.routes.migration import migration_router
 from longctx.serving.server.routes.page import page_router
 from longctx.serving.server.routes.tokenization import tokenization_router
 from longctx.serving.server.schemas.base import components
+from longctx.serving.server.schemas.caches import CacheBody
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
 from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, MigrateBody, ResumeBody, TokenizeBody
@@ -37,9 +39,11 @@ _BODIES: list[type[BaseModel]] = [
     AbortBody,
     MigrateBody,
     ResumeBody,
+    CacheBody,
 ]
 _ROUTERS = (
     generation_router,
+    caches_router,
     tokenization_router,
     introspection_router,
     health_router,
@@ -77,7 +81,7 @@ def make_app(server: Server) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.settings.allow_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )

@@ -15,15 +15,18 @@ from longctx.serving.server.transfers import Received, Transfers
 _NO_TRANSFERS = "this server moves no requests: start it with --role prefill, decode or both"
 
 
-def begin_transfer(transfers: Transfers | None, call: Call) -> tuple[Call, Received | None]:
-    """A call as the engine gets it: with a lease if another engine decodes, and with what another one has computed.
+def begin_transfer(transfers: Transfers | None, call: Call, headers: Mapping[str, str]) -> tuple[Call, Received | None]:
+    """A call as the engine gets it: with a lease if another engine decodes, and with what another one computes for it.
+
+    Args:
+      headers: of the request.
 
     Raises:
       ApiError: that can't be.
     """
     params = call.body.kv_transfer_params
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
-        return call, None
+        return call, None if transfers is None else _dispatch(transfers, call, headers)
     name = "kv_transfer_params"
     if transfers is None:
         raise ApiError(400, f"{name} can't be followed: {_NO_TRANSFERS}", name)
@@ -37,6 +40,11 @@ def begin_transfer(transfers: Transfers | None, call: Call) -> tuple[Call, Recei
         request = dataclasses.replace(prepared.request, lease=transfers.lease(params.lease))
         call = call._replace(requests=[prepared._replace(request=request)])
     return call, received
+
+
+def _dispatch(transfers: Transfers, call: Call, headers: Mapping[str, str]) -> Received | None:
+    """Let another server read the prompt, if that is better."""
+    return transfers.dispatch(call.requests[0], headers) if len(call.requests) == 1 else None
 
 
 def answer_params(transfers: Transfers | None, call: Call, outputs: Mapping[tuple[int, int], Output]) -> Any:

@@ -44,15 +44,27 @@ class TransferCounts(Protocol):
         ...
 
 
+class CacheCounts(Protocol):
+    """Documents that are kept now (`/v1/caches`), and their tokens."""
+
+    @property
+    def num_caches(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class KvMetrics:
     """Part of `OwnMetrics`. Families are there for what the engine has only.
 
     Attributes:
+      caches: documents that are kept.
       transfers: by direction; None: requests don't move.
     """
 
     def __init__(self, thread: EngineThread, prefix: str, labels: dict[str, str]) -> None:
         self._engine, self._prefix, self._labels = thread.engine, prefix, labels
+        self.caches: CacheCounts | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
         self._load_seconds = Histogram("Seconds of a load of pages from beyond the devices.", _LOAD_SECONDS)
         self._engine.pages.on_load.append(self._observe_load)
@@ -65,6 +77,10 @@ class KvMetrics:
         store = self._engine.pages.store
         if isinstance(store, TieredStore):
             yield from self._of_tiers(store.stats, store)
+            if self.caches is not None:
+                caches, tokens = self.caches.num_caches, self.caches.num_tokens
+                yield gauge(self._prefix + "kv_caches", "Documents of /v1/caches.", self._labels, caches)
+                yield gauge(self._prefix + "kv_cache_tokens", "Tokens of these documents.", self._labels, tokens)
         if self.transfers is not None:
             yield from self._of_transfers(self.transfers)
         if store is not None or self.transfers is not None:
@@ -76,11 +92,6 @@ class KvMetrics:
             for name, help in families.items():
                 values = {tier: float(getattr(own, name)) for tier, own in of.items()}
                 yield make(f"{self._prefix}kv_tier_{_NAMES.get(name, name)}", help, self._labels, "tier", values)
-        for name, help, value in (
-            ("kv_verified", "Loaded pages that were computed again and compared.", stats.verified),
-            ("kv_mismatch", "Those of them that differed, though their checksums were right.", stats.mismatches),
-        ):
-            yield counter(self._prefix + name, help, self._labels, value)
         waiting = "Bytes of pages on their way from the devices, or to tiers below host memory."
         yield gauge(self._prefix + "kv_waiting_bytes", waiting, self._labels, stats.waiting_bytes)
 
@@ -100,6 +111,12 @@ class KvMetrics:
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, prefix = self._engine.pages, self._labels, self._prefix
         yield self._load_seconds.family(prefix + "kv_load_seconds", labels)
+        verified = pages.verifier.stats
+        for name, help, value in (
+            ("kv_verified", "Loaded pages that were computed again and compared.", verified.verified),
+            ("kv_mismatch", "Those of them that differed, though their checksums were right.", verified.mismatches),
+        ):
+            yield counter(prefix + name, help, labels, value)
         moved = pages.moved
         if moved is not None:
             for name, help, value in (

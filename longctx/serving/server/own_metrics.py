@@ -18,7 +18,7 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 _SLACK = (-10, -4, -2, -1, -0.5, -0.25, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 _RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4, 10)
 _STEPS = 512  # that MFU and MBU are of
-REFUSALS = ("queue", "tokens", "deadline", "draining")
+REFUSALS = ("queue", "tokens", "deadline", "draining", "tpot")
 
 
 class OwnMetrics:

@@ -44,8 +44,9 @@ class Preparer:
 
     async def read(self, kind: Kind, body: bytes, origin: Origin) -> Any:
         """See `read_call.read`: a `Call`, or what else the kind gives."""
-        is_long = len(body) >= LONG_BYTES and self._num_processes > 0
-        if len(body) <= SHORT_BYTES and kind != "chat":
+        size = len(body) if origin.prefix is None else len(body) + origin.prefix.num_bytes
+        is_long = size >= LONG_BYTES and self._num_processes > 0
+        if size <= SHORT_BYTES and kind not in ("chat", "cache"):
             return read(self.reader, kind, body, origin)
         # A chat template is rendered by a process of its own, for which only a thread may wait.
         loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request
 from longctx.serving.server import series
-from longctx.serving.server.kv_metrics import TransferCounts
+from longctx.serving.server.kv_metrics import CacheCounts, TransferCounts
 from longctx.serving.server.own_metrics import OwnMetrics
 from longctx.serving.server.series import Histogram, counter, counters, gauge, one_two_five
 from longctx.serving.validation import check_text
@@ -100,6 +100,10 @@ class ServerMetrics:
     def observe_transfers(self, transfers: Mapping[str, TransferCounts]) -> None:
         """Requests move between this engine and others; how, by direction."""
         self._own.kv.transfers = transfers
+
+    def observe_caches(self, caches: CacheCounts) -> None:
+        """Documents are kept; how many, and of how many tokens."""
+        self._own.kv.caches = caches
 
     def render(self) -> bytes:
         """Prometheus's text, of `CONTENT_TYPE`, at most a quarter of a second old."""

@@ -15,12 +15,13 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.bodies import Bodies
+from longctx.serving.server.caches import Caches
 from longctx.serving.server.chat_format import ChatFormat
 from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.migration import Migration
 from longctx.serving.server.observers import Observers, ObserverSettings
 from longctx.serving.server.preparer import Preparer
-from longctx.serving.server.read_call import Call, CallReader, CallRules
+from longctx.serving.server.read_call import Call, CallReader, CallRules, Kind, Origin, cache_named
 from longctx.serving.server.settings import ServerSettings
 from longctx.serving.server.streams import Deliveries
 from longctx.serving.server.transfers import Received, Transfers
@@ -70,6 +71,8 @@ class Server:
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics = self.observers.metrics
         self.bodies = Bodies(self.settings)
+        self.caches = Caches(self.thread, self.model_name, self.settings.cache_tokens, self.settings.max_cache_ttl)
+        self.metrics.observe_caches(self.caches)
         self.calls: dict[str, ActiveCall] = {}
         self._num_beginning = 0
         self.is_draining = False
@@ -96,6 +99,19 @@ class Server:
                 raise ApiError(500, "the engine could not be started", code="engine_error")
             message = "the server compiles its programs, and is not ready yet: see /ready"
             raise ApiError(503, message, None, "server_is_overloaded", _WARMING_RETRY)
+
+    def note_refusal(self, error: ApiError) -> None:
+        """Count a request that is refused, if it could be served at another time."""
+        if DROPPED in error.headers:
+            self.metrics.observe_refusal(error.headers[DROPPED])
+
+    async def read(self, kind: Kind, body: bytes, origin: Origin) -> Call:
+        """Read a body of completions or a chat, with the document of the cache that it names before its prompt."""
+        cache_id = cache_named(body)
+        if cache_id is not None:
+            origin = origin._replace(prefix=self.caches.prefix(origin.tenant, cache_id))
+        call: Call = await self.preparer.read(kind, body, origin)
+        return call
 
     async def begin(
         self,
@@ -127,8 +143,8 @@ class Server:
         except BaseException as error:
             if received is not None:
                 received.release()
-            if isinstance(error, ApiError) and DROPPED in error.headers:
-                self.metrics.observe_refusal(error.headers[DROPPED])
+            if isinstance(error, ApiError):
+                self.note_refusal(error)
             raise
         finally:
             self._num_beginning -= 1
@@ -208,6 +224,7 @@ class Server:
         """Take no new requests from now on."""
         self.is_draining = True
         self.thread.drain()
+        self.caches.close()
 
     def close(self) -> None:
         """End everything that has not ended; it waits for the step that runs."""

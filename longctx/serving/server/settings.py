@@ -22,6 +22,7 @@ _SECONDS = (
     "ping_interval",
     "shutdown_timeout",
     "stall_timeout",
+    "max_cache_ttl",
 )
 
 
@@ -48,6 +49,8 @@ class ServerSettings:
       shutdown_timeout: for which running requests may go on after SIGTERM.
       stall_timeout: without a step, although there is work, after which the server is not healthy any more.
       prepare_processes: processes that check, tokenise and hash long prompts; 0: threads do it.
+      cache_tokens: of the documents of one tenant's caches together; None: as many as can be pinned.
+      max_cache_ttl: for which a cache is kept, at most.
       profile_dir: where `/start_profile` writes traces; None: it is refused.
 
     Raises:
@@ -72,6 +75,8 @@ class ServerSettings:
     shutdown_timeout: float = 60.0
     stall_timeout: float = 300.0
     prepare_processes: int = 1
+    cache_tokens: int | None = None
+    max_cache_ttl: float = 86_400.0
     profile_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +84,8 @@ class ServerSettings:
             object.__setattr__(self, name, check_integer(name, getattr(self, name), least))
         for name in _SECONDS:
             object.__setattr__(self, name, check_real(name, getattr(self, name), 0, 1e9))
+        if self.cache_tokens is not None:
+            object.__setattr__(self, "cache_tokens", check_integer("cache_tokens", self.cache_tokens, 0))
         if self.min_tpot is not None:
             object.__setattr__(self, "min_tpot", check_real("min_tpot", self.min_tpot, 1e-6, 1e9))
         keys = [key.key for key in (*self.api_keys, *self.admin_keys)]

@@ -51,6 +51,14 @@ class Transfers(Protocol):
         """
         ...
 
+    def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
+        """Have another server read the prompt of an ordinary request, and what it waits for; None: it is read here.
+
+        Args:
+          headers: of the request; those that say who sends it go along.
+        """
+        ...
+
     def check_peer(self, host: str) -> None:
         """ApiError, unless requests may be moved to this host."""
         ...

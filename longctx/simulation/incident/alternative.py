@@ -13,11 +13,13 @@ from longctx.serving.recording.records import (
     Cancelled,
     Cleared,
     Closed,
+    Forgotten,
     LoadEnded,
     Record,
     Released,
     Snapshot,
     Step,
+    split_keys,
 )
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
@@ -116,10 +118,11 @@ class Alternative:
         """Go on in virtual time."""
         engine, executor = self.engine, self.engine.executor
         known = itertools.takewhile(lambda record: not isinstance(record, Closed), records)  # until a gap, or the end
-        news = (record for record in known if isinstance(record, Arrived | Cancelled | Cleared | Released))
+        timeless = Cleared | Forgotten | Released
+        news = (record for record in known if isinstance(record, Arrived | Cancelled | timeless))
         record = next(news, None)
         while self._wanted:
-            while record is not None and (isinstance(record, Cleared | Released) or record.now <= executor.now):
+            while record is not None and (isinstance(record, timeless) or record.now <= executor.now):
                 self._hear(record)
                 record = next(news, None)
             step = engine.step(executor.now)
@@ -142,6 +145,8 @@ class Alternative:
                 self.engine.end_load(record)
             case Cancelled():
                 self._note(self.engine.cancel(record))
+            case Forgotten():
+                self.engine.core.forget(split_keys(record.keys))
             case Cleared():
                 self.engine.core.pool.clear()
             case Snapshot():

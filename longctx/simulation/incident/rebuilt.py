@@ -165,6 +165,7 @@ class Rebuilt:
             tpot_target=arrived.tpot_target,
             priority=arrived.priority,
             lease=arrived.lease,
+            shares_pages=arrived.shares_pages,
         )
         self._ordered.hear(Arrival(request, name, arrived.now, arrived.available))
 

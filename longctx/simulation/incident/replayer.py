@@ -15,6 +15,7 @@ from longctx.serving.recording.records import (
     Cleared,
     Closed,
     Failed,
+    Forgotten,
     LoadEnded,
     Released,
     Snapshot,
@@ -104,6 +105,8 @@ class Replayer:
                     self.engine.core.leases.release(record.lease_id)
                 case LoadEnded():
                     self.engine.end_load(record)
+                case Forgotten():
+                    self.engine.core.forget(split_keys(record.keys))
                 case Cleared():
                     self.engine.core.pool.clear()
                 case Failed():

@@ -281,39 +281,22 @@ def test_pinned_pages_stay(tmp_path: Path) -> None:
     store.close()
 
 
-def test_wrong_pages_are_found_by_comparison(tmp_path: Path) -> None:
-    """A page that was written wrong, so that its checksum is right."""
-    store = make_store(tmp_path, verify_share=1.0)
-    keys = chain("a", 3)
-    read = Read(keys)
-    read.pages[1].flat[5] ^= 4
-    store.put(stores_of(keys), read)
-    assert store.flush(20)
-    woken = threading.Event()
-    fetch = store.fetch(keys, woken.set)
-    wait_for(lambda: fetch.num_given == 3)
-    fetch.close()
-    assert store.samples() == keys
-    assert store.samples() == []
-    assert [store.verify(key, contents(key)) for key in (*keys, keys[1], b"other")] == [True, False, True, None, None]
-    assert (store.stats.verified, store.stats.mismatches) == (3, 1)
-    assert store.tier_of(keys[1]) is None
-    store.close()
+def test_pages_are_read_to_be_compared(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    assert store.tier_of(keys[1]) is None
+    keys = chain("a", 3)
     put(store, keys)
-    store._host.clear()
-    assert store.verify(keys[1], contents(keys[1])) is True  # from the disk
-    with pytest.raises(ValueError, match="data must be uint16"):
-        store.verify(keys[0], contents(keys[0])[:1])
-    store.close()
-
-
-def test_the_share_of_samples() -> None:
-    store = make_store(verify_share=0.25)
-    for round_ in range(20):
-        store.fetch(chain(str(round_), 40), lambda: None)
-    assert 120 < len(store.samples()) < 280
+    for _ in range(2):  # from host memory, and from the disk
+        for key in keys:
+            np.testing.assert_array_equal(store.read(key), contents(key))
+        assert store.read(b"other") is None
+        assert store.stats.host.hits == store.stats.disk.hits == 0
+        store._host.clear()
+    (path,) = tmp_path.rglob("*.pages")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert store.read(keys[2]) is None
+    assert store.clear() == 0
     store.close()
 
 
@@ -391,8 +374,6 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         make(disk_bytes=-1, disk=tmp_path)
     with pytest.raises(ValueError, match="eviction must be one of"):
         make(eviction="random")
-    with pytest.raises(ValueError, match="verify_share must be finite and 0 to 1"):
-        make(verify_share=1.5)
     with pytest.raises(ValueError, match="queue_bytes must be an integer of 0 to"):
         make(queue_bytes=9 * PAGE)
     with pytest.raises(ValueError, match="fingerprint must be bytes"):

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from longctx.serving.validation import check_integer, check_real, check_text
+from longctx.serving.validation import check_integer, check_text
 
 EVICTIONS = ("lru", "lfu", "length")
 
@@ -15,7 +15,6 @@ class TierConfig:
     Attributes:
       host_bytes: of pages in host memory. disk_bytes: of pages in files in the folder `disk`; 0: no files.
       eviction: who goes first: `"lru"`, `"lfu"`, or `"length"` (the tails of the longest chains).
-      verify_share: share of the loaded pages that are computed again in idle time, and compared.
       store: a distributed store beyond this machine, such as `"mooncake://HOST:PORT"`.
 
     Raises:
@@ -26,7 +25,6 @@ class TierConfig:
     disk_bytes: int = 0
     disk: str | None = None
     eviction: str = "lru"
-    verify_share: float = 0.0
     store: str | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +38,5 @@ class TierConfig:
             raise ValueError("disk and disk_bytes must be given together, a folder and how many bytes it may have")
         if self.eviction not in EVICTIONS:
             raise ValueError(f"eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
-        object.__setattr__(self, "verify_share", check_real("verify_share", self.verify_share, 0, 1))
         if self.store is not None:
             check_text("store", self.store)

@@ -125,6 +125,11 @@ class DiskTier:
                     self.index.use(piece.file.path)
                 self.index.release(piece.file.path)
 
+    @property
+    def parents(self) -> dict[Key, Key]:
+        """Of each page that can be found, the key of the page before it; empty: none or not known."""
+        return {key: self._pieces[key][-1].record.parent for key in self._complete}
+
     def listen(self, listener: TierListener) -> None:
         """Tell a listener of all pages that can be found, and of changes from now on."""
         self.listener = listener
@@ -163,12 +168,14 @@ class DiskTier:
         paths = {piece.file.path for piece in self._pieces.get(key, []) if piece.file.path in self.index}
         return key in self._complete and bool(paths) and all(self.index.pin(path, until) for path in paths)
 
-    def unpin(self, key: Key, pinned: Iterable[Key]) -> None:
-        """Let the files of a page go when their turn comes, but for those that have other pinned pages."""
-        keep = {piece.file.path for other in pinned for piece in self._pieces.get(other, [])}
-        for piece in self._pieces.get(key, []):
-            if piece.file.path in self.index and piece.file.path not in keep:
-                self.index.unpin(piece.file.path)
+    def unpin(self, keys: Iterable[Key], pinned: Iterable[Key]) -> None:
+        """Let the files of pages go when their turn comes, but for those that have other pinned pages."""
+        paths, keep = (
+            {piece.file.path for key in some for piece in self._pieces.get(key, [])} for some in (keys, pinned)
+        )
+        for path in paths - keep:
+            if path in self.index:
+                self.index.unpin(path)
 
     def plan(self, records: list[PageRecord]) -> tuple[DiskFile, list[Path]] | None:
         """Room for a file of pages: which one, and which to delete before; None if there can't be room."""

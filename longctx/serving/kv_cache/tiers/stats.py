@@ -38,7 +38,6 @@ class TierStats:
     Attributes:
       host, disk, remote: of each tier.
       waiting_bytes: of pages that are on their way from devices, or to the disk.
-      verified, mismatches: pages compared with recomputed ones, and how many of them differed.
       last_error: the last error of a read or write, for people.
     """
 
@@ -46,6 +45,4 @@ class TierStats:
     disk: TierCounters = field(default_factory=TierCounters)
     remote: TierCounters = field(default_factory=TierCounters)
     waiting_bytes: int = 0
-    verified: int = 0
-    mismatches: int = 0
     last_error: str = ""

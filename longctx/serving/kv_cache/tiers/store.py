@@ -1,10 +1,8 @@
 """`TieredStore`: pages beyond the devices, in host memory and on disk, for the executor and the driver of an engine."""
 
 import math
-import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.prefix import with_followers
 from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
@@ -29,10 +28,9 @@ from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open
 from longctx.serving.kv_cache.tiers.stats import TierStats
 from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
 from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, Writer
-from longctx.serving.validation import check_integer, check_real
+from longctx.serving.validation import check_integer
 
 _MOST_QUEUE_BYTES = 2**30
-_MOST_SAMPLES = 1024
 _MOST_PREFETCHES = 8
 
 
@@ -52,7 +50,6 @@ class TieredStore:
         disk_bytes: int = 0,
         disk: Path | None = None,
         eviction: str = "lru",
-        verify_share: float = 0.0,
         remote: RemoteStore | None = None,
         queue_bytes: int | None = None,
         part: PageSlice | None = None,
@@ -63,7 +60,6 @@ class TieredStore:
           layout: of pages. fingerprint: of the model (`page_fingerprint`); pages of others are never found.
           host_bytes, disk_bytes: capacities. disk: a folder, which processes may share; each has `disk_bytes` there.
           eviction: a rule of `EVICTION`, for all tiers.
-          verify_share: of loaded pages, 0 to 1, that `samples` names.
           remote: a store beyond this machine.
           queue_bytes: of pages that wait to be written, at most: those that come from the devices, and those that go
             to disk. None: a quarter of host memory, at most 1 GiB.
@@ -81,7 +77,6 @@ class TieredStore:
         disk_bytes = check_integer("disk_bytes", disk_bytes, 0)
         if bool(disk_bytes) != (disk is not None):
             raise ValueError("disk and disk_bytes must be given together")
-        self._verify_share = check_real("verify_share", verify_share, 0, 1)
         memory = HostMemory(host_bytes, layout, part)
         if queue_bytes is None:
             queue_bytes = min(host_bytes // 4, _MOST_QUEUE_BYTES)
@@ -95,8 +90,6 @@ class TieredStore:
         self._reader = PageReader(part, fingerprint, memory, self._disk)
         self._pins: dict[Key, float] = {}
         self._next_expiry = math.inf
-        self._samples: deque[Key] = deque(maxlen=_MOST_SAMPLES)
-        self._random = random.Random(0)
         self._is_closed = False
         self._fingerprint = fingerprint
         self._probe = None if remote is None else RemoteProbe(remote)
@@ -137,6 +130,18 @@ class TieredStore:
         return count
 
     @property
+    def pinnable_pages(self) -> int:
+        """Pages that can be pinned, in the largest tier."""
+        disk = 0 if self._disk is None else self._disk.index.max_pinned
+        return max(self._host.index.max_pinned, disk) // self._page_bytes
+
+    def count_by_tier(self, keys: Sequence[Key]) -> dict[str, int]:
+        """How many of some pages are in host memory, and on disk."""
+        with self._lock:
+            disk = 0 if self._disk is None else sum(key in self._disk for key in keys)
+            return {"host": sum(key in self._host for key in keys), "disk": disk}
+
+    @property
     def tiers(self) -> list[str]:
         """The tiers that there are: `"host"`, and those of `"disk"` and `"remote"` that it was made with."""
         return ["host", *["disk"] * (self._disk is not None), *["remote"] * (self._probe is not None)]
@@ -167,9 +172,6 @@ class TieredStore:
     def fetch(self, keys: Sequence[Key], wake: Callable[[], object]) -> TierFetch:
         """Begin to load pages, up to the first that no tier has or that is wrong. See `PageSource`."""
         fetch = TierFetch(keys, self.part, wake, self._release)
-        if self._verify_share:
-            with self._lock:
-                self._samples.extend(key for key in keys if self._random.random() < self._verify_share)
         self._loader.begin(keys, fetch)
         return fetch
 
@@ -189,8 +191,11 @@ class TieredStore:
         """Keep pages until a time of `time.monotonic()`, in each tier that they are in or get to meanwhile.
 
         At most half of a tier is pinned. Returns how many leading pages are pinned in some tier now; of those that are
-        on their way, none.
+        on their way, none. A time that is over unpins them.
         """
+        if until <= time.monotonic():
+            self.unpin(keys)
+            return 0
         with self._lock:
             self._expire()
             self._next_expiry = min(until, self._next_expiry)
@@ -210,8 +215,14 @@ class TieredStore:
             for key in keys:
                 if key in self._host:
                     self._host.index.unpin(key)
-                if self._disk is not None:
-                    self._disk.unpin(key, self._pins)
+            if self._disk is not None:
+                self._disk.unpin(keys, self._pins)
+
+    def with_followers(self, keys: Sequence[Key]) -> list[Key]:
+        """Pages and those in host memory and on disk that come after them."""
+        with self._lock:
+            parents = self._host.parents | ({} if self._disk is None else self._disk.parents)
+        return with_followers(keys, parents)
 
     def forget(self, key: Key) -> None:
         """Find a page no more, not even after a restart. Other pages of its file go with it from the disk."""
@@ -274,27 +285,12 @@ class TieredStore:
             if self._disk is not None:
                 self._disk.listen(listener)
 
-    def samples(self) -> list[Key]:
-        """Pages of loads that are to be computed again and compared, a share of all; each is named once."""
-        with self._lock:
-            samples = list(self._samples)
-            self._samples.clear()
-        return samples
+    def read(self, key: Key) -> np.ndarray | None:
+        """A copy of a page, `[layers, 2, page_size, heads, head_dim]` of this process's part in the layout's `bits`.
 
-    def verify(self, key: Key, data: np.ndarray) -> bool | None:
-        """Compare a page with what was computed again; a page that differs is counted, and forgotten.
-
-        Args:
-          data: `[layers, 2, page_size, heads, head_dim]` of this process's part, in the layout's `bits`.
-
-        Returns:
-          Whether they are equal in all bits. None: the page is in no tier any more.
+        It waits for the disk. None: the page is neither in host memory nor on disk, or wrong there.
         """
-        data = np.ascontiguousarray(data)
-        if data.shape != self._host.memory.pages.shape[1:] or data.dtype != self.layout.bits:
-            raise ValueError(
-                f"data must be {self.layout.bits} {self._host.memory.pages.shape[1:]}, got {data.dtype} {data.shape}"
-            )
+        out = np.empty(self._host.memory.pages.shape[1:], self.layout.bits)
         with self._lock:
             page, pieces = self._host.find(key), []
             if page is not None:
@@ -303,25 +299,15 @@ class TieredStore:
                 pieces = self._disk.find(key)
         try:
             if page is not None:
-                own, is_there = self._host.memory.pages[page.slot], self._reader.check([page]) == 1
-            else:
-                own = np.empty_like(data)
-                is_there = bool(pieces) and bool(self._reader.read_disk([pieces], [own]).sums)
-            if not is_there:
-                return None
-            is_equal = np.array_equal(own, data)
+                np.copyto(out, self._host.memory.pages[page.slot])
+                return out if self._reader.check([page]) else None
+            return out if pieces and self._reader.read_disk([pieces], [out]).sums else None
         finally:
             with self._lock:
                 if page is not None:
                     self._host.release(page)
                 elif self._disk is not None:
                     self._disk.release(pieces)
-        with self._lock:
-            self._stats.verified += 1
-            self._stats.mismatches += not is_equal
-        if not is_equal:
-            self.forget(key)
-        return is_equal
 
     @property
     def stats(self) -> TierStats:
@@ -399,7 +385,6 @@ def open_store(
         config.disk_bytes,
         None if config.disk is None else Path(config.disk),
         config.eviction,
-        config.verify_share,
         None if config.store is None else open_remote(config.store),
         part=part,
     )

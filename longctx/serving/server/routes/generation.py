@@ -14,7 +14,7 @@ from longctx.serving.server.answers import Answers, make_answers
 from longctx.serving.server.disaggregation import answer_params, begin_transfer
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import visitor_of
-from longctx.serving.server.read_call import Call, Kind, Origin
+from longctx.serving.server.read_call import Kind, Origin
 from longctx.serving.server.schemas.base import body_of
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
@@ -50,8 +50,12 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     visitor = visitor_of(request)
     call_id = visitor.request_id
     async with server.bodies.read(request) as body:
-        call: Call = await server.preparer.read(kind, body, origin_of(request))
-    call, received = begin_transfer(server.transfers, call)
+        call = await server.read(kind, body, origin_of(request))
+    try:
+        call, received = begin_transfer(server.transfers, call, request.headers)
+    except ApiError as error:
+        server.note_refusal(error)
+        raise
     active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"), received)
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
@@ -79,7 +83,8 @@ def origin_of(request: Request) -> Origin:
     for names in (_TTFT_HEADERS, _TPOT_HEADERS):
         name = next((name for name in names if name in headers), None)
         targets.append(None if name is None else _milliseconds(name, headers[name]))
-    return Origin(visitor.tenant, visitor.request_id, *targets)
+    ttft, tpot = targets
+    return Origin(visitor.tenant, visitor.request_id, ttft, tpot)
 
 
 def _milliseconds(name: str, text: str) -> float:

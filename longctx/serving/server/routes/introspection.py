@@ -84,11 +84,6 @@ def introspection_router(server: Server) -> APIRouter:
         """The same, as older routers ask for it."""
         return [_load(server)]
 
-    @router.get("/v1/caches")
-    async def caches() -> dict[str, Any]:
-        """Caches of documents that stay: there are none."""
-        return {"object": "list", "data": []}
-
     @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -23,6 +23,10 @@ def tokenization_router(server: Server) -> APIRouter:
         async with server.bodies.read(request) as body:
             return await server.preparer.read(kind, body, origin_of(request))
 
+    async def read_call(request: Request, kind: Kind) -> Call:
+        async with server.bodies.read(request) as body:
+            return await server.read(kind, body, origin_of(request))
+
     @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a chat."""
@@ -38,12 +42,12 @@ def tokenization_router(server: Server) -> APIRouter:
     @router.post("/v1/completions/render", openapi_extra=body_of(CompletionBody))
     async def render_completions(request: Request) -> Response:
         """The tokens of each prompt, and how others would be drawn."""
-        return _json(_rendered(server, await read(request, "completions")))
+        return _json(_rendered(server, await read_call(request, "completions")))
 
     @router.post("/v1/chat/completions/render", openapi_extra=body_of(ChatBody))
     async def render_chat(request: Request) -> Response:
         """The tokens of a chat by its template, and how others would be drawn."""
-        return _json(_rendered(server, await read(request, "chat"))[0])
+        return _json(_rendered(server, await read_call(request, "chat"))[0])
 
     return router
 

@@ -39,8 +39,8 @@ class GenerationBody(Body):
     `temperature` 0 is greedy, whatever `top_p`, `top_k` and `min_p` are; `top_k` -1 or 0 keeps all tokens. `priority`:
     0 or more, higher is more urgent; the server may allow 0 alone. `ttft_ms`, `tpot_ms`: targets in milliseconds, of
     the first token and of those after it, which headers may bring too. `prompt_cache_key` names a conversation, whose
-    next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages. `kv_transfer_params`:
-    docs/kv_transfer.md.
+    next turn begins like this one; `cache_salt` keeps others from sharing this prompt's pages. `cache_id`: of
+    `/v1/caches`, whose document comes before the prompt. `kv_transfer_params`: docs/kv_transfer.md.
     """
 
     model: str | None = None
@@ -65,6 +65,7 @@ class GenerationBody(Body):
     priority: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
     prompt_cache_key: str | None = Field(None, max_length=1024)
     cache_salt: str | None = Field(None, max_length=1024)
+    cache_id: str | None = Field(None, max_length=1024)
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     return_token_ids: bool | None = None

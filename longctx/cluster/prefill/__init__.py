@@ -1,0 +1,1 @@
+"""Prompts that other servers read for this one, whose pages it fetches while they do."""

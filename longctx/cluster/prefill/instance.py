@@ -1,0 +1,108 @@
+"""`PrefillInstance`: a server that reads prompts for others, as one of these sees it."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+
+_CONNECT_SECONDS = 2.0
+_LONGEST_PAUSE = 30.0  # seconds for which a server is left out that fails again and again, or says that it is full
+
+Answer = Literal["done", "refused", "failed"]
+"""How a prompt that was sent to it ended: it was read; it had no room for it; or it failed, or could not be reached."""
+
+
+class PrefillInstance:
+    """A server that reads prompts. Its coroutines run in one event loop; all else may be called from any thread.
+
+    Args:
+      url: of its HTTP, such as `http://host:8000`.
+      key: that it takes for `/server_info` and `/load`; None: it needs none.
+
+    Attributes:
+      address: `host:port` where its pages are fetched; None: it has not been reached yet.
+
+    Raises:
+      ValueError: the URL is none.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"url must be http://HOST:PORT, got {url!r}")
+        self.url = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self.address: str | None = None
+        self._backlog, self._heard = 0.0, 0.0
+        self._sent: dict[str, tuple[float, float]] = {}  # prompts that are being read: when they were sent, and seconds
+        self._num_failures, self._until = 0, 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether prompts may be sent to it now."""
+        return self.address is not None and time.monotonic() >= self._until
+
+    @property
+    def wait(self) -> float:
+        """Predicted seconds until it has read all that it has: as it said last, and what was sent to it since.
+
+        What it said gets old: without what was sent since, all would choose the same one until it is asked again.
+        """
+        sent = sum(seconds for at, seconds in tuple(self._sent.values()) if at >= self._heard)
+        return sent + max(0.0, self._backlog - (time.monotonic() - self._heard))
+
+    def begin(self, name: str, seconds: float) -> None:
+        """A prompt is about to be sent that is predicted to take so long."""
+        self._sent[name] = time.monotonic(), seconds
+
+    def end(self, name: str) -> None:
+        """It has been read, or nobody wants it any more."""
+        self._sent.pop(name, None)
+
+    async def look(self, client: httpx.AsyncClient) -> None:
+        """Ask where its pages are and how busy it is. One that doesn't say where is left out."""
+        try:
+            if self.address is None:
+                found = await client.get(f"{self.url}/server_info", headers=self._headers, timeout=_CONNECT_SECONDS)
+                transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
+                host, port = str(transfer["host"]), int(transfer["port"])
+                self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            asked = time.monotonic()
+            load = await client.get(f"{self.url}/load", headers=self._headers, timeout=_CONNECT_SECONDS)
+            if load.status_code == 200:
+                self._backlog, self._heard = float(load.json()["backlog_seconds"]), asked
+        except (httpx.HTTPError, KeyError, TypeError, ValueError):
+            self.address = None  # another one may listen there when it is back
+
+    async def read(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
+        """Have it read a prompt, within so many seconds."""
+        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
+        sent = {"content-type": "application/json", **headers}
+        try:
+            answer = await client.post(f"{self.url}/v1/completions", content=body, headers=sent, timeout=timeout)
+        except httpx.HTTPError:
+            self._pause(2.0**self._num_failures)
+            self._num_failures += 1
+            return "failed"
+        if answer.status_code == 200:
+            self._num_failures = 0
+            return "done"
+        if answer.status_code in (429, 503):
+            self._pause(_seconds(answer.headers.get("retry-after-ms")) / 1000)
+            return "refused"
+        if answer.status_code >= 500:
+            self._pause(2.0**self._num_failures)
+            self._num_failures += 1
+        return "failed"
+
+    def _pause(self, seconds: float) -> None:
+        self._until = time.monotonic() + min(seconds, _LONGEST_PAUSE)
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return max(0.0, float(text or "1000"))
+    except ValueError:
+        return 1000.0

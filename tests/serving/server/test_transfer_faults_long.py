@@ -1,0 +1,216 @@
+"""Ten minutes of broken links between servers, and servers that are killed: answers stay right, and nothing is left."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from cluster.link_proxy import LinkProxy
+from disaggregated import (
+    apart,
+    body,
+    instance,
+    make_engine,
+    nothing_is_left,
+    post,
+    prefill,
+    release_leases,
+    transfers_of,
+)
+from serve_process import ServeProcess
+from served import Served
+
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.serving.engine import page_traffic
+
+pytestmark = pytest.mark.slow
+
+MINUTES = 10.0
+OPTIONS = TransferOptions(block_bytes=1 << 16, read_bytes=1 << 18, silence_timeout=1.0)
+SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.5, "seed": 4, "n": 2}]
+
+
+class Soak:
+    """Clients of two servers over links that fail.
+
+    Attributes:
+      counts: of requests by what became of them, and of faults.
+    """
+
+    def __init__(self, coupled: Served, reader: Served, decoder: Served, links: list[LinkProxy], seed: int) -> None:
+        self.reader, self.decoder, self.links = reader, decoder, links
+        self._random = np.random.default_rng(seed)
+        self.requests = []
+        for i in range(12):
+            prompt = self._random.integers(0, 250, int(self._random.integers(100, 2500))).tolist()
+            self.requests.append(body(prompt, **SAMPLING[i % 3]))
+        self.expected = [self._answer(post(coupled, sent).json()) for sent in self.requests]
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[int] = []
+        self._end = 0.0
+
+    def run(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+        with ThreadPoolExecutor(5) as pool:
+            work = [pool.submit(self._ask, seed) for seed in range(4)] + [pool.submit(self._break)]
+            for each in work:
+                each.result()
+        for link in self.links:
+            link.is_stalled, link.bytes_per_second, link.flip_at = False, None, None
+
+    def _ask(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while time.monotonic() < self._end:
+            number = int(random.integers(len(self.requests)))
+            sent = self.requests[number] | {"cache_salt": str(random.integers(2**40))}
+            way = random.choice(["own", "router", "leaves"], p=[0.5, 0.35, 0.15])
+            if way == "leaves":
+                url, sent = f"{self.decoder.url}/v1/completions", sent | {"stream": True}
+                with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=sent, timeout=60):
+                    time.sleep(random.random())
+                self.counts["left"] += 1
+                continue
+            answer = post(self.decoder, sent).json() if way == "own" else apart(self.reader, self.decoder, sent)
+            self.counts[way] += 1
+            if self._answer(answer) != self.expected[number]:
+                self.wrong.append(number)
+
+    def _break(self) -> None:
+        random = self._random
+        while time.monotonic() < self._end:
+            link = self.links[random.integers(len(self.links))]
+            fault = str(random.choice(["cut", "stalled", "slow", "flipped", "well"]))
+            self.counts[fault] += 1
+            if fault == "cut":
+                link.cut()
+            elif fault == "stalled":
+                link.is_stalled = True
+            elif fault == "slow":
+                link.bytes_per_second = 3e5
+            elif fault == "flipped" and link is self.links[0]:
+                link.flip_at = link.bytes_back + int(random.integers(1, 100_000))
+            time.sleep(2 * random.random())
+            link.is_stalled, link.bytes_per_second = False, None
+
+    @staticmethod
+    def _answer(answer: dict[str, Any]) -> list[Any]:
+        return [(each["token_ids"], each["text"], each["finish_reason"]) for each in answer["choices"]]
+
+
+def soak(minutes: float, seed: int = 0) -> Counter[str]:
+    """Run one; what became of requests and transfers."""
+    with (
+        instance(make_engine()) as coupled,
+        instance(make_engine(), "prefill", options=OPTIONS) as reader,
+        LinkProxy(f"127.0.0.1:{transfers_of(reader).port}") as pages,
+        LinkProxy(f"127.0.0.1:{reader.port}") as requests,
+    ):
+        transfers_of(reader).port = int(pages.address.rpartition(":")[2])  # what it tells others
+        url = f"http://{requests.address}"
+        with instance(make_engine(), "decode", options=OPTIONS, prefill_from=[url], inline_tokens=64) as decoder:
+            run = Soak(coupled, reader, decoder, [pages, requests], seed)
+            run.run(minutes)
+            assert not run.wrong
+            for server in (reader, decoder):
+                server.wait_until("leases end", lambda: not len(reader.server.engine.core.leases), 60)
+            nothing_is_left(reader, decoder)
+            pages_of = decoder.server.engine.pages
+            counts, outcomes = run.counts, transfers_of(decoder).receiver.stats.outcomes
+            counts |= Counter({f"transfers {name}": count for name, count in outcomes.items() if count})
+            counts["pages recomputed"] = sum(pages_of.recomputed.values())
+    return counts
+
+
+def test_ten_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_traffic, "LEASE_SECONDS", 5.0)
+    counts = soak(MINUTES)
+    assert min(counts["own"], counts["router"], counts["left"], counts["cut"], counts["stalled"]) > 10
+    assert counts["transfers complete"] > 50
+    assert counts["transfers lost"] + counts["transfers late"] > 5
+    assert counts["pages recomputed"] > 0
+
+
+def flags(tmp_path: Path) -> list[str]:
+    (tmp_path / "secret").write_text("0123456789abcdef" * 4)
+    sizes = ["--max-length", "4096", "--num-pages", "300", "--page-size", "16", "--max-running", "8"]
+    sizes += ["--token-budget", "64", "--buckets", "64", "--max-logprobs", "5", "--prefill-inline", "64"]
+    return [*sizes, "--kv-secret-file", str(tmp_path / "secret"), "--kv-plain"]
+
+
+LONG = [(i * i + i // 7) % 250 for i in range(3900)]
+
+
+def key_of(tmp_path: Path) -> bytes:
+    from argparse import Namespace
+
+    from longctx.cli.kv_flags import page_hash_key
+
+    key = page_hash_key(Namespace(kv_secret_file=tmp_path / "secret"))
+    assert key is not None
+    return key
+
+
+def test_the_reading_server_is_killed(tmp_path: Path) -> None:
+    """In the midst of a transfer: the decoding server computes what has not come."""
+    given = flags(tmp_path)
+    sent = body(LONG) | {"model": None}
+    with (
+        ServeProcess(*given, "--role", "prefill") as reader,
+        instance(make_engine(hash_key=key_of(tmp_path)), prefill_from=[reader.url], inline_tokens=64) as decoder,
+    ):
+        dispatcher, pages = transfers_of(decoder).dispatcher, decoder.server.engine.pages
+        assert dispatcher is not None
+        decoder.wait_until("it is found", lambda: dispatcher._instances[0].address)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, decoder, sent)
+            decoder.wait_until("pages come", lambda: decoder.server.engine._executor.mover.stats.loaded_bytes, 60)
+            reader.process.send_signal(signal.SIGKILL)
+            tokens = answer.result().json()["choices"][0]["token_ids"]
+        assert dispatcher.decisions == {"remote": 1}
+        assert pages.recomputed["transfers"] > 0
+        assert transfers_of(decoder).receiver.stats.outcomes["lost"] == 1
+        assert tokens == post(decoder, sent | {"cache_salt": "read here"}).json()["choices"][0]["token_ids"]
+        nothing_is_left(decoder)
+
+
+def test_the_decoding_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one reads no further, and keeps no pages."""
+    monkeypatch.setattr(page_traffic, "LEASE_SECONDS", 3.0)
+    given = flags(tmp_path)
+    with instance(make_engine(hash_key=key_of(tmp_path)), "prefill") as reader:
+        engine = reader.server.engine
+        prefill(reader, body(LONG[:100]))  # so that its programs are compiled
+        release_leases(reader)
+        read = engine.stats().prompt_tokens
+        with ServeProcess(*given, "--role", "decode", "--prefill-from", reader.url) as decoder:
+            info = {"is_open": False}
+            while not info["is_open"]:
+                time.sleep(0.1)
+                transfer = httpx.get(f"{decoder.url}/server_info").json()["kv_transfer"]
+                [info] = transfer["prefill_from"]["instances"]
+            failed: list[httpx.HTTPError] = []
+
+            def ask() -> None:
+                try:
+                    httpx.post(f"{decoder.url}/v1/completions", json=body(LONG) | {"model": None}, timeout=60)
+                except httpx.HTTPError as error:
+                    failed.append(error)
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            reader.wait_until("pages leave", lambda: transfers_of(reader).sender.stats.blocks, 60)
+            kept = prefill(reader, body(LONG[:500]))["handoff"]["completions"][0]["lease"]
+            decoder.process.send_signal(signal.SIGKILL)
+            asking.join()
+            assert failed
+        assert kept in engine.core.leases
+        nothing_is_left(reader)
+        assert engine.stats().prompt_tokens - read < len(LONG) + 500
+        assert transfers_of(reader).sender.stats.outcomes["complete"] == 0
