@@ -187,6 +187,12 @@ class EngineTransfers:
         """See `Transfers`."""
         return {"sent": self.sender.stats, "received": self.receiver.stats}
 
+    @property
+    def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
+        """See `Transfers`."""
+        dispatcher = self.dispatcher
+        return None if dispatcher is None else {"decision": dispatcher.decisions, "answer": dispatcher.answers}
+
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
         info = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}

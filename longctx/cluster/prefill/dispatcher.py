@@ -53,8 +53,8 @@ class PrefillDispatcher:
       inline_tokens: tokens of a prompt, not cached, up to which it is read here.
 
     Attributes:
-      decisions: how many prompts were read where. answers: how reading elsewhere ended, see `Answer`; `"cancelled"`:
-        nobody wanted it any more.
+      decisions: how many prompts were read where, see `Decision`.
+      answers: how reading elsewhere ended, see `Answer`; `"cancelled"`: nobody wanted it any more.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PrefillDispatcher:
     ) -> None:
         self._inline_tokens = check_integer("inline_tokens", inline_tokens, 0)
         self._engine, self._instances, self._source = engine, instances, source
-        self.decisions: Counter[Decision] = Counter()
+        self.decisions: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
         self._next = 0  # who comes first among those that are as busy
         self._loop = asyncio.new_event_loop()

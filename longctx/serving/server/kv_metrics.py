@@ -28,6 +28,10 @@ _GAUGES = {
     "num_bytes": "Bytes that they take.",
     "pinned_bytes": "Bytes of those that may not go.",
 }
+_PREFILLS = {
+    "decision": "Prompts of ordinary requests, by where they were read: here, for a reason, or by another server.",
+    "answer": "Prompts that other servers were asked to read, by how that ended.",
+}
 _NAMES = {"bytes_read": "read_bytes", "bytes_written": "written_bytes", "failed": "failed_writes", "num_bytes": "bytes"}
 
 
@@ -60,12 +64,15 @@ class KvMetrics:
     Attributes:
       caches: documents that are kept.
       transfers: by direction; None: requests don't move.
+      prefills: prompts by where they were read (`"decision"`), and by how reading them elsewhere ended (`"answer"`);
+        None: no other server reads any.
     """
 
     def __init__(self, thread: EngineThread, prefix: str, labels: dict[str, str]) -> None:
         self._engine, self._prefix, self._labels = thread.engine, prefix, labels
         self.caches: CacheCounts | None = None
         self.transfers: Mapping[str, TransferCounts] | None = None
+        self.prefills: Mapping[str, Mapping[str, int]] | None = None
         self._load_seconds = Histogram("Seconds of a load of pages from beyond the devices.", _LOAD_SECONDS)
         self._engine.pages.on_load.append(self._observe_load)
 
@@ -107,6 +114,10 @@ class KvMetrics:
         ):
             moved = {direction: float(getattr(counts, name)) for direction, counts in transfers.items()}
             yield counters(f"{self._prefix}kv_transfer_{name}", help, self._labels, "direction", moved)
+        for label, found in (self.prefills or {}).items():
+            help = _PREFILLS[label]
+            values = {name: float(count) for name, count in tuple(found.items())}
+            yield counters(f"{self._prefix}prefill_{label}s", help, self._labels, label, values)
 
     def _of_loads(self) -> Iterator[Metric]:
         pages, labels, prefix = self._engine.pages, self._labels, self._prefix

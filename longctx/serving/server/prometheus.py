@@ -97,9 +97,11 @@ class ServerMetrics:
         """A request was refused; in one thread, such as the event loop's."""
         self._own.refusals[reason] = self._own.refusals.get(reason, 0) + 1
 
-    def observe_transfers(self, transfers: Mapping[str, TransferCounts]) -> None:
-        """Requests move between this engine and others; how, by direction."""
-        self._own.kv.transfers = transfers
+    def observe_transfers(
+        self, transfers: Mapping[str, TransferCounts], prefills: Mapping[str, Mapping[str, int]] | None = None
+    ) -> None:
+        """Requests move between this engine and others; how, by direction; and where prompts are read, if elsewhere."""
+        self._own.kv.transfers, self._own.kv.prefills = transfers, prefills
 
     def observe_caches(self, caches: CacheCounts) -> None:
         """Documents are kept; how many, and of how many tokens."""

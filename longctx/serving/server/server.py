@@ -80,7 +80,7 @@ class Server:
         self.warmed: Future[None] = Future()
         self.transfers = None if make_transfers is None else make_transfers(engine)
         if self.transfers is not None:
-            self.metrics.observe_transfers(self.transfers.counts)
+            self.metrics.observe_transfers(self.transfers.counts, self.transfers.prefills)
         self._warm_up = warm_up
         self._deliveries: Deliveries | None = None
         self.migration: Migration | None = None

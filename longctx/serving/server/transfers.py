@@ -72,6 +72,11 @@ class Transfers(Protocol):
         """Of transfers `"sent"` and `"received"`, for metrics."""
         ...
 
+    @property
+    def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
+        """Prompts by where they were read, for metrics; None: no other server reads any."""
+        ...
+
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here, for `/server_info`."""
         ...

@@ -70,7 +70,7 @@ class Soak:
         while time.monotonic() < self._end:
             number = int(random.integers(len(self.requests)))
             sent = self.requests[number] | {"cache_salt": str(random.integers(2**40))}
-            way = random.choice(["own", "router", "leaves"], p=[0.5, 0.35, 0.15])
+            way = str(random.choice(["own", "router", "leaves"], p=[0.5, 0.35, 0.15]))
             if way == "leaves":
                 url, sent = f"{self.decoder.url}/v1/completions", sent | {"stream": True}
                 with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=sent, timeout=60):
