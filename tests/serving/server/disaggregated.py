@@ -13,6 +13,8 @@ from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan
+from longctx.serving.kv_cache.connector import TIERS
+from longctx.serving.server.keys import ApiKey
 from longctx.serving.server.settings import ServerSettings
 
 NAME = "tiny"
@@ -39,11 +41,12 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
 
 
 @contextlib.contextmanager
-def instance(engine: Engine, role: Role = "both", **options: Any) -> Iterator[Served]:
+def instance(engine: Engine, role: Role = "both", keys: tuple[ApiKey, ...] = (), **options: Any) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
     made: dict[str, Any] = {"make_transfers": lambda engine: EngineTransfers(engine, role=role, **options)}
     made |= {"warm_up": lambda engine: None}
-    with served(engine, ServerSettings(prepare_processes=0), names=(NAME,), **made) as running:
+    settings = ServerSettings(prepare_processes=0, api_keys=keys)
+    with served(engine, settings, names=(NAME,), **made) as running:
         yield running
 
 
@@ -112,7 +115,7 @@ def _is_empty(server: Served) -> None:
     server.wait_until("no fetch is left", lambda: not transfers.receiver.num_fetches)
     server.wait_until("no stream is left", lambda: not transfers.sender.num_streams)
     executor: Any = engine._executor
-    assert not executor.sources
+    assert {*executor.sources} <= {TIERS}
 
 
 def until_decoding(server: Served) -> None:

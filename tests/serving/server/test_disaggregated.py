@@ -212,6 +212,20 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
         release_leases(coupled)
 
 
+def test_pages_go_by_mooncake(coupled: Served) -> None:
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError as error:
+        pytest.skip(str(error))
+    both = {"messenger": "mooncake-tcp"}
+    with instance(make_engine(), **both) as one, instance(make_engine(), **both) as other:
+        sent = body(f"Mooncake. {TEXT}", temperature=1.0, seed=1)
+        alike(apart(one, other, sent), post(coupled, sent).json())
+        assert transfers_of(other).receiver.stats.outcomes["complete"] == 1
+        assert other.server.engine._executor.mover.stats.short_loads == 0
+        nothing_is_left(one, other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [((2, 1, 2), (1, 4, 1)), ((1, 2, 2), (2, 2, 1)), ((4, 1, 1), (1, 2, 2))])
 def test_any_meshes(coupled: Served, one: tuple[int, int, int], other: tuple[int, int, int]) -> None:

@@ -13,7 +13,9 @@ from serve_process import free_port
 from served import Served
 
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
+from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.slo import Slo
+from longctx.serving.server.keys import ApiKey
 
 INLINE = 64  # tokens
 
@@ -179,6 +181,42 @@ def test_a_link_that_is_cut_costs_time_only(readers: list[Served], decoder: Serv
             assert answer.result().json()["choices"][0]["token_ids"] == expected
         assert loaded.short_loads == 1
         nothing_is_left(server, readers[0])
+
+
+def test_prompts_whose_pages_are_in_a_tier_are_read_here(readers: list[Served], decoder: Served) -> None:
+    post(decoder, body(long(950)))
+    with decoding([readers[0].url], tiers=TierConfig(64 << 20)) as server:
+        engine, sent = server.server.engine, body(long(951))
+        tokens = post(server, sent).json()["choices"][0]["token_ids"]
+        assert engine.pages.store is not None
+        assert engine.pages.store.flush(20)
+        server.wait_idle()
+        engine.core.pool.clear()
+        assert post(server, sent).json()["choices"][0]["token_ids"] == tokens
+        assert dispatcher_of(server).decisions == {"remote": 1, "short": 1}
+        assert engine._executor.mover.stats.loaded_pages == 2 * 43
+        nothing_is_left(server, readers[0])
+
+
+def test_tenants_stay_apart_elsewhere_too(decoder: Served) -> None:
+    """A client's key goes along: pages are found by the same tenant alone."""
+    post(decoder, body(long(900)))
+    keys = (ApiKey("ann", "a-key-of-ann"), ApiKey("bob", "a-key-of-bob"), ApiKey("decoder", "a-key-of-it"))
+    with instance(make_engine(), "prefill", keys) as reader:
+        options = {"prefill_from": [reader.url], "prefill_key": "a-key-of-it", "inline_tokens": INLINE}
+        with instance(make_engine(), "decode", keys, **options) as server:
+            [found] = dispatcher_of(server)._instances
+            server.wait_until("the other is found", lambda: found.address)
+            loaded = server.server.engine._executor.mover.stats
+            for name, pages in (("ann", 43), ("bob", 86)):
+                headers = {"authorization": f"Bearer a-key-of-{name}"}
+                sent = {"json": body(long(901)), "headers": headers, "timeout": 60}
+                for cached in (0, 688):
+                    answer = httpx.post(f"{server.url}/v1/completions", **sent).json()
+                    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= cached
+                assert loaded.loaded_pages == pages
+            assert dispatcher_of(server).answers == {"done": 2}
+            assert reader.server.engine.stats().prompt_tokens == 1400
 
 
 def test_nobody_reads_where_nobody_is(decoder: Served) -> None:
