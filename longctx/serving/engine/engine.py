@@ -224,6 +224,8 @@ class Engine(StepDriver):
           ValueError: it was prepared for another engine, or its pages or targets are more than can be had.
         """
         request, tokens, _, prepared_for = prepared
+        if request.lease is not None and request.lease in self.core.leases:
+            raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
         if prepared_for != self.input_processor.fingerprint:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
         self.scheduler.check(len(tokens), request.sampling.max_tokens)

@@ -20,6 +20,12 @@ from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
 """For so long a lease is kept that nobody asks for."""
+PRESSED_SECONDS = 5.0
+"""The same, while somebody waits for memory."""
+MOST_LEASED = 0.5
+"""The share of all pages that leases may have while somebody waits for memory: the oldest ones go, once nobody has
+asked for them for `LEAST_SECONDS`."""
+LEAST_SECONDS = 1.0
 
 _LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 _READ_TIMEOUT = 60.0  # seconds: no step takes as long
@@ -106,12 +112,15 @@ class PageTraffic:
                 self.store.forget(key)
 
     def _expire(self, now: float) -> None:
-        leases = self._core.leases
+        leases, pool = self._core.leases, self._core.pool
         for lease_id in tuple(self._asked):  # other threads add to them meanwhile
             if lease_id not in leases:
                 self._asked.pop(lease_id, None)
-        for lease_id in leases.over():
-            if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
+        limit = PRESSED_SECONDS if self._core.lacks_room else LEASE_SECONDS
+        for lease_id in leases.over():  # the oldest first
+            idle = now - self._asked.setdefault(lease_id, now)
+            is_too_much = self._core.lacks_room and leases.num_pages > MOST_LEASED * pool.num_pages
+            if idle > (LEAST_SECONDS if is_too_much else limit):
                 self._release(lease_id)
 
     def _release(self, lease_id: str) -> None:
