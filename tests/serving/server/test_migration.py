@@ -238,7 +238,7 @@ class NoPages:
     """`Transfers` of an engine whose pages nobody can have."""
 
     def __init__(self, engine: Engine) -> None:
-        self.released: list[Any] = []
+        self._engine = engine
 
     def lease(self, wanted: str | None) -> str:
         return "0" * 32
@@ -249,21 +249,28 @@ class NoPages:
     def check_peer(self, host: str) -> None:
         pass
 
+    def dispatch(self, prepared: Any, headers: Any) -> None:
+        pass
+
     def release(self, handoff: Any) -> None:
-        self.released.append(handoff)
+        for each in handoff.completions:
+            self._engine.pages.release(each.lease)
 
     def close(self) -> None:
         pass
 
     counts: ClassVar[dict[str, Any]] = {}
+    prefills = None
 
 
 def test_a_client_that_leaves_while_its_request_does_holds_up_nobody() -> None:
     with served(fake_engine(), ServerSettings(prepare_processes=0), make_transfers=NoPages) as running:
-        body = {"prompt": "abc", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        running.executor.pause = 0.05
+        body = {"prompt": "abc", "max_tokens": 60, "stream": True, "ignore_eos": True}
         with ThreadPoolExecutor(1) as pool, running.http_client() as client:
             with client.stream("POST", "/v1/completions", json=body) as stream:
-                next(stream.iter_lines())
+                lines = stream.iter_lines()
+                next(lines)
                 running.executor.go.clear()
                 moved = pool.submit(migrate, running, "http://127.0.0.1:9")
                 running.wait_until("it leaves", lambda: running.server.thread._departures)
@@ -277,9 +284,9 @@ def test_a_client_that_leaves_while_its_request_does_holds_up_nobody() -> None:
 
 def test_a_failure_of_our_own_gives_the_request_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(fake_engine(), ServerSettings(prepare_processes=0), make_transfers=NoPages) as running:
-        running.executor.pause = 0.002
+        running.executor.pause = 0.05
         monkeypatch.setattr(running.server.transfers, "params", lambda outputs: 1 / 0)
-        body = {"prompt": "abc", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = {"prompt": "abc", "max_tokens": 60, "stream": True, "ignore_eos": True}
         with running.http_client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
