@@ -92,9 +92,10 @@ def serve(way: str, num_pages: int) -> None:
     if way == "bare TCP":
         with socket.create_server(("127.0.0.1", 0)) as listener:
             print(json.dumps(f"127.0.0.1:{listener.getsockname()[1]}"), flush=True)
-            while True:
-                with listener.accept()[0] as connection:
+            with listener.accept()[0] as connection:
+                while connection.recv(1):
                     connection.sendall(memoryview(exporter.pages).cast("B"))
+            return
     if way == "mooncake, TCP":
         staging = MooncakeStaging(make_engine("127.0.0.1"), "127.0.0.1", OPTIONS.max_blocks, OPTIONS.block_bytes)
     secret = SECRET if way == "zmq, CURVE" else None
@@ -126,7 +127,9 @@ def contender(way: str, num_pages: int, out: np.ndarray) -> Iterator[Callable[[]
         yield lambda: receive(local.source(exporter, LEASE), out)
     elif way == "bare TCP":
         with sender(way, num_pages) as address:
-            yield lambda: _read_bare(address, out)
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port))) as connection:
+                yield lambda: _read_bare(connection, out)
     else:
         puller = MooncakePuller(make_engine("127.0.0.1"), OPTIONS.block_bytes) if way.startswith("mooncake") else None
         secret = SECRET if way == "zmq, CURVE" else None
@@ -137,13 +140,12 @@ def contender(way: str, num_pages: int, out: np.ndarray) -> Iterator[Callable[[]
             yield lambda: receive(receiver.source(address, LEASE, release=False), out)
 
 
-def _read_bare(address: str, out: np.ndarray) -> None:
-    host, _, port = address.rpartition(":")
+def _read_bare(connection: socket.socket, out: np.ndarray) -> None:
     view = memoryview(out).cast("B")
-    with socket.create_connection((host, int(port))) as connection:
-        count = 0
-        while count < len(view):
-            count += connection.recv_into(view[count : count + (1 << 20)])
+    connection.sendall(b"x")
+    count = 0
+    while count < len(view):
+        count += connection.recv_into(view[count : count + (1 << 20)])
 
 
 def pin(core: int) -> None:
