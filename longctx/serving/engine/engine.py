@@ -259,7 +259,7 @@ class Engine(StepDriver):
             if not self.takes_handoffs:
                 raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
-            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            handoff.check(len(prepared.tokens), sampling, vocab_size)
         self._start([prepared], arrival, self._events, jobs, handoff, sources)
         return jobs[0].request_id
 
