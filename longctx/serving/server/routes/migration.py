@@ -68,10 +68,9 @@ def _check(server: Server, request: Request) -> Transfers:
 
 def _ids(server: Server, body: MigrateBody) -> list[str]:
     """The engine's names of the requests that clients, or their answers, call so."""
-    if body.request_ids is None:
-        return server.thread.request_ids
-    calls = [server.find(name) for name in body.request_ids]
-    return [request_id for found in calls for active in found for request_id in active.request_ids]
+    names = body.request_ids
+    calls = [*server.calls.values()] if names is None else [call for name in names for call in server.find(name)]
+    return list(dict.fromkeys(request_id for call in calls for request_id in call.request_ids))
 
 
 def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:
