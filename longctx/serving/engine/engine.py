@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import wait
 
 from jax.sharding import Mesh
 
@@ -26,7 +27,7 @@ from longctx.serving.engine.step_driver import StepDriver
 from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.kv_cache.connector import LeasedSource, PageKeeper
+from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -253,7 +254,11 @@ class Engine(StepDriver):
           TypeError, ValueError: it can't be served.
         """
         arrival = self._clock() if arrival is None else check_real("arrival", arrival, -math.inf, self._clock())
-        prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
+        if isinstance(request, PreparedRequest):
+            prepared = request
+        else:
+            prepared = self.prepare(request)
+            wait(self.pages.ask_ahead([prepared]), PATIENCE)
         jobs: list[Job] = []
         if handoff is not None:
             if not self.takes_handoffs:
@@ -379,6 +384,7 @@ class Engine(StepDriver):
         for i, request in enumerate(requests):
             with naming_prompt(i, len(requests)):
                 prepared.append(self.prepare(request))
+        wait(self.pages.ask_ahead(prepared), PATIENCE)
         stream = TokenStream(self)
         self._start(prepared, arrival, stream.events, stream.jobs)
         return stream

@@ -15,7 +15,7 @@ from longctx.serving.executor.page_stats import MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.request.request import Request
+from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
@@ -85,6 +85,18 @@ class PageTraffic:
         """Note how much of the prompt of a request, which is about to be added, can be loaded."""
         if self.store is not None:
             self._core.look_up(sequences, self.store)
+
+    def ask_ahead(self, prompts: Iterable[PreparedRequest]) -> "list[Future[None]]":
+        """Ask slow stores what they have of prompts that are about to enter; what is to be waited for, `PATIENCE`."""
+        asked, scheduler = [], self._core.scheduler
+        for prepared in prompts if self.store is not None else ():
+            assert self.store is not None
+            keys = prepared.shared_keys
+            found = scheduler.count_cached(keys) // scheduler.running.page_size
+            answered = self.store.ask_ahead(keys[found:])
+            if answered is not None:
+                asked.append(answered)
+        return asked
 
     def poll(self, now: float, may_wait: bool) -> None:
         """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
