@@ -11,7 +11,8 @@ process that is pinned to one core of a CPU, its device:
 With `--tpot` the replicas, and the decoding server, shrink their chunks to keep that target (adaptive chunks), in
 further rounds. Told are, of all rounds:
 
-- seconds between two tokens of the short answers, while a long prompt is read (from its arrival to its first token).
+- seconds between two tokens of the short answers, while a long prompt is read (from its arrival to its first token);
+  and what share of this time lies between tokens that are more than 0.1 s apart.
 - TTFT of the long prompts, and how long it takes until all have ended.
 - tokens per second in that time: of long prompts, and of short answers.
 
@@ -132,8 +133,7 @@ def servers(arm: str, folder: Path, tpot: float | None) -> Iterator[list[str]]:
         while not all(each["is_open"] for each in _dispatch(decode.url)["instances"]):
             time.sleep(0.1)
         yield [decode.url]
-        decisions = _dispatch(decode.url)
-        assert decisions["decisions"].get("remote"), decisions
+        print(_dispatch(decode.url), flush=True)
 
 
 def _dispatch(url: str) -> dict[str, Any]:
@@ -144,8 +144,8 @@ def _dispatch(url: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=3, help="of 30,000 tokens in each round")
-    parser.add_argument("--gap", type=float, default=8.0, help="seconds between their arrivals")
+    parser.add_argument("--prompts", type=int, default=4, help="of 30,000 tokens in each round")
+    parser.add_argument("--gap", type=float, default=2.0, help="seconds between their arrivals")
     parser.add_argument("--tpot", type=float, help="seconds: a target for further rounds with adaptive chunks")
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -157,17 +157,27 @@ def main() -> None:
                 with servers(arm, Path(folder), options.tpot) as urls:
                     found[arm].append(asyncio.run(run_round(urls, options.prompts, options.gap, number)))
     print(f"{options.rounds} rounds of {options.prompts} prompts, {os.cpu_count()} cores, load {load:.1f} before\n")
-    heads = ("arm", "TBT P50, ms", "P90", "P99", "longest", "TTFT of long prompts, s", "all ended after, s")
+    heads = (
+        "arm",
+        "TBT P50, ms",
+        "P90",
+        "P99",
+        "longest",
+        "in gaps over 0.1 s",
+        "TTFT of long prompts, s",
+        "all ended after, s",
+    )
     heads += ("long prompts' tokens/s", "short answers' tokens/s")
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for arm, rounds in found.items():
         gaps = [1000 * gap for each in rounds for gap in each.gaps_while_reading()]
         percentiles = [*np.percentile(gaps, (50, 90, 99)).tolist(), max(gaps)]
+        stalled = sum(gap for gap in gaps if gap > 100) / sum(gaps)
         ttft = statistics.median(seconds for each in rounds for seconds in each.ttft)
         seconds = statistics.median(each.seconds for each in rounds)
         prompts = statistics.median(LONG * options.prompts / each.seconds for each in rounds)
         short = statistics.median(each.short_tokens / each.seconds for each in rounds)
-        figures = [*(f"{each:.1f}" for each in percentiles), f"{ttft:.1f}", f"{seconds:.1f}"]
+        figures = [*(f"{each:.1f}" for each in percentiles), f"{stalled:.0%}", f"{ttft:.1f}", f"{seconds:.1f}"]
         print("| " + " | ".join([arm, *figures, f"{prompts:,.0f}", f"{short:,.0f}"]) + " |")
 
 

@@ -35,7 +35,8 @@ from longctx.serving.validation import check_integer
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # between two looks at how busy a server is
 _PATIENCE = 10.0  # seconds until a server must have begun with a prompt that was sent to it
-_MOST_WAIT = 20.0  # predicted seconds: a server with a longer queue is not asked
+# A server is not asked whose queue is longer than both: those that decode here would wait for a prompt at every step.
+_MOST_WAIT, _MOST_QUEUED = 20.0, 10.0  # predicted seconds, and times what the prompt itself takes
 _LEAST_SECONDS, _MARGIN = 60.0, 5.0  # a prompt may take so long, or so much longer than predicted
 _CLOSE_SECONDS = 5.0
 _FORWARDED = ("authorization", "x-request-id", "traceparent")
@@ -123,16 +124,15 @@ class PrefillDispatcher:
             return "short", 0.0
         if keeps_tpot(engine, there, total - there, prepared.request.tpot_target):
             return "quick", 0.0
-        if self.choose(()) is None:
-            return "nobody", 0.0
-        return "remote", engine.scheduler.forecast.prefill_seconds(there, total)
+        seconds = engine.scheduler.forecast.prefill_seconds(there, total)
+        return "nobody" if self.choose([], seconds) is None else "remote", seconds
 
-    def choose(self, tried: "tuple[PrefillInstance, ...] | list[PrefillInstance]") -> PrefillInstance | None:
-        """Who is predicted to be free first; of those that are as busy, one after the other."""
+    def choose(self, tried: list[PrefillInstance], seconds: float) -> PrefillInstance | None:
+        """Who is predicted to be free first for a prompt that takes so long; of those that are as busy, in turns."""
         count = len(self._instances)
         turns = [self._instances[(self._next + i) % count] for i in range(count)]
         found = min((each for each in turns if each.is_open and each not in tried), key=_wait, default=None)
-        return None if found is None or found.wait > _MOST_WAIT else found
+        return None if found is None or found.wait > max(_MOST_WAIT, _MOST_QUEUED * seconds) else found
 
     # In the thread.
 
@@ -197,7 +197,7 @@ class _Reading:
         headers: Mapping[str, str],
     ) -> None:
         self._dispatcher, self._prepared, self._lease, self._headers = dispatcher, prepared, lease, headers
-        self._predicted, self._limit = seconds, max(_LEAST_SECONDS, _MARGIN * seconds)
+        self._predicted = seconds
         self._task: asyncio.Task[str] | None = None
         self.prefill = RemotePrefill(lambda: dispatcher.call(self._cancel))
 
@@ -206,12 +206,13 @@ class _Reading:
         dispatcher, tried = self._dispatcher, list[PrefillInstance]()
         try:
             body = await asyncio.to_thread(self._body)
-            while (instance := dispatcher.choose(tried)) is not None:
+            while (instance := dispatcher.choose(tried, self._predicted)) is not None:
                 tried.append(instance)
-                if not self.prefill.begin(dispatcher.make_source(instance, self._lease, self._limit)):
+                limit = max(_LEAST_SECONDS, _MARGIN * (instance.wait + self._predicted))
+                if not self.prefill.begin(dispatcher.make_source(instance, self._lease, limit), limit):
                     dispatcher.answers["cancelled"] += 1
                     return
-                answer = await self._ask(instance, body)
+                answer = await self._ask(instance, body, limit)
                 dispatcher.answers[answer] += 1
                 if answer == "done":
                     return
@@ -223,9 +224,9 @@ class _Reading:
         finally:
             self.prefill.settle()
 
-    async def _ask(self, instance: PrefillInstance, body: bytes) -> str:
+    async def _ask(self, instance: PrefillInstance, body: bytes, limit: float) -> str:
         instance.begin(self._lease, self._predicted)
-        self._task = asyncio.ensure_future(self._dispatcher.ask(instance, body, self._headers, self._limit))
+        self._task = asyncio.ensure_future(self._dispatcher.ask(instance, body, self._headers, limit))
         try:
             await asyncio.wait([self._task])
             return "cancelled" if self._task.cancelled() else self._task.result()

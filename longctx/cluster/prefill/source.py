@@ -16,6 +16,9 @@ class RemotePrefill:
 
     Args:
       cancel: ends the reading, wherever it is. It must not wait.
+
+    Attributes:
+      patience: seconds for which the engine waits for the next page, see `PageMover`: the prompt may have to queue.
     """
 
     def __init__(self, cancel: Callable[[], object]) -> None:
@@ -24,6 +27,7 @@ class RemotePrefill:
         self._source: LeasedSource | None = None
         self._fetch: _Fetch | None = None
         self._is_settled = self._is_over = False
+        self.patience = 30.0
 
     # What the engine calls.
 
@@ -49,8 +53,12 @@ class RemotePrefill:
 
     # What whoever asks the servers calls.
 
-    def begin(self, source: LeasedSource) -> bool:
-        """A server is about to be asked, whose pages come from here; False: nobody wants them any more."""
+    def begin(self, source: LeasedSource, seconds: float) -> bool:
+        """A server is about to be asked, whose pages come from here within so many seconds; False: nobody wants them.
+
+        Whether they come, the source knows.
+        """
+        self.patience = seconds
         with self._lock:
             if self._is_over:
                 return False

@@ -64,7 +64,7 @@ class PageMover:
       sources: of `PageLoad.source`; may change meanwhile. A load from an unknown one ends at once, with nothing.
       step_bytes: that are written between two steps, at most (but one block at least).
       placed_bytes: that wait on the devices to be written, and `read_bytes`: of pages that the sink has not taken yet.
-      deadline: seconds after which a load ends short if no block comes.
+      deadline: seconds after which a load ends short if no block comes; more if its source has a longer `patience`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class PageMover:
             if self._ended or not self._loads or left <= 0:
                 ended, self._ended = self._ended, []
                 return ended
-            late = min(load.last_block for load in self._loads.values()) + self._deadline - self._clock()
+            late = min(map(self._late_at, self._loads.values())) - self._clock()
             self._arrived.wait(max(0.0, min(left, late)))
 
     def interrupt(self) -> None:
@@ -189,9 +189,13 @@ class PageMover:
                     load.missing[slice(*pages), slice(*layers), slice(*heads)] = False
                 self.stats.loaded_bytes += size
             now = self._clock()
-            is_late = now - load.last_block > self._deadline
+            is_late = now > self._late_at(load)
             if not load.placed and (is_over or is_late):
                 self._end(load, now, is_late and not is_over)
+
+    def _late_at(self, load: _Load) -> float:
+        """When a load ends if no block comes before: its source may know that it takes longer."""
+        return load.last_block + max(self._deadline, getattr(load.source, "patience", 0.0))
 
     def _take_placed(self, load: _Load, budget: int) -> tuple[list[tuple[PageBlock, Any, int]], int]:
         blocks, size = [], 0
