@@ -124,6 +124,20 @@ def test_streams_go_on_with_the_same_tokens(source: Served, target: Served) -> N
     source.wait_until("no lease is left", lambda: not len(source.server.engine.core.leases))
 
 
+@pytest.mark.slow
+def test_a_stream_goes_on_over_context_ranks(source: Served) -> None:
+    """From 2x1x1 to 1x2x2, whose programs are compiled when they are needed."""
+    expected = texts(ask(source, 200, **OPTIONS[1]))
+    engine, settings = make_engine(ParallelPlan(context=2, tensor=2)), ServerSettings(prepare_processes=0)
+    with served(engine, settings, make_transfers=EngineTransfers, warm_up=lambda engine: None) as other:
+
+        def move() -> None:
+            assert migrate(source, other.url)["moved"]
+
+        assert_same(texts(ask(source, 200, stream=True, **OPTIONS[1]), move), expected)
+        assert other.server.engine.stats().output_tokens > 0
+
+
 def test_a_request_that_can_not_move_goes_on(source: Served, target: Served) -> None:
     expected = texts(ask(source, **OPTIONS[1]))
     addresses = ["http://127.0.0.1:9", f"{target.url}/nothing", source.url]
