@@ -26,7 +26,7 @@ class RemotePrefill:
         self._lock = threading.Lock()  # of all that follows
         self._source: LeasedSource | None = None
         self._fetch: _Fetch | None = None
-        self._is_settled = self._is_over = False
+        self._is_settled = self._is_over = self._is_complete = False
         self.patience = 30.0
 
     # What the engine calls.
@@ -46,7 +46,8 @@ class RemotePrefill:
         with self._lock:
             self._is_over = self._is_settled = True
             source, self._source = self._source, None
-        self._cancel()
+        if not self._is_complete:  # else it is about to end
+            self._cancel()
         if source is not None:
             source.release()
         self._wake()
@@ -107,6 +108,16 @@ class RemotePrefill:
             self._cancel()
         return blocks
 
+    def close(self, fetch: "_Fetch") -> None:
+        """The engine wants no more; if that is not all, nobody has to read any further."""
+        with self._lock:
+            inner = fetch.inner
+            self._is_complete = inner is not None and inner.num_pages == len(fetch.keys)
+        if not self._is_complete:
+            self.release()
+        if inner is not None:
+            inner.close()
+
     def is_over(self, fetch: "_Fetch") -> bool:
         with self._lock:
             return (
@@ -134,10 +145,5 @@ class _Fetch:
         return 0 if self.inner is None else self.inner.num_pages
 
     def close(self) -> None:
-        if self.is_second:
-            return
-        inner = self.inner
-        if inner is None or inner.num_pages < len(self.keys):
-            self._prefill.release()
-        if inner is not None:
-            inner.close()
+        if not self.is_second:
+            self._prefill.close(self)
