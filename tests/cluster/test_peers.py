@@ -91,14 +91,17 @@ def test_an_address_that_a_socket_can_not_be_made_for(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["recv_multipart", "send"])
 def test_an_error_of_one_connection_costs_its_transfers(name: str) -> None:
-    engine = FakeEngine()
-    lease, _ = engine.add(3, ready=0)
+    engines = FakeEngine(), FakeEngine()
+    leases = [engine.add(3, ready=0)[0] for engine in engines]
     with (
-        PageSender(engine, LAYOUT, options=OPTIONS) as one,
-        PageSender(engine, LAYOUT, options=OPTIONS) as other,
+        PageSender(engines[0], LAYOUT, options=OPTIONS) as one,
+        PageSender(engines[1], LAYOUT, options=OPTIONS) as other,
         PageReceiver(LAYOUT, options=OPTIONS) as receiver,
     ):
-        takers = [Taker(receiver.source(each.address, lease.lease_id), lease.keys, LAYOUT) for each in (one, other)]
+        takers = [
+            Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT)
+            for sender, lease in zip((one, other), leases, strict=True)
+        ]
         wait_until(lambda: one.num_streams == other.num_streams == 1)
 
         def fail(*arguments: Any, **more: Any) -> Any:
@@ -107,5 +110,5 @@ def test_an_error_of_one_connection_costs_its_transfers(name: str) -> None:
         object.__setattr__(receiver._peers[one.address].socket, name, fail)
         assert takers[0].finish() == 0
         assert receiver.stats.outcomes["failed"] == 1
-        engine.complete(lease, 3)
+        engines[1].complete(leases[1], 3)
         assert takers[1].finish() == 3
