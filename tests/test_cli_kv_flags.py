@@ -1,7 +1,10 @@
 """Flags of what keeps pages beyond the devices."""
 
 import argparse
+import os
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from longctx.cli.arguments.kv_cache import EVICTIONS as WRITTEN
 from longctx.cli.kv_flags import page_hash_key, parse_bytes, tier_config
+from longctx.cli.transfer_flags import transfer_maker
 from longctx.serving.kv_cache.tiers.config import EVICTIONS, TierConfig
 
 
@@ -72,12 +76,47 @@ def test_a_folder_of_pages_keeps_its_own_secret(tmp_path: Path) -> None:
 
 def test_a_secret_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
+    file.touch(0o600)
     file.write_text("a" * 40 + "\n")
     first = page_hash_key(options(kv_secret_file=file))
     file.write_text("b" * 40)
     assert first != page_hash_key(options(kv_secret_file=file))
+    file.chmod(0o640)
+    for read in (page_hash_key, transfer_maker):
+        with pytest.raises(ValueError, match=r"^--kv-secret-file: others than its owner have access to"):
+            read(options(kv_secret_file=file, role="both"))
+    file.chmod(0o600)
     file.write_text("short")
-    with pytest.raises(ValueError, match="at least 32 characters"):
+    with pytest.raises(ValueError, match=r"^--kv-secret-file: .* must have 32 to 4096 bytes"):
         page_hash_key(options(kv_secret_file=file))
     with pytest.raises(ValueError, match="--kv-secret-file"):
         page_hash_key(options(kv_secret_file=tmp_path / "none"))
+
+
+def test_servers_that_start_at_once_agree_on_a_secret(tmp_path: Path) -> None:
+    given, barrier = options(kv_disk=tmp_path / "pages"), threading.Barrier(8)
+
+    def start(_: int) -> bytes | None:
+        barrier.wait()
+        return page_hash_key(given)
+
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(start, range(8)))
+    assert len(keys) == 1
+    assert None not in keys
+    assert [file.name for file in (tmp_path / "pages").iterdir()] == ["secret"]
+
+
+def test_a_crash_leaves_no_empty_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(kv_disk=tmp_path / "pages")
+    for name in ("fsync", "link"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, _crash)
+            with pytest.raises(ValueError, match=r"--kv-disk .* can't be used"):
+                page_hash_key(given)
+        assert list((tmp_path / "pages").iterdir()) == []
+    assert page_hash_key(given) == page_hash_key(given)
+
+
+def _crash(*arguments: object) -> None:
+    raise OSError("the disk is full")

@@ -237,6 +237,7 @@ def test_a_router_has_one_server_read_and_another_go_on(tmp_path: Path) -> None:
     """`kv_transfer_params` as vLLM's router carries them: the answers are those of a server by itself."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
     apart = ("--kv-secret-file", str(secret), "--max-logprobs", "3")
     with (
         ServeProcess(*SIZES, *apart, "--role", "prefill") as prefill,

@@ -1,14 +1,10 @@
 """What commands make of the flags of what keeps pages beyond the devices."""
 
 import argparse
-import hashlib
-import os
 import re
-import secrets
-from pathlib import Path
 
-from longctx.cli.files import read_text
 from longctx.cli.naming import naming_flags
+from longctx.serving.kv_cache.secret import make_secret, read_kv_secret
 from longctx.serving.kv_cache.tiers.config import TierConfig
 
 _UNITS = {"": 1} | {
@@ -23,7 +19,7 @@ _FLAGS = {
     "disk and": "--kv-disk and",
     "store": "--kv-store",
 }
-_LEAST_CHARACTERS = 32
+SECRET_FLAGS = {"kv_secret_file": "--kv-secret-file"}
 
 
 def tier_config(options: argparse.Namespace) -> TierConfig | None:
@@ -47,39 +43,21 @@ def page_hash_key(options: argparse.Namespace) -> bytes | None:
     """The key of page hashes, by `--kv-secret-file`, or by a secret that is kept in `--kv-disk`; None: a random one.
 
     Raises:
-      ValueError: there is no such file, or its secret could be guessed.
+      ValueError: there is no such file, others may read it, or its secret could be guessed.
     """
     file = options.kv_secret_file
-    if file is not None:
-        secret = read_text("--kv-secret-file", file).strip()
-    elif options.kv_disk is not None:
+    if file is None and options.kv_disk is not None:
         file = options.kv_disk / "secret"
-        secret = _own_secret(file)
-    elif options.kv_store is not None:
-        raise ValueError("--kv-store needs --kv-secret-file: engines find each other's pages by keys made with it")
-    else:
-        return None
-    if len(secret) < _LEAST_CHARACTERS:
-        raise ValueError(
-            f"--kv-secret-file {file} must have at least {_LEAST_CHARACTERS} characters, got {len(secret)}: make one "
-            "with `longctx group-secret > FILE`"
-        )
-    return hashlib.blake2b(secret.encode(), digest_size=32, person=b"page keys").digest()
-
-
-def _own_secret(file: Path) -> str:
-    """The secret of a folder of pages, made if there is none: only who may read the pages can read it."""
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return file.read_text(encoding="utf-8").strip()
-        with os.fdopen(made, "w", encoding="utf-8") as stream:
-            stream.write(secret := secrets.token_hex(32))
-        return secret
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--kv-disk {file.parent} can't be used: {error}") from None
+            make_secret(file)
+        except OSError as error:
+            raise ValueError(f"--kv-disk {file.parent} can't be used: {error}") from None
+    if file is None:
+        if options.kv_store is not None:
+            raise ValueError("--kv-store needs --kv-secret-file: engines find each other's pages by keys made with it")
+        return None
+    with naming_flags(SECRET_FLAGS):
+        return read_kv_secret(file)
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from longctx.cli.files import read_text
+from longctx.cli.kv_flags import SECRET_FLAGS
 from longctx.cli.naming import naming_flags
+from longctx.cluster.peers import parse_peer
 from longctx.serving.engine.engine import Engine
+from longctx.serving.kv_cache.secret import read_secret
 
 if TYPE_CHECKING:
     from longctx.cluster.engine_transfers import EngineTransfers
 
 _FLAGS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"}
-_FLAGS |= {"url": "--prefill-from"}
+_FLAGS |= {"url": "--prefill-from", "peers": "--kv-peer"}
 _NEED_ROLE = ("kv_advertise", "kv_peer", "prefill_from")
 
 
@@ -24,6 +27,9 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
             if getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} needs --role")
         return
+    with naming_flags(_FLAGS):
+        for each in options.kv_peer:
+            parse_peer(each)
     if options.kv_secret_file is None:
         raise ValueError("--role needs --kv-secret-file: servers know each other's pages by keys made with it")
     for name, why in (("no_prefix_cache", "pages have keys there"), ("record", "a replay has no other server")):
@@ -43,7 +49,8 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
     """Makes what moves requests between servers, by the flags; None: they stay where they are."""
     if options.role is None:
         return None
-    secret = read_text("--kv-secret-file", options.kv_secret_file).strip()
+    with naming_flags(SECRET_FLAGS):
+        secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
     prefill_key = None
     if options.prefill_key_file is not None:
         prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()

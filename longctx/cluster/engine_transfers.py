@@ -5,13 +5,13 @@ keep its TBT.
 """
 
 import contextlib
-import ipaddress
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.peers import Peers
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
 from longctx.cluster.prefill.instance import PrefillInstance
 from longctx.cluster.tpot_check import breaks_tpot
@@ -43,7 +43,7 @@ class EngineTransfers:
 
     Args:
       ip, port: where others fetch pages; port 0: any free one.
-      peers: hosts that this engine fetches pages from, besides those of this machine. Clients can't name others.
+      peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
       secret: what all instances share, see `PageSender`. is_plain: pages are not encrypted all the same, which is
         several times as fast, on a network that is trusted.
       advertised: the host by which others reach this one; None: `ip`.
@@ -85,9 +85,9 @@ class EngineTransfers:
         layout, fingerprint = engine.page_identity
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
         self._fingerprint = fingerprint.hex()
-        self._peers = frozenset(peers)
         self._exporter = EngineExporter(engine, layout)
         self.host = advertised or ip
+        self._peers = Peers(peers, self.host)
         instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
         options, protocol = options or TransferOptions(), MESSENGERS[messenger]
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
@@ -143,14 +143,15 @@ class EngineTransfers:
         sampling, vocab_size = prepared.request.sampling, self._engine.model.config.vocab_size
         try:
             handoff = Handoff.from_dict(params.handoff)
-            received = Received(handoff, self._sources(params.remote_host, params.remote_port, handoff))
             try:
-                handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+                handoff.check(len(prepared.tokens), sampling, vocab_size)
             except ValueError:
-                received.release()
+                refused = handoff._replace(completions=handoff.completions[: sampling.n])
+                self._received(params, refused).release()
                 raise
         except ValueError as error:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+        received = self._received(params, handoff)
         if breaks_tpot(self._engine, len(prepared.tokens), prepared.request.tpot_target):
             self.num_refused += 1
             received.release()
@@ -167,14 +168,15 @@ class EngineTransfers:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
         if not _HOST.fullmatch(host) or not 0 < port < 65536:
             raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        self.check_peer(host)
+        self.check_peer(host, port)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self.receiver.source(address, lease_id)
 
-    def check_peer(self, host: str) -> None:
-        """ApiError, unless requests come from this host and go to it."""
-        if host not in self._peers and host != self.host and not _is_loopback(host):
-            raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {host}", "host")
+    def check_peer(self, host: str, port: int | None = None) -> None:
+        """ApiError, unless requests come from this host and go to it; with `port`, unless its pages are there."""
+        if not self._peers.admits(host, port):
+            where = host if port is None else f"{host} port {port}"
+            raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {where}", "host")
 
     def release(self, handoff: Handoff) -> None:
         """Give up the leases of a request that has left."""
@@ -202,15 +204,12 @@ class EngineTransfers:
         """End all transfers."""
         self._open.close()
 
-    def _sources(self, host: str, port: int, handoff: Handoff) -> Mapping[str, RemoteSource]:
+    def _received(self, params: TransferParams, handoff: Handoff) -> Received:
+        """Where the pages of a handoff come from; it connects to nobody. ApiError: from nowhere."""
+        assert params.remote_host is not None
+        assert params.remote_port is not None
         leases = [each.lease for each in handoff.completions if each.lease is not None]
         if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
-        return {lease: self.source(host, port, lease) for lease in leases}
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+        sources = {lease: self.source(params.remote_host, params.remote_port, lease) for lease in leases}
+        return Received(handoff, sources)

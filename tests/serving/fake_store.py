@@ -28,6 +28,9 @@ class FakeStore:
         self.loses, self.random = loses, random.Random(seed)
         self.looked_up = 0
 
+    def ask_ahead(self, keys: List[bytes]) -> None:
+        pass
+
     def look_up(self, keys: List[bytes]) -> int:
         self.looked_up += 1
         missing = (i for i, key in enumerate(keys) if key not in self.pages)

@@ -64,6 +64,9 @@ class MemoryStore:
         self.fetches: list[MemoryFetch] = []
         self.reads: list[PageRead] = []
 
+    def ask_ahead(self, keys: List[bytes]) -> None:
+        pass
+
     def look_up(self, keys: List[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
 

@@ -36,7 +36,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         disk = tmp_path_factory.mktemp("pages")
         thread = EngineThread(make_tiered_engine(tiers=TierConfig(2**16, 2**16, str(disk))))
         metrics = ServerMetrics("longctx", thread, "m")
-        metrics.observe_transfers({"sent": TransferStats(), "received": TransferStats()})
+        prefills = {"decision": {"remote": 1}, "answer": {"done": 1}}
+        metrics.observe_transfers({"sent": TransferStats(), "received": TransferStats()}, prefills)
         metrics.observe_caches(Caches(thread, "m", None, 1.0))
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     metrics._rendered = -1.0

@@ -13,6 +13,7 @@ from test_page_loads import PLANS, storing_engine
 
 from longctx.serving import Engine, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.request.handoff import Handoff, Progress
+from longctx.serving.request.output import TokenLogprob
 
 
 def run(engine: Engine, outputs: dict[str, list[Output]], events: dict[str, list[int]] | None = None) -> None:
@@ -184,9 +185,89 @@ def test_a_handoff_is_checked() -> None:
         (Handoff(0, (Progress(None, 0, (1, 2, 3)),)), "max_tokens=2"),
         (Handoff(0, (Progress("a", 4, (1,)),)), "fewer than the 3 . 1 tokens"),
         (Handoff(0, (Progress("a", 1, (VOCAB,)),)), "in the vocabulary"),
+        (Handoff(0, (Progress(None, 0, (1,), (GOOD,)),)), "logprobs of 0 tokens, got 1"),
+        (Handoff(0, (Progress(None, 0, (1,)),), (GOOD,)), "prompt_logprobs of up to 0 tokens, got 1"),
     ]:
         with pytest.raises(ValueError, match=match):
             engine.submit(request, None, wrong)
+
+
+GOOD = TokenLogprob(-1.0, ((5, -1.0),))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "match"),
+    [
+        ((), "logprobs of 1 tokens, got 0"),
+        ((GOOD, GOOD), "logprobs of 1 tokens, got 2"),
+        ((GOOD._replace(logprob=float("nan")),), "logprobs that are finite"),
+        ((GOOD._replace(logprob=float("-inf")),), "logprobs that are finite"),
+        ((GOOD._replace(top=((5, float("inf")),)),), "logprobs that are finite"),
+        ((GOOD._replace(top=((VOCAB, -1.0),)),), "logprobs of tokens in the vocabulary"),
+        ((GOOD._replace(top=((10**12, -1.0),)),), "logprobs of tokens in the vocabulary"),
+        ((GOOD._replace(top=((-1, -1.0),)),), "logprobs of tokens in the vocabulary"),
+        ((GOOD._replace(top=((5, -1.0),) * 3),), "logprobs of up to 2 tokens each, got 3"),
+    ],
+)
+def test_log_probabilities_of_a_handoff_are_checked(logprobs: tuple[TokenLogprob, ...], match: str) -> None:
+    sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
+    with pytest.raises(ValueError, match=match):
+        Handoff(0, (Progress(None, 0, (1,), logprobs),)).check(3, sampling, VOCAB)
+    Handoff(0, (Progress(None, 0, (1,), (GOOD,)),), (GOOD,)).check(3, sampling, VOCAB)
+    if "of 1 tokens" not in match:
+        with pytest.raises(ValueError, match=f"prompt_{match}"):
+            Handoff(0, (Progress(None, 0, ()),), logprobs).check(3, sampling, VOCAB)
+
+
+_TOKENS = st.sampled_from([*[0, 1, 5, VOCAB - 1] * 4, VOCAB, -1, 2**31, 2**70])
+_REALS = st.sampled_from([*[-1.0, 0.0, -1e300] * 4, float("nan"), float("inf"), "nan", None])
+_LOGPROBS = st.lists(st.tuples(_REALS, st.lists(st.tuples(_TOKENS, _REALS), max_size=3)), max_size=3)
+_HOSTILE = st.fixed_dictionaries(
+    {
+        "seed": st.sampled_from([0, 7, 8, 9, -1, 2**31]),
+        "completions": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "lease": st.sampled_from([None, "other"]),
+                    "length": st.sampled_from([0, 1, 8, 11, 12, 13, 2**31]),
+                    "tokens": st.lists(_TOKENS, max_size=4),
+                    "logprobs": _LOGPROBS,
+                }
+            ),
+            max_size=3,
+        ),
+        "prompt_logprobs": st.none() | _LOGPROBS,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LeaseSource, Engine]:
+    """An engine, and the pages of another prompt in another one."""
+    first = storing_engine(FakeStore(), 60)
+    first.generate([Request([*range(20)], SamplingParams(max_tokens=1), lease="other")])
+    return LeaseSource(first, "other"), storing_engine(FakeStore(), 60, max_logprobs=2)
+
+
+@given(fields=_HOSTILE, logprobs=st.sampled_from([None, 0, 2]), n=st.sampled_from([1, 2]))
+@settings(max_examples=150)
+def test_hostile_handoffs_are_refused_or_answered(
+    pair: tuple[LeaseSource, Engine], fields: Any, logprobs: int | None, n: int
+) -> None:
+    source, engine = pair
+    sampling = SamplingParams(max_tokens=3, logprobs=logprobs, n=n, seed=1, temperature=1.0, ignore_eos=True)
+    try:
+        engine.submit(Request([*range(12)], sampling, "hostile"), None, Handoff.from_dict(fields), {"other": source})
+    except ValueError:
+        pass
+    else:
+        outputs: dict[str, list[Output]] = {}
+        run(engine, outputs)
+        assert [output.finish_reason for output in outputs["hostile"]] == ["length"] * n
+        if logprobs is not None:
+            assert all(np.isfinite(x.logprob) for output in outputs["hostile"] for x in output.logprobs or ())
+    [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert output.finish_reason == "length"
 
 
 @given(

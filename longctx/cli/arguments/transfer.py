@@ -24,7 +24,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-peer",
         action="append",
         default=[],
-        metavar="HOST",
+        metavar="HOST[:PORT]",
         help="whose pages are fetched when a request says so, besides this host's own; may be repeated",
     )
     transfer.add_argument(

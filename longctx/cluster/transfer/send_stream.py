@@ -16,7 +16,7 @@ from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 
 _LOG = logging.getLogger(__name__)
-_MOST_CREDIT = 1 << 12  # blocks: who grants more would have the sender's memory filled
+_MOST_CREDIT = 1 << 12  # blocks: who grants more is no receiver; what bounds memory is `SendQueue`
 
 
 class Staging(Protocol):
@@ -35,6 +35,7 @@ class SendStream:
     Args:
       fetch: its number at the receiver.
       post: sends a message to the receiver, with a block's bytes if it has any.
+      queue: waits until there is room for a block's bytes on their way, and returns what is to be sent; None: closed.
       staging: where blocks are put in place of frames; None: they are sent.
 
     Attributes:
@@ -42,10 +43,15 @@ class SendStream:
     """
 
     def __init__(
-        self, fetch: int, post: Callable[[FromSender, Any], None], stats: TransferStats, staging: Staging | None
+        self,
+        fetch: int,
+        post: Callable[[FromSender, Any], None],
+        stats: TransferStats,
+        queue: Callable[[np.ndarray, Callable[[], bool]], np.ndarray | None],
+        staging: Staging | None,
     ) -> None:
         self.fetch, self.heard = fetch, time.monotonic()
-        self._post, self._stats, self._staging = post, stats, staging
+        self._post, self._stats, self._queue, self._staging = post, stats, queue, staging
         self._changed = threading.Condition()  # guards what follows
         self._credit, self._is_closed = 0, False
         self._outcome: Outcome | None = None
@@ -120,7 +126,10 @@ class SendStream:
         with self._changed:
             self._changed.wait_for(lambda: self._credit > 0 or self._is_closed)
             self._credit -= 1
-        if self._staging is not None:
+        queued = None
+        if self._staging is None:
+            queued = self._queue(data, self.closed)
+        else:
             place = self._staging.put(data, self.closed)
             if place is not None:
                 with self._changed:
@@ -130,7 +139,7 @@ class SendStream:
             self.close("dropped")  # frees a slot that was taken meanwhile
             return False
         self._stats.add_block(data.nbytes)
-        self._post(message, data if message.place is None else None)
+        self._post(message, queued)
         return True
 
     def _free(self, slots: set[int]) -> None:

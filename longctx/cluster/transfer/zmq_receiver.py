@@ -15,7 +15,6 @@ from collections.abc import Sequence as List
 from typing import Any, Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from longctx.cluster.transfer.access import transfer_key
 from longctx.cluster.transfer.arrivals import Arrivals
@@ -31,7 +30,6 @@ from longctx.cluster.transfer.messages import (
     Close,
     Corrupt,
     End,
-    FromReceiver,
     FromSender,
     Grant,
     Malformed,
@@ -42,12 +40,12 @@ from longctx.cluster.transfer.messages import (
     Refused,
     Release,
     decode,
-    encode,
     shorten,
 )
 from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.peer import NoRoom, Peer
 from longctx.cluster.transfer.stats import Outcome, TransferStats
-from longctx.serving.distributed.network import Network, Socket
+from longctx.serving.distributed.network import Network
 from longctx.serving.kv_cache.connector import PageFetch
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
@@ -57,8 +55,7 @@ _HEADER_BYTES = 1 << 16  # more than any header has
 _MAX_MESSAGES = 100  # that are read of one sender before others have their turn
 _IDLE_SECONDS = 60.0  # after which a connection without transfers is closed
 _CLOSE_SECONDS = 5.0
-_LOSSES = zmq.EVENT_DISCONNECTED
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_PAUSE_SECONDS = 0.1  # after an error that is of no connection, so that it does not come at once again
 
 
 class Puller(Protocol):
@@ -69,35 +66,6 @@ class Puller(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class _Peer:
-    """A connection to a sender."""
-
-    def __init__(self, network: Network, key: Any, address: str, max_bytes: int) -> None:
-        self.address, self.network = address, network
-        self.socket: Socket = network.connect(zmq.DEALER, key)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        self.socket.setsockopt(zmq.IPV6, int("[" in address))
-        self.monitor = self.socket.get_monitor_socket(_LOSSES | _REFUSALS)
-        self.socket.connect(f"tcp://{address}")
-        self.streams: dict[int, Stream] = {}
-        self.used = time.monotonic()
-
-    def send(self, message: FromReceiver) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection has just broken, which its monitor tells
-            self.socket.send(encode(message), zmq.NOBLOCK)
-
-    def what_broke(self) -> Outcome | None:
-        """Whether the connection was lost or refused since the last call."""
-        broke: Outcome | None = None
-        while self.monitor.poll(0):
-            broke = "lost" if recv_monitor_message(self.monitor)["event"] & _LOSSES else "refused"
-        return broke
-
-    def close(self) -> None:
-        self.network.drop(self.socket)
-        self.monitor.close(linger=0)
 
 
 class PageReceiver:
@@ -132,7 +100,7 @@ class PageReceiver:
         self._network = Network("127.0.0.1", self.options.silence_timeout)
         self._credits = Credits(self.options.window_blocks, self.options.max_blocks)
         self._mailbox = Mailbox()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._fetches: set[Fetch] = set()
         self._numbers = itertools.count()
         self._is_closing = False
@@ -218,24 +186,21 @@ class PageReceiver:
         next_tick = time.monotonic()
         try:
             while not self._is_closing:
-                self._poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
-                for call in self._mailbox.take():
-                    call()
-                for peer in list(self._peers.values()):
-                    broke = peer.what_broke()  # before reading what came until then
-                    self._receive(peer)
-                    if broke is not None:
-                        self._drop(peer, broke)
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + tick
-                    self._tick()
-                self._grant()
-        except Exception:
-            _LOG.exception("longctx: the receiver of pages failed")
+                try:
+                    self._poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
+                    self._act()
+                    for peer in list(self._peers.values()):
+                        self._attend(peer)
+                    if time.monotonic() >= next_tick:
+                        next_tick = time.monotonic() + tick
+                        self._tick()
+                    self._grant()
+                except Exception:  # of no connection: those go on
+                    _LOG.exception("longctx: the receiver of pages failed, and goes on")
+                    time.sleep(_PAUSE_SECONDS)
         finally:
             self._is_closing = True
-            for call in self._mailbox.take():
-                call()
+            self._act()
             for fetch in list(self._fetches):
                 if fetch.release:
                     self._release(fetch.addresses, fetch.lease_id)
@@ -243,20 +208,57 @@ class PageReceiver:
             self._network.close()
             self._mailbox.close()
 
-    def _peer(self, address: str) -> _Peer:
+    def _act(self) -> None:
+        for call in self._mailbox.take():
+            try:
+                call()
+            except Exception:
+                _LOG.exception("longctx: a call of the receiver of pages failed")
+
+    def _attend(self, peer: Peer) -> None:
+        """Read what a sender has sent. Whatever goes wrong costs the transfers from this one."""
+        try:
+            broke = peer.what_broke()  # before reading what came until then
+            self._receive(peer)
+        except Exception:
+            _LOG.exception("longctx: transfers from %s failed", peer.address)
+            broke = "failed"
+        if broke is not None:
+            self._drop(peer, broke)
+
+    def _peer(self, address: str) -> Peer:
+        """The connection to a sender, made if there is none. Raises NoRoom: there are too many."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = _Peer(self._network, self._key, address, self.options.block_bytes + _HEADER_BYTES)
+            if len(self._peers) >= self.options.max_peers:
+                self._make_room()
+            peer = Peer(self._network, self._key, address, self.options.block_bytes + _HEADER_BYTES)
             self._peers[address] = peer
             self._poller.register(peer.socket, zmq.POLLIN)
             self._poller.register(peer.monitor, zmq.POLLIN)
         peer.used = time.monotonic()
         return peer
 
+    def _make_room(self) -> None:
+        idle = [peer for peer in self._peers.values() if not peer.streams]
+        if not idle:
+            raise NoRoom(f"transfers come from {len(self._peers)} senders already")
+        self._drop(min(idle, key=lambda peer: peer.used), "lost")
+
     def _open(self, fetch: Fetch) -> None:
         if fetch.arrivals.is_over:
             return
         self._fetches.add(fetch)
+        try:
+            self._ask(fetch)
+        except NoRoom as error:
+            _LOG.warning("longctx: a transfer was refused: %s", error)
+            self._end(fetch, "refused")
+        except Exception:
+            _LOG.exception("longctx: a transfer from %s could not begin", ", ".join(fetch.addresses))
+            self._end(fetch, "failed")
+
+    def _ask(self, fetch: Fetch) -> None:
         for address in fetch.addresses:
             peer = self._peer(address)
             stream = Stream(next(self._numbers) % 2**31, fetch, peer, self._credits.open())
@@ -270,8 +272,21 @@ class PageReceiver:
             )  # fmt: skip
 
     def _release(self, addresses: list[str], lease_id: str) -> None:
+        """Tell senders, as far as they are connected: a lease of others expires."""
         for address in addresses:
-            self._peer(address).send(Release(lease_id))
+            if (peer := self._peers.get(address)) is not None:
+                peer.used = time.monotonic()
+                peer.send(Release(lease_id))
+
+    def _release_after(self, fetch: Fetch) -> None:
+        """Release the lease of a fetch that was begun, over new connections where those before have broken."""
+        for stream in fetch.streams:
+            with contextlib.suppress(NoRoom):
+                try:
+                    self._peer(stream.peer.address)
+                except zmq.ZMQError:
+                    _LOG.exception("longctx: a lease could not be released at %s", stream.peer.address)
+        self._release([stream.peer.address for stream in fetch.streams], fetch.lease_id)
 
     def _taken(self, credit: Any) -> None:
         self._credits.taken(credit)
@@ -301,7 +316,7 @@ class PageReceiver:
             elif now - peer.used > _IDLE_SECONDS:
                 self._drop(peer, "lost")
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         for _ in range(_MAX_MESSAGES):
             if peer.socket.closed:
                 return
@@ -315,14 +330,14 @@ class PageReceiver:
                 self._blame(peer, error)
                 return
 
-    def _blame(self, peer: _Peer, error: ValueError) -> None:
+    def _blame(self, peer: Peer, error: ValueError) -> None:
         """A sender said what it must not: nothing more is read of it."""
         _LOG.warning("longctx: a transfer from %s broke off: %s", peer.address, shorten(str(error)))
         self._drop(
             peer, "corrupt" if isinstance(error, Corrupt) else "lost" if isinstance(error, Lost) else "malformed"
         )
 
-    def _handle(self, peer: _Peer, message: FromSender, frames: list[Any]) -> None:
+    def _handle(self, peer: Peer, message: FromSender, frames: list[Any]) -> None:
         stream = peer.streams.get(message.fetch)
         if stream is None:
             return  # it was closed, which the sender does not know yet
@@ -419,12 +434,12 @@ class PageReceiver:
         fetch.arrivals.end(outcome)
         for stream in fetch.streams:
             self._credits.close(stream.credit)
-            if stream.peer.streams.pop(stream.number, None) is not None and not stream.peer.socket.closed:
+            if stream.peer.streams.pop(stream.number, None) is not None:
                 stream.peer.send(Close(stream.number))
         if fetch.release and not self._is_closing:
-            self._release(fetch.addresses, fetch.lease_id)
+            self._release_after(fetch)
 
-    def _drop(self, peer: _Peer, outcome: Outcome) -> None:
+    def _drop(self, peer: Peer, outcome: Outcome) -> None:
         """Close a connection, and with it all that comes over it."""
         if self._peers.pop(peer.address, None) is None:
             return
@@ -456,5 +471,5 @@ class RemoteSource:
         return self._receiver.fetch(self, keys, wake)
 
     def release(self) -> None:
-        """Tell the sender that nobody will fetch the lease. Without it the lease expires."""
+        """Tell the sender that nobody will fetch the lease, if it is connected. Without it the lease expires."""
         self._receiver.release(self.addresses, self.lease_id)

@@ -34,6 +34,7 @@ from longctx.cluster.transfer.messages import (
     shorten,
 )
 from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.send_queue import SendQueue
 from longctx.cluster.transfer.send_stream import SendStream, Staging
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Address, Network
@@ -44,6 +45,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 25  # a request for a million pages
 _MAX_MESSAGES = 100  # that are read before anything is sent
 _CLOSE_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1  # after an error that is of no transfer, so that it does not come at once again
 
 
 class PageSender:
@@ -87,6 +89,7 @@ class PageSender:
         self.options.check_fits(layout)
         self.stats = TransferStats()
         self._exporter, self._layout, self._fingerprint, self._staging = exporter, layout, fingerprint, staging
+        self._queue = SendQueue(self.options.queue_bytes, self.options.max_queue_bytes)
         self._network = Network(ip, self.options.silence_timeout)
         try:
             self._socket = self._network.serve(zmq.ROUTER, key)
@@ -131,26 +134,33 @@ class PageSender:
         next_tick = time.monotonic()
         try:
             while not self._is_closing:
-                poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
-                self._receive()
-                for call in self._mailbox.take():
-                    call()
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + tick
-                    self._tick()
-        except Exception:
-            _LOG.exception("longctx: the sender of pages failed")
+                try:
+                    poller.poll(max(0, int(1000 * (next_tick - time.monotonic()))) + 1)
+                    self._receive()
+                    self._act()
+                    if time.monotonic() >= next_tick:
+                        next_tick = time.monotonic() + tick
+                        self._tick()
+                except Exception:  # of no transfer: those go on
+                    _LOG.exception("longctx: the sender of pages failed, and goes on")
+                    time.sleep(_PAUSE_SECONDS)
         finally:
-            for stream in self._streams.values():
+            for stream in list(self._streams.values()):
                 stream.close("dropped")
             self._streams.clear()
             self._network.close()
             self._mailbox.close()
 
+    def _act(self) -> None:
+        for call in self._mailbox.take():  # apart from the loop, which would keep the last one with its block
+            call()
+
     def _tick(self) -> None:
         """Tell receivers that this side lives; give up those that have not said so."""
         now = time.monotonic()
         for (peer, fetch), stream in list(self._streams.items()):
+            if stream.closed():
+                continue  # by what was sent to its peer just now
             if now - stream.heard > self.options.silence_timeout:
                 self._close(peer, fetch, "late")
             else:
@@ -209,11 +219,20 @@ class PageSender:
             _LOG.exception("longctx: a lease could not be opened")
             reason = "the sender failed"
         else:
-            stream = SendStream(message.fetch, functools.partial(self._post, peer), self.stats, self._staging)
+            stream = SendStream(
+                message.fetch,
+                functools.partial(self._post, peer),
+                self.stats,
+                functools.partial(self._queue.put, peer),
+                self._staging,
+            )
             self._streams[peer, message.fetch] = stream
             self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
             wait = functools.partial(wait_for_lease, find, message.patience / 1000, stream.closed)
-            stream.start(self._exporter, wait if found is None else lambda: found, self._options_for(message))
+            try:
+                stream.start(self._exporter, wait if found is None else lambda: found, self._options_for(message))
+            except RuntimeError:  # there are as many threads as there may be
+                self._fail(peer, message.fetch)
             return
         self.stats.add_outcome("refused")
         self._send(peer, Refused(message.fetch, reason))
@@ -239,22 +258,36 @@ class PageSender:
         return dataclasses.replace(self.options, block_bytes=min(self.options.block_bytes, message.block_bytes))
 
     def _close(self, peer: bytes, fetch: int, outcome: Outcome) -> None:
-        self._streams.pop((peer, fetch)).close(outcome)
+        stream = self._streams.pop((peer, fetch), None)
+        if stream is not None:  # else it was closed by what was sent meanwhile
+            stream.close(outcome)
+
+    def _fail(self, peer: bytes, fetch: int) -> None:
+        """End one transfer, in the midst of handling an error of its own."""
+        _LOG.exception("longctx: a transfer failed")
+        self._close(peer, fetch, "failed")
 
     def _post(self, peer: bytes, message: FromSender, data: Any) -> None:
         """Send a message from any thread."""
         frames = [encode(message)] if data is None else [encode(message), data]
-        self._mailbox.post(lambda: self._send_frames(peer, frames))
+        self._mailbox.post(lambda: self._send_frames(peer, message.fetch, frames))
 
     def _send(self, peer: bytes, message: FromSender) -> None:
-        self._send_frames(peer, [encode(message)])
+        self._send_frames(peer, message.fetch, [encode(message)])
 
-    def _send_frames(self, peer: bytes, frames: list[Any]) -> None:
+    def _send_frames(self, peer: bytes, fetch: int, frames: list[Any]) -> None:
+        """Send a message of a transfer; an error ends the transfer, and a peer that is gone all of its own."""
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            # Without a threshold below which it copies: what is copied would leave the queue before it is sent.
+            header, *data = frames
+            sent = [peer, header, *(zmq.Frame(each, copy=False, copy_threshold=0) for each in data)]
+            self._socket.send_multipart(sent, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            for other, fetch in list(self._streams):
+                self._fail(peer, fetch)
+                return
+            for other, number in list(self._streams):
                 if other == peer:
-                    self._close(other, fetch, "lost")
+                    self._close(other, number, "lost")
+        except Exception:
+            self._fail(peer, fetch)

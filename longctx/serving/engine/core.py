@@ -51,8 +51,8 @@ class Core:
         self.in_flight = BatchQueue(run_ahead, scheduler.plan.stage)
         self.page_hash = page_hash
         self.leases = Leases(scheduler.pool, scheduler.running.page_size)
-        self._completing: deque[tuple[int, str, Chunk]] = deque()  # rows of sequences with leases, and their steps
-        self._now = 0.0
+        self._completing: deque[tuple[int, str, Chunk, int]] = deque()  # rows of sequences with leases, their steps
+        self._now, self._is_blocked = 0.0, False
         names = "prompt_tokens", "output_tokens", "queried_tokens", "cached_tokens", "loaded_tokens"
         self._counts = dict.fromkeys(names, 0)
 
@@ -74,7 +74,7 @@ class Core:
             lease_id = completion_of(sequence).lease_id
             if lease_id is not None:
                 keys = self._lease_keys(completion_of(sequence), sequence.keys, sequence.length)
-                self.leases.begin(lease_id, keys, sequence.length)
+                self.leases.begin(lease_id, sequence, keys, sequence.length)
             self.scheduler.add(sequence)
 
     def resume(self, sequences: list[Sequence], handoff: Handoff, now: float) -> list[Event]:
@@ -159,6 +159,7 @@ class Core:
             if not (self.in_flight.lacks_successors or (not self.in_flight and self.scheduler.is_held_up)):
                 return None
             batch = self.scheduler.idle()
+        self._is_blocked = bool(batch.blocked)
         self.in_flight.append(batch)
         self._note_planned(batch, now)
         if self.leases:
@@ -205,6 +206,12 @@ class Core:
         return bool(self.scheduler.stores)
 
     @property
+    def lacks_room(self) -> bool:
+        """Whether somebody waits for memory."""
+        running = self.scheduler.running
+        return self._is_blocked or bool(self.scheduler.waiting and not len(running))
+
+    @property
     def is_stuck(self) -> bool:
         """Whether sequences wait that nothing will ever admit."""
         return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
@@ -240,16 +247,20 @@ class Core:
 
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:
         completion = completion_of(sequence)
-        if completion.lease_id is not None and reason != "moved":
+        lease_id = completion.lease_id
+        if lease_id is not None:
             if reason in ("stop", "length"):
-                self._keep_pages(sequence, completion.lease_id)
-            else:
-                self.leases.drop(completion.lease_id)
+                self._keep_pages(sequence, lease_id)
+            elif completion.lease is None or completion.lease.lease_id != lease_id:
+                self.leases.drop(lease_id, sequence)
         self.scheduler.finish(sequence, self._leave_session(sequence, completion))
         _complete(completion.metrics, sequence, now)
         return completion.event(text, token, reason)
 
     def _fail(self, sequence: Sequence, error: str, now: float) -> Event:
+        lease_id = completion_of(sequence).lease_id
+        if lease_id is not None:
+            self.leases.drop(lease_id, sequence)
         self.scheduler.finish(sequence)
         _complete(completion_of(sequence).metrics, sequence, now)
         return completion_of(sequence).fail(error)
@@ -260,15 +271,16 @@ class Core:
         if sequence.state is State.PREFILLING and self.scheduler.plan.stage > 1:
             complete = 0  # later stages compute its last chunks still
         length = min(complete, completion.num_known - 1)
-        if sequence.is_running and length > 0:
-            self.leases.keep(lease_id, self._lease_keys(completion, sequence.keys, length), sequence.pages, length)
+        if not sequence.is_running or length <= 0:
+            self.leases.drop(lease_id, sequence)
+        elif self.leases.keep(
+            lease_id, sequence, self._lease_keys(completion, sequence.keys, length), sequence.pages, length
+        ):
             completion.lease = Lease(lease_id, length)
-        else:
-            self.leases.drop(lease_id)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""
-        if self.page_hash is None:
+        if self.page_hash is None or not completion.request.shares_pages:
             return []
         full, tail = divmod(length, self.page_hash.page_size)
         if not tail:
@@ -278,14 +290,19 @@ class Core:
 
     def _note_complete(self, batch: Batch) -> None:
         """Note how much of sequences with leases is complete once all planned batches have been submitted."""
+        for lease_id, lease in self.leases.running():
+            if lease.owner.preemptions > lease.preemptions:  # its pages are another one's now
+                lease.preemptions = lease.owner.preemptions
+                self.leases.note(lease_id, lease.owner, [], 0)
         for chunk in batch.chunks:
-            lease_id = completion_of(chunk.sequence).lease_id
-            if lease_id is not None:
-                self._completing.append((batch.index, lease_id, chunk))
+            wanted = completion_of(chunk.sequence).lease_id
+            if wanted is not None:
+                self._completing.append((batch.index, wanted, chunk, chunk.sequence.preemptions))
         while self._completing and self._completing[0][0] + self.scheduler.plan.stage <= self.scheduler.num_steps:
-            _, lease_id, chunk = self._completing.popleft()
-            if chunk.sequence.is_running:
-                self.leases.note(lease_id, chunk.sequence.pages, chunk.start + chunk.num_tokens)
+            _, lease_id, chunk, preemptions = self._completing.popleft()
+            sequence = chunk.sequence
+            if sequence.is_running and sequence.preemptions == preemptions:
+                self.leases.note(lease_id, sequence, sequence.pages, chunk.start + chunk.num_tokens)
 
     def _leave_session(self, sequence: Sequence, completion: Completion) -> PartialPage | None:
         """Remember where a session's turn ends, if it has computed something."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import wait
 
 from jax.sharding import Mesh
 
@@ -26,7 +27,7 @@ from longctx.serving.engine.step_driver import StepDriver
 from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.kv_cache.connector import LeasedSource, PageKeeper
+from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -224,6 +225,8 @@ class Engine(StepDriver):
           ValueError: it was prepared for another engine, or its pages or targets are more than can be had.
         """
         request, tokens, _, prepared_for = prepared
+        if request.lease is not None and request.lease in self.core.leases:
+            raise ValueError(f"lease must be new, and {request.lease!r} is another request's")
         if prepared_for != self.input_processor.fingerprint:
             raise ValueError("request must be prepared for this engine, and was for another: see Engine.prepare")
         self.scheduler.check(len(tokens), request.sampling.max_tokens)
@@ -251,13 +254,17 @@ class Engine(StepDriver):
           TypeError, ValueError: it can't be served.
         """
         arrival = self._clock() if arrival is None else check_real("arrival", arrival, -math.inf, self._clock())
-        prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
+        if isinstance(request, PreparedRequest):
+            prepared = request
+        else:
+            prepared = self.prepare(request)
+            wait(self.pages.ask_ahead([prepared]), PATIENCE)
         jobs: list[Job] = []
         if handoff is not None:
             if not self.takes_handoffs:
                 raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
-            handoff.check(len(prepared.tokens), sampling.n, sampling.max_tokens, vocab_size)
+            handoff.check(len(prepared.tokens), sampling, vocab_size)
         self._start([prepared], arrival, self._events, jobs, handoff, sources)
         return jobs[0].request_id
 
@@ -377,6 +384,7 @@ class Engine(StepDriver):
         for i, request in enumerate(requests):
             with naming_prompt(i, len(requests)):
                 prepared.append(self.prepare(request))
+        wait(self.pages.ask_ahead(prepared), PATIENCE)
         stream = TokenStream(self)
         self._start(prepared, arrival, stream.events, stream.jobs)
         return stream

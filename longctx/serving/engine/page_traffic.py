@@ -15,11 +15,17 @@ from longctx.serving.executor.page_stats import MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.request.request import Request
+from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
 
 LEASE_SECONDS = 60.0
 """For so long a lease is kept that nobody asks for."""
+PRESSED_SECONDS = 5.0
+"""The same, while somebody waits for memory."""
+MOST_LEASED = 0.5
+"""The share of all pages that leases may have while somebody waits for memory: the oldest ones go, once nobody has
+asked for them for `LEAST_SECONDS`."""
+LEAST_SECONDS = 1.0
 
 _LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 _READ_TIMEOUT = 60.0  # seconds: no step takes as long
@@ -80,6 +86,18 @@ class PageTraffic:
         if self.store is not None:
             self._core.look_up(sequences, self.store)
 
+    def ask_ahead(self, prompts: Iterable[PreparedRequest]) -> "list[Future[None]]":
+        """Ask slow stores what they have of prompts that are about to enter; what is to be waited for, `PATIENCE`."""
+        asked, scheduler = [], self._core.scheduler
+        for prepared in prompts if self.store is not None else ():
+            assert self.store is not None
+            keys = prepared.shared_keys
+            found = scheduler.count_cached(keys) // scheduler.running.page_size
+            answered = self.store.ask_ahead(keys[found:])
+            if answered is not None:
+                asked.append(answered)
+        return asked
+
     def poll(self, now: float, may_wait: bool) -> None:
         """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
         ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
@@ -106,12 +124,15 @@ class PageTraffic:
                 self.store.forget(key)
 
     def _expire(self, now: float) -> None:
-        leases = self._core.leases
+        leases, pool = self._core.leases, self._core.pool
         for lease_id in tuple(self._asked):  # other threads add to them meanwhile
             if lease_id not in leases:
                 self._asked.pop(lease_id, None)
-        for lease_id in leases.over():
-            if now - self._asked.setdefault(lease_id, now) > LEASE_SECONDS:
+        limit = PRESSED_SECONDS if self._core.lacks_room else LEASE_SECONDS
+        for lease_id in leases.over():  # the oldest first
+            idle = now - self._asked.setdefault(lease_id, now)
+            is_too_much = self._core.lacks_room and leases.num_pages > MOST_LEASED * pool.num_pages
+            if idle > (LEAST_SECONDS if is_too_much else limit):
                 self._release(lease_id)
 
     def _release(self, lease_id: str) -> None:

@@ -212,11 +212,6 @@ class EngineThread:
         """A request that has left has ended."""
         self._departures.pop(departure.request_id, None)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """The requests that have not ended, and have not left."""
-        return list(self._clients)
-
     def progress(self, request_id: str) -> tuple[int, int]:
         """See `Engine.progress`."""
         return self.engine.progress(request_id)

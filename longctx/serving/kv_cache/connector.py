@@ -6,12 +6,16 @@ may lose pages at any time, and must never give wrong ones.
 """
 
 from collections.abc import Sequence as List
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
+
+PATIENCE = 0.005
+"""Seconds that a request waits, before it enters an engine, for what slow stores say (`PageKeeper.ask_ahead`)."""
 
 TIERS = "tiers"
 """The source of loads from the engine's own tiers."""
@@ -134,7 +138,11 @@ class PageKeeper(PageSink, PageSource, Protocol):
     """What keeps pages beyond the devices of an engine."""
 
     def look_up(self, keys: List[Key]) -> int:
-        """How many leading pages it has. Those that are slow to fetch are fetched ahead."""
+        """How many leading pages it has, as far as is known without waiting. It begins to fetch those that are slow."""
+        ...
+
+    def ask_ahead(self, keys: List[Key]) -> "Future[None] | None":
+        """Find out what `look_up` will say; None: nothing is to be waited for."""
         ...
 
     def pin(self, keys: List[Key], until: float) -> int:

@@ -4,7 +4,9 @@ Source: Mooncake, section 3, figure 4 (pages are streamed to the decoding side w
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 
@@ -18,15 +20,17 @@ class LeasedPages:
     """Pages of one completion: `length` tokens in `pages`, of which the last may be partial and has a key of its own.
 
     While its sequence runs, that holds the pages, and `length` grows; once it has ended, `holder` holds them, unless
-    nobody wants them any more by then.
+    nobody wants them any more by then. `owner` is its sequence: no other one adds to its pages.
     """
 
+    owner: Any
     keys: list[Key] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     length: int = 0
     total: int = 0  # tokens that there are to be
     holder: int | None = None  # in the pool, once its sequence has ended
     is_wanted: bool = True
+    preemptions: int = 0  # of its sequence, when its pages were noted
 
     @property
     def is_over(self) -> bool:
@@ -46,7 +50,7 @@ class Leases:
         return len(self._leases)
 
     def __contains__(self, lease_id: str) -> bool:
-        return lease_id in self._leases
+        return lease_id in self._leases or f"{lease_id}/0" in self._leases
 
     def get(self, lease_id: str) -> LeasedPages | None:
         return self._leases.get(lease_id)
@@ -61,43 +65,58 @@ class Leases:
         """The leases of sequences that have ended."""
         return [lease_id for lease_id, lease in self._leases.items() if lease.is_over]
 
-    def begin(self, lease_id: str, keys: list[Key], total: int) -> None:
-        """A sequence of so many tokens comes whose pages are to be kept; `keys` has one for each page."""
-        if lease_id not in self._leases:
-            self._leases[lease_id] = LeasedPages(keys, total=total)
+    def running(self) -> Iterator[tuple[str, LeasedPages]]:
+        """The leases of sequences that have not ended."""
+        return ((lease_id, lease) for lease_id, lease in self._leases.items() if not lease.is_over)
 
-    def note(self, lease_id: str, pages: list[int], length: int) -> None:
-        """So many tokens of a running sequence are complete, or will be before anything is read."""
+    def begin(self, lease_id: str, owner: Any, keys: list[Key], total: int) -> None:
+        """A sequence of so many tokens comes whose pages are to be kept; `keys` has one for each page.
+
+        They are not if the id is another one's.
+        """
+        if lease_id not in self._leases:
+            self._leases[lease_id] = LeasedPages(owner, keys, total=total)
+
+    def note(self, lease_id: str, owner: Any, pages: list[int], length: int) -> None:
+        """So many tokens of a running sequence are complete, or will be before anything is read.
+
+        None, for one that is preempted: its pages are another one's now.
+        """
         lease = self._leases.get(lease_id)
-        if lease is not None and not lease.is_over:
+        if lease is not None and lease.owner == owner and not lease.is_over:
             full = min(length, lease.total) // self._page_size
             lease.pages, lease.length = pages[:full], full * self._page_size
 
-    def keep(self, lease_id: str, keys: list[Key], pages: list[int], length: int) -> None:
-        """A sequence ends with `length` tokens; it still holds the pages, and is about to give them back."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.is_over:  # another request had this id
-            self.drop(lease_id)
-            lease = self._leases[lease_id] = LeasedPages()
+    def keep(self, lease_id: str, owner: Any, keys: list[Key], pages: list[int], length: int) -> bool:
+        """A sequence ends with `length` tokens; it still holds the pages, and is about to give them back.
+
+        Returns whether they are kept: not if nobody wants them, or the id is another one's.
+        """
+        lease = self._leases.setdefault(lease_id, LeasedPages(owner))
+        if lease.owner != owner or lease.is_over:
+            return False
         if not lease.is_wanted:
-            self.drop(lease_id)
-            return
+            self.drop(lease_id, owner)
+            return False
         count = -(-length // self._page_size)
         lease.holder, lease.length, lease.total = next(self._holders), length, length
         lease.pages, lease.keys = pages[:count], keys
         for page in lease.pages:
             self._pool.share(page, lease.holder)
+        return True
 
     def release(self, lease_id: str) -> None:
         """Nobody needs a lease any more; that of a running sequence ends with it."""
         lease = self._leases.get(lease_id)
         if lease is not None and not lease.is_over:
             lease.is_wanted = False
-        else:
-            self.drop(lease_id)
+        elif lease is not None:
+            self.drop(lease_id, lease.owner)
 
-    def drop(self, lease_id: str) -> None:
+    def drop(self, lease_id: str, owner: Any) -> None:
         """End a lease at once: its pages are given back, or those of a running sequence are kept for nobody."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is not None and lease.holder is not None:
-            self._pool.release(lease.pages, lease.holder)
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.owner == owner:
+            del self._leases[lease_id]
+            if lease.holder is not None:
+                self._pool.release(lease.pages, lease.holder)

@@ -1,19 +1,19 @@
 """The secret of page keys, from a file: engines that share a cache share it."""
 
+import contextlib
 import hashlib
 import os
+import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 LEAST_BYTES = 32
 _MOST_BYTES = 4096
 
 
-def read_kv_secret(path: str | os.PathLike[str]) -> bytes:
-    """The key of page hashes (`EngineConfig.hash_key`), 32 bytes, that follows from a file's contents.
-
-    White space around the contents doesn't count, so that a line of text will do, as from `longctx group-secret`. Who
-    knows the secret can tell from a key, or from a page that is found, what others have asked.
+def read_secret(path: str | os.PathLike[str]) -> bytes:
+    """The contents of a secret's file. White space around them doesn't count, so that a line of text will do.
 
     Raises:
       ValueError: the file can't be read, others may read it, or its contents could be guessed; the message names it.
@@ -34,4 +34,36 @@ def read_kv_secret(path: str | os.PathLike[str]) -> bytes:
             f"kv_secret_file: {path} must have {LEAST_BYTES} to {_MOST_BYTES} bytes, got {len(contents)}: make it with "
             "`longctx group-secret > FILE`"
         )
-    return hashlib.blake2b(contents, digest_size=32, person=b"kv secret").digest()
+    return contents
+
+
+def read_kv_secret(path: str | os.PathLike[str]) -> bytes:
+    """The key of page hashes (`EngineConfig.hash_key`), 32 bytes, that follows from a secret's file.
+
+    Who knows the secret can tell from a key, or from a page that is found, what others have asked.
+
+    Raises:
+      ValueError: see `read_secret`.
+    """
+    return hashlib.blake2b(read_secret(path), digest_size=32, person=b"page keys").digest()
+
+
+def make_secret(path: Path) -> None:
+    """Make a file with a new secret that only its owner can read, in a folder likewise; one that is there is kept.
+
+    The file has its contents from the first: a crash leaves none that is empty, and of several processes that make it
+    at once all find the same one. OSError: it can't be made.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists():
+        return
+    made, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # of mode 600
+    try:
+        with os.fdopen(made, "w", encoding="ascii") as stream:
+            stream.write(secrets.token_hex(32))
+            stream.flush()
+            os.fsync(stream.fileno())
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.link(name, path)
+    finally:
+        os.unlink(name)

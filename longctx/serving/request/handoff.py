@@ -6,10 +6,12 @@ the second one has them. If it gets none, or not all, it computes what is missin
 Source: Mooncake, section 3 (steps 3 and 4: a request joins the decoding side when its last page is there).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from longctx.serving.request.output import Output, TokenLogprob
+from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.validation import MAX_INT32, check_integer, check_text
 
 
@@ -83,13 +85,15 @@ class Handoff(NamedTuple):
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"handoff is none that an engine makes: {type(error).__name__}: {error}") from None
 
-    def check(self, num_prompt: int, n: int, max_tokens: int, vocab_size: int) -> None:
+    def check(self, num_prompt: int, sampling: SamplingParams, vocab_size: int) -> None:
         """ValueError, unless it can be of a request with such a prompt and sampling parameters."""
-        if len(self.completions) != n:
-            raise ValueError(f"handoff must have n={n} completions, got {len(self.completions)}")
+        if len(self.completions) != sampling.n:
+            raise ValueError(f"handoff must have n={sampling.n} completions, got {len(self.completions)}")
         for each in self.completions:
-            if len(each.tokens) > max_tokens:
-                raise ValueError(f"handoff must have up to max_tokens={max_tokens} tokens, got {len(each.tokens)}")
+            if len(each.tokens) > sampling.max_tokens:
+                raise ValueError(
+                    f"handoff must have up to max_tokens={sampling.max_tokens} tokens, got {len(each.tokens)}"
+                )
             if not all(0 <= token < vocab_size for token in each.tokens):
                 raise ValueError(f"handoff must have tokens in the vocabulary, 0 to {vocab_size - 1}")
             if not 0 <= each.length < num_prompt + len(each.tokens):
@@ -97,10 +101,25 @@ class Handoff(NamedTuple):
                     f"handoff must have pages of fewer than the {num_prompt} + {len(each.tokens)} tokens that there "
                     f"are, got {each.length}"
                 )
-            if len(each.logprobs) not in (0, len(each.tokens)):
-                raise ValueError(f"handoff must have logprobs of all {len(each.tokens)} tokens or none")
-        if self.prompt_logprobs is not None and len(self.prompt_logprobs) > num_prompt - 1:
-            raise ValueError(f"handoff must have prompt_logprobs of up to {num_prompt - 1} tokens")
+            wanted = 0 if sampling.logprobs is None else len(each.tokens)
+            if len(each.logprobs) != wanted:
+                raise ValueError(f"handoff must have logprobs of {wanted} tokens, got {len(each.logprobs)}")
+            _check_logprobs("logprobs", each.logprobs, sampling.logprobs, vocab_size)
+        prompt = self.prompt_logprobs or ()
+        wanted = 0 if sampling.prompt_logprobs is None else num_prompt - 1
+        if len(prompt) > wanted:
+            raise ValueError(f"handoff must have prompt_logprobs of up to {wanted} tokens, got {len(prompt)}")
+        _check_logprobs("prompt_logprobs", prompt, sampling.prompt_logprobs, vocab_size)
+
+
+def _check_logprobs(name: str, given: tuple[TokenLogprob, ...], num_top: int | None, vocab_size: int) -> None:
+    for each in given:
+        if len(each.top) > (num_top or 0):
+            raise ValueError(f"handoff must have {name} of up to {num_top or 0} tokens each, got {len(each.top)}")
+        if not all(math.isfinite(x) for x in (each.logprob, *(logprob for _, logprob in each.top))):
+            raise ValueError(f"handoff must have {name} that are finite numbers")
+        if not all(0 <= token < vocab_size for token, _ in each.top):
+            raise ValueError(f"handoff must have {name} of tokens in the vocabulary, 0 to {vocab_size - 1}")
 
 
 def _plain(logprobs: tuple[TokenLogprob, ...]) -> list[Any]:

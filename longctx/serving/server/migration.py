@@ -5,11 +5,11 @@ same seed, so that the tokens are the same; its events come back to the clients'
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -26,6 +26,7 @@ from longctx.serving.server.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # requests that stand still between two servers
+_MOST_LINE = 2**28  # bytes: log probabilities of a long prompt are one line
 _CONNECT, _SILENCE = 5.0, 60.0  # seconds; a stream says that it lives every `ping_interval`
 
 
@@ -47,6 +48,7 @@ class Migration:
     def __init__(self, thread: EngineThread, transfers: Transfers, deliveries: Deliveries) -> None:
         self._thread, self._transfers, self._deliveries = thread, transfers, deliveries
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(_SILENCE, connect=_CONNECT),
@@ -70,6 +72,7 @@ class Migration:
 
     async def close(self) -> None:
         """End all relays: their clients are told."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,14 +91,14 @@ class Migration:
             message = "requests of an engine that is recorded, or of several processes, can't be moved"
             raise ApiError(409, message, code="cannot_move")
         try:
-            parts = urlsplit(to)
-            host, _ = parts.hostname, parts.port
-        except ValueError as error:
+            url = httpx.URL(to)
+        except httpx.InvalidURL as error:
             raise ApiError(400, f"to must be http://HOST:PORT, got {to[:100]!r}: {error}", "to") from None
-        if parts.scheme not in ("http", "https") or not host or parts.username or parts.query or parts.fragment:
+        is_odd = url.scheme not in ("http", "https") or not url.host or url.userinfo or url.query or url.fragment
+        if is_odd or not 0 < (url.port or 80) < 2**16:
             raise ApiError(400, f"to must be http://HOST:PORT, got {to[:100]!r}", "to")
-        self._transfers.check_peer(host)
-        return to.rstrip("/") + "/resume"
+        self._transfers.check_peer(url.host)
+        return str(url).rstrip("/") + "/resume"
 
     async def _begin(self, url: str, request_id: str, authorization: str | None) -> str | None:
         """Move a request; why that was not possible, None: it was."""
@@ -114,26 +117,30 @@ class Migration:
     ) -> None:
         """A request from when it leaves to its end."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        departure.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
-        departed = await asyncio.shield(asyncio.wrap_future(departure.left))
+        left = asyncio.wrap_future(departure.left)  # it comes with a step, whatever else happens
+        while not left.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([left])
+        departed = left.result()
         if departed is None:
             _tell(accepted, "it has ended")
             return
         relay = Relay(self._thread, departure, departed, self._deliveries.flush)
-        handoff = Handoff.of(departed.outputs)
+        departure.on_cancel = lambda: None if task is None else loop.call_soon_threadsafe(task.cancel)
         try:
-            if departure.is_cancelled:
+            if departure.is_cancelled or self._is_closing:
                 raise asyncio.CancelledError
             await relay.follow(self._lines(url, departed, authorization, accepted))
         except asyncio.CancelledError:
             relay.end("cancelled")
-        except (httpx.HTTPError, RelayBroken, msgspec.DecodeError) as error:
-            logger.warning("request %s comes back: %s", departure.request_id, error)
+        except Exception as error:  # whatever it is, the client waits
+            expected = isinstance(error, httpx.HTTPError | RelayBroken | msgspec.DecodeError)
+            logger.warning("request %s comes back: %s", departure.request_id, error, exc_info=not expected)
             _tell(accepted, str(error) or type(error).__name__)
             relay.take_back()
         finally:
             _tell(accepted, "it was cancelled")
-            self._transfers.release(handoff)
+            self._transfers.release(Handoff.of(departed.outputs))
 
     async def _lines(
         self, url: str, departed: Departed, authorization: str | None, accepted: asyncio.Future[str | None]
@@ -148,9 +155,23 @@ class Migration:
             if response.status_code != 200:
                 raise RelayBroken(f"the other server says {response.status_code}: {await _reason(response)}")
             _tell(accepted, None)
-            async for line in response.aiter_lines():
-                if line:
-                    yield decode_events(line)
+            async for line in _split(response.aiter_bytes()):
+                yield decode_events(line)
+
+
+async def _split(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
+    begun = bytearray()
+    async for part in parts:
+        *ended, rest = part.split(b"\n")
+        for piece in ended:
+            begun += piece
+            if begun:
+                yield bytes(begun)
+            begun.clear()
+        begun += rest
+        if len(begun) > _MOST_LINE:
+            raise RelayBroken("a line of its events is too long")
 
 
 def _body(departed: Departed, params: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from longctx.models.tokenizer import Tokenizer
 from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import EngineThread
+from longctx.serving.kv_cache.connector import PATIENCE
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.bodies import Bodies
 from longctx.serving.server.caches import Caches
@@ -111,6 +112,9 @@ class Server:
         if cache_id is not None:
             origin = origin._replace(prefix=self.caches.prefix(origin.tenant, cache_id))
         call: Call = await self.preparer.read(kind, body, origin)
+        asked = self.engine.pages.ask_ahead(call.requests)
+        if asked:
+            await asyncio.wait(map(asyncio.wrap_future, asked), timeout=PATIENCE)
         return call
 
     async def begin(

@@ -140,8 +140,17 @@ def test_what_a_role_does_not_do_is_refused(coupled: Served, pipeline: Served, w
     assert refused.status_code == 400
     for wrong in ({"handoff": None}, {"remote_host": "a b"}, {"remote_port": 0}, {"handoff": {"seed": 0}}):
         assert post(wide, sent | {"kv_transfer_params": params | wrong}).status_code == 400
-    stranger = post(wide, sent | {"kv_transfer_params": params | {"remote_host": "192.0.2.7"}})
-    assert stranger.status_code == 403
+    for host in ("192.0.2.7", "127.0.0.2", "0.0.0.0"):  # the whole of 127.0.0.0/8 is of this machine
+        stranger = post(wide, sent | {"kv_transfer_params": params | {"remote_host": host}})
+        assert stranger.status_code == 403
+    # What is refused, or has no page to fetch, connects to nobody.
+    before = dict(transfers_of(wide).receiver._peers)
+    progress = {"lease": "0" * 32, "length": 0, "tokens": []}
+    for port, completions in ((7, [progress] * 2), (8, [progress]), (9, [progress | {"length": 10**6}])):
+        handoff = {"seed": 0, "completions": completions}
+        post(wide, sent | {"kv_transfer_params": params | {"remote_port": port, "handoff": handoff}})
+    nothing_is_left(wide)
+    assert transfers_of(wide).receiver._peers == before
     alike(post(wide, sent | {"kv_transfer_params": params}).json(), post(coupled, sent).json())
     # Ordinary requests are served, whatever the role.
     for server in (pipeline, wide):
@@ -151,6 +160,7 @@ def test_what_a_role_does_not_do_is_refused(coupled: Served, pipeline: Served, w
 def test_a_request_that_would_make_others_slow_goes_back(coupled: Served) -> None:
     with instance(make_engine(slo=Slo(tpot=1e-7)), "decode") as busy:
         sent, long = body(), body(max_tokens=3500, stream=True)
+        apart(coupled, busy, body(f"They know each other. {TEXT}"))
         with httpx.stream("POST", f"{busy.url}/v1/completions", json=long, timeout=60):
             until_decoding(busy)
             params = prefill(coupled, sent)
@@ -167,7 +177,9 @@ def test_a_request_that_would_make_others_slow_goes_back(coupled: Served) -> Non
 
 
 def test_requests_that_are_refused_or_end_at_once_keep_no_lease(coupled: Served, wide: Served) -> None:
+    """Where the servers are connected; else it expires, as nobody is connected to for that."""
     sent = body()
+    apart(coupled, wide, body(f"They know each other. {TEXT}"))
     for more, status in (({"max_tokens": 1}, 200), ({"ttft_ms": 1e-3}, 429), ({"n": 2, "temperature": 1.0}, 400)):
         answer = post(wide, sent | {"kv_transfer_params": prefill(coupled, sent)} | more)
         assert answer.status_code == status, answer.text

@@ -1,19 +1,23 @@
 """Requests that move from one server to another of another plan, while their clients read."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from served import Served, served
+from hypothesis import given
+from hypothesis import strategies as st
+from served import Served, fake_engine, served
 
 from longctx.cluster.engine_transfers import EngineTransfers
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.server.keys import ApiKey
+from longctx.serving.server.migration import _split
 from longctx.serving.server.settings import ServerSettings
 
 NAME = "tiny"
@@ -120,14 +124,28 @@ def test_streams_go_on_with_the_same_tokens(source: Served, target: Served) -> N
     source.wait_until("no lease is left", lambda: not len(source.server.engine.core.leases))
 
 
+@pytest.mark.slow
+def test_a_stream_goes_on_over_context_ranks(source: Served) -> None:
+    """From 2x1x1 to 1x2x2, whose programs are compiled when they are needed."""
+    expected = texts(ask(source, 200, **OPTIONS[1]))
+    engine, settings = make_engine(ParallelPlan(context=2, tensor=2)), ServerSettings(prepare_processes=0)
+    with served(engine, settings, make_transfers=EngineTransfers, warm_up=lambda engine: None) as other:
+
+        def move() -> None:
+            assert migrate(source, other.url)["moved"]
+
+        assert_same(texts(ask(source, 200, stream=True, **OPTIONS[1]), move), expected)
+        assert other.server.engine.stats().output_tokens > 0
+
+
 def test_a_request_that_can_not_move_goes_on(source: Served, target: Served) -> None:
     expected = texts(ask(source, **OPTIONS[1]))
-    addresses = ["http://127.0.0.1:9", f"{target.url}/nothing"]
+    addresses = ["http://127.0.0.1:9", f"{target.url}/nothing", source.url]
 
     def move() -> None:
         for address in addresses:
-            answer = migrate(source, address)
-            assert (answer["moved"], len(answer["kept"])) == ([], 1), answer
+            answer = migrate(source, address, drain=address != source.url)
+            assert (answer["moved"], len(answer["kept"]), answer["draining"]) == ([], 1, False), answer
 
     assert_same(texts(ask(source, stream=True, **OPTIONS[1]), move), expected)
     source.wait_idle()
@@ -219,6 +237,7 @@ def test_a_request_is_aborted_wherever_it_is(source: Served, target: Served) -> 
         ({"to": "http://user@localhost"}, 400),
         ({"to": "http://[::1"}, 400),
         ({"to": "http://localhost:99999999"}, 400),
+        ({"to": "http://localhost:9/\x01"}, 400),
         ({"to": "http://example.org:80"}, 403),
         ({"to": "http://localhost:9", "request_ids": 3}, 400),
     ],
@@ -227,6 +246,80 @@ def test_bad_addresses_are_refused(source: Served, fields: dict[str, Any], statu
     with source.http_client() as client:
         answer = client.post("/migrate", json={"drain": False} | fields)
         assert answer.status_code == status, answer.text
+
+
+class NoPages:
+    """`Transfers` of an engine whose pages nobody can have."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def lease(self, wanted: str | None) -> str:
+        return "0" * 32
+
+    def params(self, outputs: Any) -> dict[str, Any]:
+        return {}
+
+    def check_peer(self, host: str) -> None:
+        pass
+
+    def dispatch(self, prepared: Any, headers: Any) -> None:
+        pass
+
+    def release(self, handoff: Any) -> None:
+        for each in handoff.completions:
+            self._engine.pages.release(each.lease)
+
+    def close(self) -> None:
+        pass
+
+    counts: ClassVar[dict[str, Any]] = {}
+    prefills = None
+
+
+def test_a_client_that_leaves_while_its_request_does_holds_up_nobody() -> None:
+    with served(fake_engine(), ServerSettings(prepare_processes=0), make_transfers=NoPages) as running:
+        running.executor.pause = 0.05
+        body = {"prompt": "abc", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool, running.http_client() as client:
+            with client.stream("POST", "/v1/completions", json=body) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                running.executor.go.clear()
+                moved = pool.submit(migrate, running, "http://127.0.0.1:9")
+                running.wait_until("it leaves", lambda: running.server.thread._departures)
+            running.wait_until("the client has left", lambda: not running.server.calls)
+            running.executor.go.set()
+            assert list(moved.result(10)["kept"].values()) == ["it was cancelled"]
+        running.wait_idle()
+        assert not running.server.thread._departures
+        assert running.server.migration._at_once._value == 8  # type: ignore[union-attr]
+
+
+def test_a_failure_of_our_own_gives_the_request_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(fake_engine(), ServerSettings(prepare_processes=0), make_transfers=NoPages) as running:
+        running.executor.pause = 0.05
+        monkeypatch.setattr(running.server.transfers, "params", lambda outputs: 1 / 0)
+        body = {"prompt": "abc", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with running.http_client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert list(migrate(running, "http://127.0.0.1:9")["kept"].values()) == ["division by zero"]
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@given(st.lists(st.text(st.sampled_from("ab\u2028\u2029\x85\r\v"), min_size=1)), st.integers(1, 7))
+def test_only_line_feeds_end_lines(lines: list[str], size: int) -> None:
+    sent = "".join(f"{line}\n\n" for line in lines).encode()
+
+    async def parts() -> Any:
+        for i in range(0, len(sent), size):
+            yield sent[i : i + size]
+
+    async def received() -> list[str]:
+        return [line.decode() async for line in _split(parts())]
+
+    assert asyncio.run(received()) == lines
 
 
 def resume_body(**more: Any) -> dict[str, Any]:
@@ -265,6 +358,6 @@ def test_only_administrators_move_requests() -> None:
 def test_a_drained_server_takes_nothing_new() -> None:
     settings = ServerSettings(prepare_processes=0)
     with served(make_engine(), settings, names=(NAME,), make_transfers=EngineTransfers) as running:
-        assert migrate(running, "http://localhost:9", drain=True) == {"moved": [], "kept": {}}
+        assert migrate(running, "http://localhost:9", drain=True) == {"moved": [], "kept": {}, "draining": True}
         with running.http_client() as client:
             assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503

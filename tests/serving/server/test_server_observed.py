@@ -40,7 +40,7 @@ def test_refusals_are_counted_by_their_reason() -> None:
             assert "data: [DONE]" in list(stream.iter_lines())
         running.server.drain()
         assert client.post("/v1/completions", json=BODY).status_code == 503
-        assert refusals(running) == {"queue": 1, "tokens": 0, "deadline": 0, "draining": 1}
+        assert refusals(running) == {"queue": 1, "tokens": 0, "deadline": 0, "draining": 1, "tpot": 0}
 
 
 @pytest.mark.parametrize("header", [f"00-{TRACE}-{SPAN}-01", None, "nonsense", "00-0-0-00"])

@@ -139,6 +139,7 @@ def test_ten_minutes_of_broken_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "secret").write_text("0123456789abcdef" * 4)
+    (tmp_path / "secret").chmod(0o600)
     sizes = ["--max-length", "4096", "--num-pages", "300", "--page-size", "16", "--max-running", "8"]
     sizes += ["--token-budget", "64", "--buckets", "64", "--max-logprobs", "5", "--prefill-inline", "64"]
     return [*sizes, "--kv-secret-file", str(tmp_path / "secret"), "--kv-plain"]

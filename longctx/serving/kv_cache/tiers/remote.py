@@ -2,8 +2,12 @@
 
 import contextlib
 import importlib
+import itertools
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +16,9 @@ from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 
 CHECKSUM_BYTES = 8
-_PATIENCE = 0.005  # seconds that a thread which may not wait does wait for an answer
+_BELIEVED = 10.0  # seconds
+_MOST_KNOWN = 1 << 16  # names
+_MOST_QUESTIONS = 8
 # What opens a store, by the scheme of its URL: `open_store(url)` of a module.
 _MODULES = {"mooncake": "longctx.cluster.transfer.mooncake_store"}
 
@@ -61,26 +67,58 @@ def open_remote(url: str) -> RemoteStore:
 
 
 class RemoteProbe:
-    """Asks a remote store what it has, for threads that may not wait: a store that hangs costs each of them little."""
+    """Asks a remote store what it has, in a thread of its own, for threads that may not wait."""
 
     def __init__(self, remote: RemoteStore) -> None:
         self._remote = remote
-        self._is_asking = threading.Lock()
+        self._lock = threading.Lock()  # guards what follows
+        self._known: dict[bytes, float] = {}  # names that it has, until when that is believed
+        self._questions: deque[tuple[list[bytes], Future[None]]] = deque()
+        self._come = threading.Semaphore(0)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-probe", daemon=True)
+        self._thread.start()
 
     def exists(self, names: Sequence[bytes]) -> int:
-        """How many leading names it has; 0 if it doesn't say so at once, or has not yet answered the last time."""
-        if not names or not self._is_asking.acquire(blocking=False):
-            return 0
-        answer, is_answered = [0], threading.Event()
+        """How many leading names it has, as it said a short time ago; if it didn't, it is asked for the next time."""
+        count = self._count(names)
+        if count < len(names):
+            self.ask(names[count:])
+        return count
 
-        def ask() -> None:
-            try:
-                with contextlib.suppress(Exception):  # an error is a miss
-                    answer[0] = min(self._remote.exists(names), len(names))
-            finally:
-                self._is_asking.release()
-                is_answered.set()
+    def ask(self, names: Sequence[bytes]) -> "Future[None] | None":
+        """Ask whether it has names, for `exists`. None: there is nothing to wait for, or it has long not answered."""
+        unknown = list(names[self._count(names) :])
+        with self._lock:
+            if not unknown or len(self._questions) >= _MOST_QUESTIONS or self._is_closed:
+                return None
+            self._questions.append((unknown, answered := Future[None]()))
+        self._come.release()
+        return answered
 
-        threading.Thread(target=ask, name="kv-probe", daemon=True).start()
-        is_answered.wait(_PATIENCE)
-        return answer[0] if is_answered.is_set() else 0
+    def close(self) -> None:
+        """End the thread, once the store has answered."""
+        with self._lock:
+            self._is_closed = True
+        self._come.release()
+
+    def _count(self, names: Sequence[bytes]) -> int:
+        now = time.monotonic()
+        with self._lock:
+            return next((i for i, name in enumerate(names) if self._known.get(name, 0.0) < now), len(names))
+
+    def _run(self) -> None:
+        while self._come.acquire() and not self._is_closed:
+            names, answered = self._questions[0]
+            count = 0
+            with contextlib.suppress(Exception):  # an error is a miss
+                count = min(self._remote.exists(names), len(names))
+            with self._lock:
+                self._questions.popleft()
+                until = time.monotonic() + _BELIEVED
+                for name in names[:count]:
+                    self._known.pop(name, None)
+                    self._known[name] = until  # the last to be forgotten
+                for name in itertools.islice([*self._known], max(0, len(self._known) - _MOST_KNOWN)):
+                    del self._known[name]
+            answered.set_result(None)

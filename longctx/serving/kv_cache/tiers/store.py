@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,7 +121,7 @@ class TieredStore:
     def look_up(self, keys: Sequence[Key]) -> int:
         """How many leading pages are in some tier. Those beyond host memory are fetched ahead.
 
-        A remote store that doesn't answer within milliseconds has nothing.
+        It waits for nobody: a remote store has what it said a short time ago, see `ask_ahead`.
         """
         count = self.count(keys)
         if self._probe is not None and count < len(keys):
@@ -128,6 +129,12 @@ class TieredStore:
             count += self._probe.exists(names)
         self.prefetch(keys[:count])
         return count
+
+    def ask_ahead(self, keys: Sequence[Key]) -> "Future[None] | None":
+        """Ask a remote store, for `look_up`; the future ends with its answer. None: there is nothing to wait for."""
+        if self._probe is None or (count := self.count(keys)) == len(keys):
+            return None
+        return self._probe.ask([remote_name(self._fingerprint, key, self.part) for key in keys[count:]])
 
     @property
     def pinnable_pages(self) -> int:
@@ -273,6 +280,8 @@ class TieredStore:
         self._loader.close(timeout)
         for writer in self._writers:
             writer.close(timeout)
+        if self._probe is not None:
+            self._probe.close()
         if self._disk is not None:
             self._disk.close()
 

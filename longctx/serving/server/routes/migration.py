@@ -34,10 +34,11 @@ def migration_router(server: Server) -> APIRouter:
             raise ApiError(503, "the server is not ready yet: see /ready", None, "server_is_overloaded", 1.0)
         migration, authorization = server.migration, request.headers.get("authorization")
         url = migration.check(body.to)
-        if body.drain:
-            server.is_draining = True
+        was_draining, server.is_draining = server.is_draining, server.is_draining or body.drain
         moved = await migration.move(url, _ids(server, body), authorization)
-        return JSONResponse(moved._asdict())
+        if moved.kept and not moved.moved:  # the other server is not there, or not for these requests
+            server.is_draining = was_draining
+        return JSONResponse({**moved._asdict(), "draining": server.is_draining})
 
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
     async def resume(request: Request) -> StreamingResponse:
@@ -46,6 +47,8 @@ def migration_router(server: Server) -> APIRouter:
         server.check_accepting()
         arrival, visitor = server.engine.now(), visitor_of(request)
         body = await server.bodies.fields(request, ResumeBody)
+        if body.kv_transfer_params.remote_engine_id == transfers.info()["engine_id"]:
+            raise ApiError(409, "a request can't move to the server that it comes from", "to", "cannot_move")
         prepared = await asyncio.to_thread(_prepare, server, body)
         received = transfers.receive(body.kv_transfer_params, prepared)
         call = Call(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
@@ -65,10 +68,9 @@ def _check(server: Server, request: Request) -> Transfers:
 
 def _ids(server: Server, body: MigrateBody) -> list[str]:
     """The engine's names of the requests that clients, or their answers, call so."""
-    if body.request_ids is None:
-        return server.thread.request_ids
-    calls = [server.find(name) for name in body.request_ids]
-    return [request_id for found in calls for active in found for request_id in active.request_ids]
+    names = body.request_ids
+    calls = [*server.calls.values()] if names is None else [call for name in names for call in server.find(name)]
+    return list(dict.fromkeys(request_id for call in calls for request_id in call.request_ids))
 
 
 def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:

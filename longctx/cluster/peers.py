@@ -1,0 +1,46 @@
+"""`Peers`: the hosts that an engine fetches pages from. Clients name others in vain."""
+
+import re
+from collections.abc import Sequence
+
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_BRACKETS = re.compile(r"\[([^\]]+)\](?::(\d{1,5}))?")
+_PLAIN = re.compile(r"([^:]+):(\d{1,5})")
+_HOST = re.compile(r"[\w.:%-]{1,255}")
+
+
+def parse_peer(text: str) -> tuple[str, int | None]:
+    """The host and port of `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; None: any port. ValueError: it is none."""
+    found = _BRACKETS.fullmatch(text) or _PLAIN.fullmatch(text)
+    host, port = (text, None) if found is None else found.groups()
+    if not _HOST.fullmatch(host) or (port is not None and not 0 < int(port) < 65536):
+        raise ValueError(f"peers must be HOST or HOST:PORT, got {text!r}")
+    return host, None if port is None else int(port)
+
+
+class Peers:
+    """Hosts that pages may be fetched from: those given, this machine's loopback, and this host itself.
+
+    Args:
+      peers: see `parse_peer`. A host that is given with ports alone is asked at these alone; the names of this machine
+        are one host.
+      own: by which others reach this host.
+
+    Raises:
+      ValueError: one of them is none.
+    """
+
+    def __init__(self, peers: Sequence[str], own: str) -> None:
+        self._own = _LOOPBACK | {own}
+        self._ports: dict[str, set[int | None]] = {}
+        for host, port in map(parse_peer, peers):
+            self._ports.setdefault(self._name(host), set()).add(port)
+        self._ports.setdefault(self._name(own), {None})
+
+    def admits(self, host: str, port: int | None = None) -> bool:
+        """Whether pages may be fetched from there; without a port, whether from some port of that host."""
+        ports = self._ports.get(self._name(host), set())
+        return bool(ports) if port is None else port in ports or None in ports
+
+    def _name(self, host: str) -> str:
+        return "localhost" if host in self._own else host

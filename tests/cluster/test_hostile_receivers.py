@@ -1,0 +1,139 @@
+"""Whatever a receiver of pages does, and whatever fails in one transfer, the sender's others go on."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+from cluster.fake_engine import LAYOUT, FakeEngine, Taker, wait_until
+from cluster.ways import OPTIONS
+
+from longctx.cluster.transfer.lease import Lease
+from longctx.cluster.transfer.messages import VERSION, Alive, FromReceiver, Grant, Open, encode
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.zmq_receiver import PageReceiver
+from longctx.cluster.transfer.zmq_sender import PageSender
+
+
+class Peer:
+    """A receiver that says what a test wants."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.setsockopt(zmq.RCVBUF, 1 << 14)
+        self.socket.connect(f"tcp://{address}")
+
+    def send(self, message: FromReceiver) -> None:
+        self.socket.send(encode(message))
+
+    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, patience: int = 0) -> None:
+        part = LAYOUT.whole
+        keys = lease.keys
+        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, patience))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def peer_of(engine: FakeEngine, options: TransferOptions = OPTIONS) -> Iterator[tuple[PageSender, Peer]]:
+    with PageSender(engine, LAYOUT, options=options) as sender:
+        peer = Peer(sender.address)
+        try:
+            yield sender, peer
+        finally:
+            peer.close()
+
+
+def still_serves(sender: PageSender, engine: FakeEngine) -> None:
+    """Another receiver gets its pages."""
+    lease, _ = engine.add(3, seed=9)
+    with PageReceiver(LAYOUT, options=OPTIONS) as receiver:
+        assert Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT).finish() == 3
+
+
+def test_a_peer_whose_transfers_end_in_the_midst_of_a_look_at_them() -> None:
+    """It is found gone when the first one is sent a sign of life; the second one is late by then."""
+    engine = FakeEngine()
+    lease, _ = engine.add(3, ready=0)
+    with peer_of(engine) as (sender, peer):
+        peer.open(1, lease)
+        peer.open(2, lease)
+        wait_until(lambda: sender.num_streams == 2)
+
+        def tick() -> None:
+            peer.close()
+            time.sleep(0.3)  # its end gets here
+            first, second = sender._streams.values()
+            first.heard, second.heard = time.monotonic() + 100, 0.0
+            sender._tick()
+
+        sender._mailbox.post(tick)
+        wait_until(lambda: sender.num_streams == 0)
+        assert sender.stats.outcomes["lost"] == 2
+        still_serves(sender, engine)
+
+
+def test_an_error_of_one_transfer_costs_that_transfer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    lease, _ = engine.add(3, ready=0)
+    with peer_of(engine) as (sender, peer):
+        peer.open(1, lease)
+        peer.open(2, lease)
+        wait_until(lambda: sender.num_streams == 2)
+        real = sender._socket
+
+        class Broken:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+            def send_multipart(self, frames: list[Any], *arguments: Any, **more: Any) -> Any:
+                if bytes(frames[1]) == encode(Alive(1)):
+                    raise zmq.ZMQError(zmq.EFSM)
+                return real.send_multipart(frames, *arguments, **more)
+
+        sender._socket = Broken()  # type: ignore[assignment]
+        wait_until(lambda: sender.stats.outcomes["failed"] == 1)
+        assert [number for _, number in sender._streams] == [2]
+        still_serves(sender, engine)
+    assert "a transfer failed" in caplog.text
+
+
+def test_credits_without_bounds_do_not_fill_memory() -> None:
+    options = dataclasses.replace(OPTIONS, block_bytes=1 << 16, queue_bytes=1 << 20, max_queue_bytes=3 << 19)
+    engine = FakeEngine()
+    lease, pages = engine.add(6000)
+    assert pages.nbytes > 10 << 20
+    with peer_of(engine, options) as (sender, peer):
+        others = [peer, Peer(sender.address)]
+        for each in others:
+            for number in (1, 2):
+                each.open(number, lease)
+                each.send(Grant(number, 4000))
+        wait_until(lambda: sender._queue.num_bytes > 5 << 18)
+        for _ in range(30):
+            time.sleep(0.01)
+            assert sender._queue.num_bytes <= options.max_queue_bytes
+        assert sender.stats.bytes < pages.nbytes
+        still_serves(sender, engine)
+        for each in others:
+            each.close()
+        wait_until(lambda: sender.num_streams == 0 and sender._queue.num_bytes == 0)
+
+
+def test_a_transfer_is_as_fast_as_its_receiver_reads() -> None:
+    """Room in the queue comes back: many times its size is sent."""
+    options = dataclasses.replace(OPTIONS, queue_bytes=1, max_queue_bytes=1)
+    engine = FakeEngine()
+    lease, pages = engine.add(40)
+    with PageSender(engine, LAYOUT, options=options) as sender, PageReceiver(LAYOUT, options=OPTIONS) as receiver:
+        taker = Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT)
+        assert taker.finish() == 40
+        assert (taker.pages == pages).all()
+        wait_until(lambda: sender._queue.num_bytes == 0)

@@ -1,0 +1,114 @@
+"""Whom an engine fetches pages from, and how many of them it is connected to."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import zmq
+from cluster.fake_engine import LAYOUT, FakeEngine, Taker, make_keys, wait_until
+from cluster.ways import OPTIONS
+
+from longctx.cluster.peers import Peers, parse_peer
+from longctx.cluster.transfer.lease import make_lease_id
+from longctx.cluster.transfer.options import TransferOptions
+from longctx.cluster.transfer.peer import Peer
+from longctx.cluster.transfer.zmq_receiver import PageReceiver
+from longctx.cluster.transfer.zmq_sender import PageSender
+
+FEW = dataclasses.replace(OPTIONS, max_peers=3, silence_timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host", ("host", None)),
+        ("host:80", ("host", 80)),
+        ("fe80::1%eth0", ("fe80::1%eth0", None)),
+        ("[::2]:80", ("::2", 80)),
+        ("[::2]", ("::2", None)),
+    ],
+)
+def test_peers_are_hosts_and_ports(text: str, expected: tuple[str, int | None]) -> None:
+    assert parse_peer(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a:0", "a:65536", "[::1]:x", "http://a"])
+def test_what_is_no_peer(text: str) -> None:
+    with pytest.raises(ValueError, match="peers must be HOST or HOST:PORT"):
+        parse_peer(text)
+
+
+def test_who_is_admitted() -> None:
+    peers = Peers(["a", "b:5", "b:6"], "me")
+    for host in ("a", "me", "127.0.0.1", "::1", "localhost"):
+        assert peers.admits(host, 9)
+    assert [port for port in range(10) if peers.admits("b", port)] == [5, 6]
+    assert peers.admits("b")
+    for host in ("c", "127.0.0.2", "127.1", "0.0.0.0", "::ffff:127.0.0.1", ""):
+        assert not peers.admits(host)
+    # A port of this machine that is named restricts all its names.
+    own = Peers(["127.0.0.1:5"], "me")
+    assert [own.admits(host, port) for host in ("me", "localhost") for port in (5, 9)] == [True, False] * 2
+
+
+def fetch(receiver: PageReceiver, address: str) -> Taker:
+    return Taker(receiver.source(address, make_lease_id()), make_keys(3), LAYOUT)
+
+
+def still_receives(receiver: PageReceiver, options: TransferOptions = OPTIONS) -> None:
+    engine = FakeEngine()
+    lease, _ = engine.add(3)
+    with PageSender(engine, LAYOUT, options=options) as sender:
+        assert Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT).finish() == 3
+
+
+def test_there_are_few_connections_whatever_addresses_are_named() -> None:
+    with PageReceiver(LAYOUT, options=FEW) as receiver:
+        for port in range(1, 30):
+            receiver.source(f"127.0.0.1:{port}", make_lease_id()).release()
+        takers = [fetch(receiver, f"127.0.0.1:{port}") for port in range(1, 11)]
+        assert [taker.finish() for taker in takers] == [0] * 10
+        assert (receiver.stats.outcomes["late"], receiver.stats.outcomes["refused"]) == (3, 7)
+        assert len(receiver._peers) == 3
+        still_receives(receiver)  # those that are idle make room
+        assert len(receiver._peers) <= 3
+
+
+def test_an_address_that_a_socket_can_not_be_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Peer.__init__
+
+    def fail(self: Peer, network: Any, key: Any, address: str, max_bytes: int) -> None:
+        if address.endswith(":1"):
+            raise zmq.ZMQError(zmq.EMFILE)
+        connect(self, network, key, address, max_bytes)
+
+    monkeypatch.setattr(Peer, "__init__", fail)
+    with PageReceiver(LAYOUT, options=OPTIONS) as receiver:
+        assert fetch(receiver, "127.0.0.1:1").finish() == 0
+        assert receiver.stats.outcomes["failed"] == 1
+        still_receives(receiver)
+
+
+@pytest.mark.parametrize("name", ["recv_multipart", "send"])
+def test_an_error_of_one_connection_costs_its_transfers(name: str) -> None:
+    engines = FakeEngine(), FakeEngine()
+    leases = [engine.add(3, ready=0)[0] for engine in engines]
+    with (
+        PageSender(engines[0], LAYOUT, options=OPTIONS) as one,
+        PageSender(engines[1], LAYOUT, options=OPTIONS) as other,
+        PageReceiver(LAYOUT, options=OPTIONS) as receiver,
+    ):
+        takers = [
+            Taker(receiver.source(sender.address, lease.lease_id), lease.keys, LAYOUT)
+            for sender, lease in zip((one, other), leases, strict=True)
+        ]
+        wait_until(lambda: one.num_streams == other.num_streams == 1)
+
+        def fail(*arguments: Any, **more: Any) -> Any:
+            raise zmq.ZMQError(zmq.EFSM)
+
+        object.__setattr__(receiver._peers[one.address].socket, name, fail)
+        assert takers[0].finish() == 0
+        assert receiver.stats.outcomes["failed"] == 1
+        engines[1].complete(leases[1], 3)
+        assert takers[1].finish() == 3
