@@ -121,6 +121,7 @@ def servers(arm: str, folder: Path, tpot: float | None) -> Iterator[list[str]]:
         return
     secret = folder / "secret"
     secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
     apart = ["--kv-secret-file", str(secret), "--kv-plain"]
     with (
         serve(*sizes, *apart, "--role", "prefill", core=0) as prefill,

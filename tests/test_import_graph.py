@@ -27,7 +27,7 @@ LAYERS = [
     ["serving.profile_shapes"],
     ["serving.profiler"],
     ["cluster.transfer"],
-    ["cluster.engine_exporter", "cluster.tpot_check"],
+    ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],
     ["cluster.engine_transfers"],
     ["simulation"],

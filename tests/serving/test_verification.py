@@ -19,7 +19,7 @@ from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, Samplin
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.engine.verification import TOLERANCE, agree
-from longctx.serving.kv_cache.connector import PageStore, assemble
+from longctx.serving.kv_cache.connector import Loaded, PageStore, assemble
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.recording.reader import RecordedLog
@@ -46,6 +46,10 @@ class WrongExecutor(TieredExecutor):
 
     wrong_pages: tuple[int, ...] = ()  # by number in the sequence
 
+    def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
+        """Loads take no time, so that they always pay."""
+        return [loaded._replace(seconds=0.0) for loaded in super().poll_loads(timeout)]
+
     def open_store(self, config: EngineConfig, fingerprint: bytes = b"fake") -> TieredStore:
         store = super().open_store(config, fingerprint)
         put = store.put
@@ -68,7 +72,6 @@ def engine_of(folder: Path | None = None, share: float = 1.0, **options: Any) ->
 def ask(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
     """An answer by pages of tiers, which are compared then."""
     engine.core.pool.clear()
-    engine.scheduler.loads.seconds_per_page = None
     (output,) = engine.generate(Request(prompt, FIVE, tenant="someone"))
     settle(engine)
     return output.token_ids
