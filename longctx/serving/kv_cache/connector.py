@@ -75,6 +75,11 @@ class PageBlock(NamedTuple):
     part: PageSlice
     data: Any
 
+    def common_with(self, whole: PageSlice) -> tuple[PageSlice, tuple[slice, slice], tuple[slice, slice]] | None:
+        """What it has of `whole`, and at which layers and heads that is in arrays of `whole` and in its own data."""
+        common = self.part.intersect(whole)
+        return None if common is None else (common, common.within(whole), common.within(self.part))
+
 
 class PageFetch(Protocol):
     """Pages on their way. Threads of its own fill it; the engine's thread empties it."""
@@ -169,10 +174,9 @@ class PageKeeper(PageSink, PageSource, Protocol):
 def assemble(blocks: list[PageBlock], out: np.ndarray, whole: PageSlice) -> None:
     """Copy blocks into an array `[pages, layers, 2, page_size, heads, head_dim]` of the layers and heads of `whole`."""
     for block in blocks:
-        common = block.part.intersect(whole)
-        if common is None:
+        found = block.common_with(whole)
+        if found is None:
             continue
-        layers, heads = common.within(whole)
-        from_layers, from_heads = common.within(block.part)
+        _, (layers, heads), (from_layers, from_heads) = found
         pages = slice(block.first, block.first + len(block.data))
         out[pages, layers, :, :, heads] = np.asarray(block.data)[:, from_layers, :, :, from_heads]

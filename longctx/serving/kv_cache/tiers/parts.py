@@ -40,15 +40,14 @@ def copy_pages(blocks: Sequence[PageBlock], outs: Sequence[np.ndarray | None], w
     """
     parts: list[list[PageSlice]] = [[] for _ in outs]
     for block in blocks:
-        common = block.part.intersect(whole)
-        if common is None:
+        found = block.common_with(whole)
+        if found is None:
             continue
-        layers, heads = common.within(whole)
-        from_layers, from_heads = common.within(block.part)
+        common, (layers, heads), (from_layers, from_heads) = found
         data = np.asarray(block.data)
         for page, source in enumerate(data, block.first):
             out = outs[page] if 0 <= page < len(outs) else None
             if out is not None:
                 out[layers, :, :, heads] = source[from_layers, :, :, from_heads].view(out.dtype)
                 parts[page].append(common)
-    return [covers(found, whole) for found in parts]
+    return [covers(there, whole) for there in parts]
