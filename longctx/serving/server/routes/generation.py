@@ -5,12 +5,12 @@ import math
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.types import Receive, Scope, Send
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from longctx.serving.request.output import Output
 from longctx.serving.server.active_call import ActiveCall
 from longctx.serving.server.answers import Answers, make_answers
+from longctx.serving.server.call_stream import CallStream
 from longctx.serving.server.disaggregation import answer_params, begin_transfer
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import visitor_of
@@ -23,6 +23,7 @@ from longctx.serving.server.server import Server
 
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+_UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _GONE = 499  # nobody reads this answer
 _LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
 
@@ -59,7 +60,7 @@ async def _answer(server: Server, request: Request, kind: Kind) -> Response:
     active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"), received)
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
-        return _EventStream(server, call_id, _chunks(active, answers))
+        return CallStream(server, call_id, _chunks(active, answers), "text/event-stream", _UNBUFFERED)
     try:
         outputs = await _unless_gone(request, active)
     finally:
@@ -133,17 +134,3 @@ async def _chunks(active: ActiveCall, answers: Answers) -> AsyncIterator[bytes]:
 
 def _event(data: bytes) -> bytes:
     return format_sse_event(data_str=data.decode())
-
-
-class _EventStream(EventSourceResponse):
-    """A stream of server-sent events whose call ends with it, however it ends."""
-
-    def __init__(self, server: Server, call_id: str, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(chunks, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._server, self._call_id = server, call_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._server.end(self._call_id)

@@ -5,11 +5,10 @@ from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.active_call import ActiveCall
+from longctx.serving.server.call_stream import CallStream
 from longctx.serving.server.errors import ApiError, not_servable
 from longctx.serving.server.event_lines import encode_events
 from longctx.serving.server.gate import visitor_of
@@ -41,7 +40,7 @@ def migration_router(server: Server) -> APIRouter:
         return JSONResponse({**moved._asdict(), "draining": server.is_draining})
 
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
-    async def resume(request: Request) -> StreamingResponse:
+    async def resume(request: Request) -> CallStream:
         """Go on with a request of another server: lines of JSON, one for the events of each step."""
         transfers = _check(server, request)
         server.check_accepting()
@@ -53,7 +52,7 @@ def migration_router(server: Server) -> APIRouter:
         received = transfers.receive(body.kv_transfer_params, prepared)
         call = Call(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
         active = await server.begin(visitor.request_id, visitor.shown_id, call, arrival, None, received)
-        return _Lines(server, visitor.request_id, active)
+        return CallStream(server, visitor.request_id, _lines(active), "application/x-ndjson")
 
     return router
 
@@ -78,20 +77,6 @@ def _prepare(server: Server, body: ResumeBody) -> PreparedRequest:
         return server.engine.prepare(body.request)
     except (TypeError, ValueError) as error:
         raise not_servable(error) from None
-
-
-class _Lines(StreamingResponse):
-    """The events of a call, which ends with the answer, however that ends."""
-
-    def __init__(self, server: Server, call_id: str, active: ActiveCall) -> None:
-        super().__init__(_lines(active), media_type="application/x-ndjson")
-        self._server, self._call_id = server, call_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._server.end(self._call_id)
 
 
 async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
