@@ -102,7 +102,7 @@ def roofline(
     topology.check(stage=stage, tensor=tensor, context=context)
     device, layers = topology.device, layers_per_stage(model.num_layers, stage)
     flops, bandwidth = device.reached_flops(element), device.reached_bandwidth
-    full, quantized = (layers * count / tensor for count in _layer_weights(model))
+    full, quantized = (layers * count / tensor for count in layer_weights(model))
     head = model.vocab_size * model.hidden_size / (tensor * stage)
     read = (full * element + quantized) / bandwidth
     seconds_per_row = 2 * (full / flops + quantized / device.reached_flops(1))
@@ -149,7 +149,7 @@ def exchange_cost(
     return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 
-def _layer_weights(model: LlamaConfig) -> tuple[float, float]:
+def layer_weights(model: LlamaConfig) -> tuple[float, float]:
     """Weights of a layer that are not quantised, and of those that are, on average over the layers."""
     attention = model.num_heads * model.head_dim * model.hidden_size
     keys = model.num_kv_heads * model.head_dim * model.hidden_size

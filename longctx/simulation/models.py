@@ -1,0 +1,47 @@
+"""The models of the four papers, by name. A simulation lets their sequences be as long as the figures need."""
+
+import dataclasses
+
+from longctx.models.config import LlamaConfig
+from longctx.models.quantization_config import RowwiseFp8
+
+MAX_POSITIONS = 2**24
+"""Tokens of the longest simulated sequence: the papers go to 10M, by stretching the rotary embedding."""
+
+
+def _stretched(preset: str, quantization: RowwiseFp8 | None = None) -> LlamaConfig:
+    config = LlamaConfig.preset(preset)
+    return dataclasses.replace(config, max_positions=MAX_POSITIONS, quantization=quantization)
+
+
+# Sizes: Llama 2 paper (Touvron et al. 2023) and The Llama 3 herd of models (table 3); the context parallelism paper's
+# table 9 has the 405B model's again.
+MODELS: dict[str, LlamaConfig] = {
+    "llama-3-8b": _stretched("llama-3-8b"),  # Mnemosyne 5, Medha 5.1
+    "llama-3-70b": _stretched("llama-3-70b"),  # Mnemosyne 5, Medha 5.1
+    "llama-3-405b": _stretched("llama-3.1-405b"),
+    # Row-wise FP8 in the feed-forward (context parallelism paper, 4.1), but for the first and the last layer (The Llama
+    # 3 herd of models, 6.2).
+    "llama-3-405b-fp8": _stretched("llama-3.1-405b", RowwiseFp8.of(126)),
+    "llama-2-70b": _stretched("llama-2-70b"),  # Mooncake 5: "LLaMA2-70B architecture"
+}
+
+
+def model(name: str) -> LlamaConfig:
+    """A model of the papers.
+
+    Raises:
+      ValueError: there is none of that name; the message lists them.
+    """
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    return MODELS[name]
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """Parameters of a model: its matrices, embeddings and norms, without the scales of quantised weights."""
+    hidden, heads, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = hidden * (2 * heads + 2 * keys + 3 * config.intermediate_size + 2)
+    layer += (heads + 2 * keys) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
+    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * hidden
+    return config.num_layers * layer + embeddings + hidden

@@ -1,0 +1,211 @@
+"""What batches compute and read, and which share of the devices that is: FLOPs, bytes, MFU, MBU, GPU-seconds, memory.
+
+Source: Mnemosyne, section 3 (equations 1 to 4) and figures 20 to 22; context parallelism paper, appendix A (MFU).
+"""
+
+import dataclasses
+import math
+
+from longctx.models.config import LlamaConfig
+from longctx.models.footprint import cache_bytes, weight_bytes
+from longctx.parallel.device_tables import Device
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import layer_weights
+from longctx.serving.predictor.work import Work
+
+
+@dataclasses.dataclass
+class Totals:
+    """Sums over batches: what utilisation is computed from.
+
+    A token that several context ranks compute counts once, and each key once for every chunk that attends to it,
+    however many ranks its chunk is on; so these are sums of the model's work, not of a plan's.
+
+    Attributes:
+      steps: batches. rows: tokens computed. samples: rows of logits.
+      pairs: of a query and a key that it attends to. decode_pairs: those of chunks of one token.
+      keys: read, once for each chunk.
+      busy: seconds of the batches, summed.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    samples: int = 0
+    pairs: int = 0
+    decode_pairs: int = 0
+    keys: int = 0
+    busy: float = 0.0
+
+    def add(self, work: Work, seconds: float = 0.0, count: int = 1) -> None:
+        """Count `count` batches of the same work, of so many seconds each. The work has to be of all context ranks."""
+        self.steps += count
+        self.rows += count * work.rows
+        self.samples += count * work.samples
+        self.pairs += count * work.pairs
+        self.decode_pairs += count * work.decode_keys
+        self.keys += count * work.keys
+        self.busy += count * seconds
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+
+    @classmethod
+    def of(cls, work: Work, seconds: float = 0.0) -> "Totals":
+        """One batch."""
+        totals = cls()
+        totals.add(work, seconds)
+        return totals
+
+
+def _products(model: LlamaConfig, work: Totals | Work, causal: bool) -> tuple[float, float]:
+    """FLOPs of products in 16 bits, and of those with quantised weights."""
+    decodes = work.decode_keys if isinstance(work, Work) else work.decode_pairs
+    pairs = work.pairs if causal else 2 * work.pairs - decodes
+    full, quantized = (2 * model.num_layers * weights * work.rows for weights in layer_weights(model))
+    head = 2 * model.vocab_size * model.hidden_size * work.samples
+    return full + head + 4 * model.num_layers * model.num_heads * model.head_dim * pairs, quantized
+
+
+def model_flops(model: LlamaConfig, work: Totals | Work, causal: bool = True) -> float:
+    """FLOPs that a model needs for some work: 2 a weight and row, 4 a pair, head element and layer.
+
+    Args:
+      work: of all context ranks.
+      causal: whether pairs count that the causal mask leaves, about half of a prompt's. False: those of prompts
+        count twice, so a prompt of T tokens has T (T + 1): Mnemosyne's equation 1 has T^2. Decodes count alike.
+    """
+    return sum(_products(model, work, causal))
+
+
+def model_bytes(
+    model: LlamaConfig, work: Totals | Work, plan: ParallelPlan | None = None, element_bytes: float = 2
+) -> float:
+    """Bytes of memory that all devices of a plan have to read for some work: weights in each step, and keys and values.
+
+    Each context rank reads all weights. Keys and values count once for each chunk; where KV heads are repeated over
+    `tensor`, each device reads its own.
+
+    Args:
+      plan: None: one device.
+    """
+    plan = plan or ParallelPlan()
+    steps = work.steps if isinstance(work, Totals) else 1
+    full, quantized = (model.num_layers * weights for weights in layer_weights(model))
+    weights = (full + model.vocab_size * model.hidden_size) * element_bytes + quantized
+    key = 2 * model.num_layers * max(model.num_kv_heads, plan.tensor) * model.head_dim * element_bytes
+    return steps * plan.context * weights + work.keys * key
+
+
+def mfu(
+    model: LlamaConfig, work: Totals, device: Device, devices: int, seconds: float | None = None, causal: bool = True
+) -> float:
+    """The share of the data sheet's FLOP/s that a model's products make up; at most 1, of whatever dtypes they are.
+
+    Args:
+      seconds: in which the devices could have computed; None: while they were busy.
+      causal: see `model_flops`. Not causal it can be above 1, as half of the pairs are not computed.
+
+    Raises:
+      ValueError: seconds or devices are not positive.
+    """
+    full, quantized = _products(model, work, causal)
+    peak = device.flops["bfloat16"]
+    ideal = full / peak + quantized / device.flops.get("float8", peak)
+    return ideal / gpu_seconds(work.busy if seconds is None else seconds, devices)
+
+
+def mbu(
+    model: LlamaConfig, work: Totals, device: Device, plan: ParallelPlan | None = None, seconds: float | None = None
+) -> float:
+    """The share of the data sheet's memory bandwidth that reading weights, keys and values makes up.
+
+    Raises:
+      ValueError: seconds are not positive.
+    """
+    plan = plan or ParallelPlan()
+    busy = gpu_seconds(work.busy if seconds is None else seconds, plan.num_devices)
+    return model_bytes(model, work, plan) / device.memory_bandwidth / busy
+
+
+def gpu_seconds(seconds: float, devices: int) -> float:
+    """Seconds of all devices together.
+
+    Raises:
+      ValueError: seconds or devices are not positive.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds must be positive and finite, got {seconds}")
+    if devices < 1:
+        raise ValueError(f"devices must be at least 1, got {devices}")
+    return seconds * devices
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on each device of a plan, and how many of the device's may be used."""
+
+    weights: float
+    cache: float
+    activations: float
+    usable: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.usable
+
+    def check(self) -> None:
+        """Check that it fits; ValueError with the numbers if it doesn't."""
+        if not self.fits:
+            parts = (("weights", self.weights), ("keys and values", self.cache), ("activations", self.activations))
+            listed = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts)
+            raise ValueError(
+                f"plan needs {self.total / 1e9:.1f} GB on each device ({listed}), which has {self.usable / 1e9:.1f} GB "
+                "to use: a larger stage or tensor divides all of it, a larger context the keys and values"
+            )
+
+
+USABLE_SHARE = 0.9
+"""Of a device's memory, what engines use by default: the rest is the driver's, the libraries' and fragments (vLLM)."""
+
+
+def device_memory(
+    model: LlamaConfig,
+    plan: ParallelPlan,
+    device: Device,
+    tokens: int,
+    rows: int = 2048,
+    usable_share: float = USABLE_SHARE,
+) -> DeviceMemory:
+    """Memory on each device.
+
+    Args:
+      tokens: of all requests whose keys and values shall fit, evenly spread over context ranks.
+      rows: of a step on one rank; their activations count as those of one layer.
+
+    Raises:
+      ValueError: the plan doesn't suit the model, or the device's memory is not known.
+    """
+    plan.check(model, plan.num_devices)
+    if device.memory_bytes is None:
+        raise ValueError(f"device must have memory_bytes, {device.name} has none")
+    cache = cache_bytes(model, math.ceil(tokens / plan.context), plan.stage, plan.tensor)
+    wide = 3 * (model.intermediate_size + model.num_heads * model.head_dim) / plan.tensor
+    return DeviceMemory(
+        weight_bytes(model, plan.stage, plan.tensor),
+        cache,
+        2 * rows * (4 * model.hidden_size + wide),
+        usable_share * device.memory_bytes,
+    )
+
+
+def max_tokens(
+    model: LlamaConfig, plan: ParallelPlan, device: Device, rows: int = 2048, usable_share: float = USABLE_SHARE
+) -> int:
+    """Tokens whose keys and values fit beside the weights, over all context ranks; 0 if not even the weights fit."""
+    empty = device_memory(model, plan, device, 0, rows, usable_share)
+    per_token = cache_bytes(model, 1, plan.stage, plan.tensor)
+    return max(0, math.floor((empty.usable - empty.total) / per_token)) * plan.context
