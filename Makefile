@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo chat serve test test-all check bench clean
+.PHONY: demo chat serve test test-all check bench figures clean
 
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,10 @@ ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/longctx demo
 
@@ -84,6 +88,12 @@ bench: .venv/installed-test .venv/installed-model
 	$(BIN)/python -m benchmarks.common_prefix
 	$(BIN)/python -m benchmarks.scheduling
 	$(BIN)/python -m benchmarks.mixed_load
+
+# Measured workloads and times, where there are any; else the figures are computed from built-in workloads.
+DATA ?= $(wildcard ../shared/data)
+
+figures: .venv/installed-docs
+	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

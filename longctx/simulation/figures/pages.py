@@ -1,0 +1,109 @@
+"""The pages of results, in Markdown: one for each paper, and one with the whole table."""
+
+from pathlib import Path
+
+from longctx.simulation.figures.figure import Statement
+from longctx.simulation.figures.registry import TITLES
+from longctx.simulation.figures.results import FILES, Result
+
+COMMAND = "python -m longctx.simulation.figures"
+_HEAD = "| figure | statement | paper | ours | ratio | why they differ | command |\n|---|---|---|---|---|---|---|"
+_ABOUT_ROWS = (
+    f"A row's figure is computed by `{COMMAND} --only NAME`, NAME as in the last column. A ratio is ours over the "
+    "paper's. Where they differ by more than 20 %, the row says why."
+)
+_LIMITS = """\
+## What a simulation can and cannot show
+
+The scheduler, the page pool, the placement and the plans here are the code that serves: what they decide, and in which
+order, is not modelled but run. So orderings of policies, where one plan overtakes another, how a queue grows, and what
+a chunk or a rank's share comes to are found, as far as the times of steps are right. Those times are predicted: from
+operations and bytes, data sheets, and shares of these that are reached, which were fitted on measured operators of
+other engines. No number of a figure was used to fit anything for that figure. A simulation cannot show that a kernel
+reaches such a share, that two transfers do not disturb each other, what the host adds when it is late, clocks that fall
+with heat, or failures; and it knows of a paper's setting only what the paper says: neither its requests nor its kernels
+were published. Ratios between two settings are therefore worth more than seconds, orderings more than ratios, and all
+of them less than one measurement on the devices themselves."""
+
+
+def write_pages(results: dict[str, list[Result]], out: Path) -> None:
+    """Write `README.md` and a page for each paper that has results.
+
+    Args:
+      results: figures by paper, each in its paper's order.
+
+    Raises:
+      OSError: a file can't be written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for paper, figures in results.items():
+        if figures:
+            (out / f"{paper}.md").write_text(_page(paper, figures), encoding="utf-8")
+    (out / "README.md").write_text(_overview(results, _others(out, results)), encoding="utf-8")
+
+
+def count(statements: list[Statement]) -> str:
+    """How many numbers are near those of the papers, and how many orderings hold."""
+    numeric = [s.is_near for s in statements if s.ratio is not None]
+    orderings = [s.is_near for s in statements if s.ratio is None]
+    share = f" ({sum(numeric) / len(numeric):.0%})" if numeric else ""
+    return (
+        f"{sum(numeric)} of {len(numeric)} numeric statements are within 20 % of the paper's{share}; "
+        f"{sum(orderings)} of {len(orderings)} orderings and crossovers hold"
+    )
+
+
+def _page(paper: str, figures: list[Result]) -> str:
+    statements = [s for figure in figures for s in figure.statements]
+    parts = [f"# {TITLES[paper]}", f"In virtual time, beside the paper's own values. {count(statements)}.", _ABOUT_ROWS]
+    parts.append("\n".join([_HEAD, *(_row(figure, s) for figure in figures for s in figure.statements)]))
+    for figure in figures:
+        files = f"{FILES}/{figure.name}"
+        parts.append(f"## {figure.title}")
+        parts.append(f"```sh not-run: takes up to minutes\n{COMMAND} --only {figure.name}\n```")
+        if figure.has_drawing:
+            parts.append(f"![{figure.title}]({files}.svg)")
+        parts.append(f"Values: [{figure.name}.csv]({files}.csv).")
+    return "\n\n".join(parts) + "\n"
+
+
+def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
+    everything = [figure for figures in results.values() for figure in figures]
+    statements = [s for figure in everything for s in figure.statements]
+    workloads = "files of measured workloads" if any(f.is_from_data for f in everything) else "the built-in workloads"
+    parts = [
+        "# Results",
+        "Figures of the papers, computed in virtual time by the code that serves (`longctx.simulation`), beside the "
+        f"papers' own values; from {workloads}. `make figures` computes all of them, and writes these pages.",
+        f"**{count(statements)}.**",
+        "\n".join(f"- [{TITLES[paper]}]({paper}.md): {count([s for f in figures for s in f.statements])}."
+                  for paper, figures in results.items() if figures),
+    ]  # fmt: skip
+    if others:
+        parts.append("Measured: " + ", ".join(f"[{name}]({name})" for name in others) + ".")
+    parts += [_LIMITS, "## All statements", _ABOUT_ROWS]
+    for paper, figures in results.items():
+        if figures:
+            rows = [_row(figure, s) for figure in figures for s in figure.statements]
+            parts.append("\n".join([f"### {paper.capitalize()}", "", _HEAD, *rows]))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _others(out: Path, results: dict[str, list[Result]]) -> list[str]:
+    """Pages beside these, which other programs wrote."""
+    return sorted(path.name for path in out.glob("*.md") if path.stem not in {*results, "README"})
+
+
+def _row(figure: Result, statement: Statement) -> str:
+    ratio = "" if statement.ratio is None else f"{statement.ratio:.2f}"
+    why = statement.why or ("" if statement.is_near else "not explained")
+    cells = [statement.figure, statement.text, _value(statement.paper, statement.unit)]
+    cells += [_value(statement.ours, statement.unit), ratio, why, f"`{figure.name}`"]
+    return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
+
+
+def _value(value: float | str, unit: str) -> str:
+    if isinstance(value, str):
+        return value
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{number} {unit}".rstrip()

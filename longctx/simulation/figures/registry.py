@@ -1,0 +1,64 @@
+"""The figures of each paper, in its order: modules of this folder and their functions.
+
+A function `figure_15(inputs: Inputs) -> Figure` of a paper "medha" makes the figure that is called "medha_figure_15".
+Functions of one module run in one process, one after another, so that they can share what is expensive.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from longctx.simulation.figures.figure import Figure, Inputs
+
+MNEMOSYNE: list[str] = [
+    # module:function
+]
+
+MEDHA: list[str] = [
+    # module:function
+]
+
+META: list[str] = [
+    # module:function
+]
+
+PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META}
+TITLES = {
+    "mnemosyne": "Mnemosyne: parallelization for multi-million context length LLM inference (arXiv 2409.17264v1)",
+    "medha": "Medha: efficient LLM inference with multi-million context lengths (arXiv 2409.17264v2 and later)",
+    "meta": "Context parallelism for scalable million-token inference (arXiv 2411.01783)",
+}
+
+
+class Registered(NamedTuple):
+    """A figure that can be computed."""
+
+    paper: str
+    module: str
+    function: str
+
+    @property
+    def name(self) -> str:
+        """Of its files, and as `--only` takes it."""
+        return f"{self.paper}_{self.function}"
+
+    def compute(self, inputs: Inputs) -> Figure:
+        """Compute it; ValueError: it has another name or paper than it is registered under."""
+        module = importlib.import_module(f"{__package__}.{self.module}")
+        make: Callable[[Inputs], Figure] = getattr(module, self.function)
+        figure = make(inputs)
+        if (figure.name, figure.paper) != (self.name, self.paper):
+            raise ValueError(f"figure must be called {self.name} of {self.paper}, got {figure.name} of {figure.paper}")
+        return figure
+
+
+def registered(only: list[str] | None = None) -> list[Registered]:
+    """All figures, or those of such papers, modules or names; ValueError: there is none of one of these."""
+    figures = [Registered(paper, *entry.split(":")) for paper, entries in PAPERS.items() for entry in entries]
+    if not only:
+        return figures
+    for wanted in only:
+        if not any(wanted in (figure.paper, figure.module, figure.name) for figure in figures):
+            names = ", ".join(figure.name for figure in figures) or "none"
+            raise ValueError(f"there is no figure, module or paper {wanted!r}; the figures: {names}")
+    return [figure for figure in figures if {figure.paper, figure.module, figure.name} & set(only)]

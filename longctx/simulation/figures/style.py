@@ -1,0 +1,65 @@
+"""One style for all drawings, with matplotlib (extra `docs`), which is imported only to draw."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+COLORS = ("#3366aa", "#dd7733", "#339966", "#aa3355", "#8866bb", "#888888", "#ccaa22", "#33aabb")
+PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_SETTINGS: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "figure.dpi": 110,
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "longctx",  # else ids in the file are random
+    "svg.fonttype": "none",  # text stays text
+}
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Within it, matplotlib draws and saves in our style."""
+    import matplotlib as mpl
+    from cycler import cycler
+
+    with mpl.rc_context({**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}):
+        yield
+
+
+def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[Drawing, list[Any]]":
+    """A matplotlib figure and its axes, side by side; width and height of a panel in inches. Within `style`."""
+    from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
+
+    figure = Drawing(figsize=(width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)
+    return figure, list(axes[0])
+
+
+def save(figure: "Drawing", path: Path) -> None:
+    """Write a drawing as SVG or PNG, byte-equal for equal drawings. Within `style`."""
+    is_svg = path.suffix.lower() == ".svg"
+    figure.savefig(path, metadata={"Date": None, "Creator": None} if is_svg else {"Software": None})
+    if is_svg:  # spaces before line ends are of no use, and some tools take them away
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
