@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares, nnls
@@ -20,6 +21,18 @@ from longctx.serving.predictor.fit import fit_non_negative
 from longctx.serving.predictor.tables import LAYER_OPERATORS, Row, milliseconds, read_table
 
 SHAPE = ("n_embd", "n_head", "n_kv_head", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
+ATTENTION_COLUMNS = (
+    "n_embd",
+    "n_q_head",
+    "n_kv_head",
+    "num_tensor_parallel_workers",
+    "is_prefill",
+    "batch_size",
+    "prefill_chunk_size",
+    "kv_cache_size",
+    "time_stats.attn_prefill.median",
+    "time_stats.attn_decode.median",
+)
 MLP_TABLES = {
     "A100": ("a100_meta-llama_Meta-Llama-3-8B_mlp.csv", "a100_meta-llama_Meta-Llama-3-70B_mlp.csv"),
     "H100": ("h100_meta-llama_Llama-2-70b-hf_mlp.csv",),
@@ -112,7 +125,8 @@ def fit_layers(rows: Sequence[Row], device: Device) -> tuple[Device, Fit]:
     names = ("flops_share", "memory_share", "overlap", "element_share", "layer_seconds")
 
     def apply(numbers: np.ndarray) -> Device:
-        return dataclasses.replace(device, **dict(zip(names, map(float, numbers), strict=True)))
+        shares: dict[str, Any] = dict(zip(names, numbers.tolist(), strict=True))
+        return dataclasses.replace(device, **shares)
 
     def errors(numbers: np.ndarray) -> np.ndarray:
         return (layer_seconds(work[fitted], apply(numbers)) / measured[fitted] - 1) * weight[fitted]
@@ -201,14 +215,7 @@ def calibrate(folder: Path) -> list[Fit]:
     for name, tables in MLP_TABLES.items():
         rows = [row for table in tables for row in read_rows(folder / table, SHAPE, LAYER_OPERATORS)]
         fits.append(fit_layers(rows, DEVICES[name])[1])
-    columns = ("n_embd", "n_q_head", "n_kv_head", "num_tensor_parallel_workers", "is_prefill", "batch_size")
-    columns += (
-        "prefill_chunk_size",
-        "kv_cache_size",
-        "time_stats.attn_prefill.median",
-        "time_stats.attn_decode.median",
-    )
-    rows = read_rows(folder / ATTENTION_TABLE, columns, ())
+    rows = read_rows(folder / ATTENTION_TABLE, ATTENTION_COLUMNS, ())
     fits += [fit_prefill_attention(rows, DEVICES["A100"]), fit_decode_attention(rows, DEVICES["A100"])]
     for name, link in NVLINKS.items():
         for operator in ("all_reduce", "send_recv"):

@@ -47,9 +47,7 @@ def predictor(
     if plan.tensor > gpus_per_host:
         hosts, rest = divmod(plan.tensor, gpus_per_host)
         if rest:
-            raise ValueError(
-                f"plan's tensor must be a multiple of the {gpus_per_host} GPUs of a host, got {plan.tensor}"
-            )
+            raise ValueError(f"plan's tensor must be a multiple of a host's {gpus_per_host} GPUs, got {plan.tensor}")
         topology = all_reduce_over_hosts(topology, hosts, gpus_per_host)
     return roofline(
         model,

@@ -14,7 +14,7 @@ from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.predictor.roofline import element_bytes_of_row
 from longctx.simulation.hardware import all_reduce_over_hosts, predictor
 from longctx.simulation.models import MODELS, num_parameters
-from longctx.simulation.utilization import Totals, mbu, mfu
+from longctx.simulation.utilization import mbu, mfu, totals_of
 
 LLAMA = MODELS["llama-3-8b"]
 
@@ -84,7 +84,7 @@ def test_utilisation_is_never_above_one(name: str) -> None:
                 Work.of([(10**6, 2048, False)]),
                 Work.of([(10**6, 8, False)]),
             ):
-                totals = Totals.of(work, plan.stage * found.seconds(work))
+                totals = totals_of([(work, plan.stage * found.seconds(work))])
                 config, device = MODELS[model], topology.device
                 assert 0 < mfu(config, totals, device, plan.num_devices) <= 1
                 assert 0 < mbu(config, totals, device, plan) <= 1
