@@ -1,0 +1,1 @@
+from .loongserve import LoongServe as LoongServe
