@@ -19,7 +19,7 @@ def plan_groups(
     """Divide prompts, in their order, and instances into groups, so that the sum of the prompts' seconds is least.
 
     Args:
-      seconds: of a batch of the prompts from `first` to before `stop` on `degree` instances; infinite if they don't fit.
+      seconds: of a batch of the prompts from `first` to before `stop` on `degree` instances; infinite: they don't fit.
 
     Returns:
       The groups, in the prompts' order; they may leave instances over. None: the prompts don't fit.

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
@@ -14,7 +13,8 @@ from longctx.simulation.baselines.decode_group import Active, DecodeGroup
 from longctx.simulation.baselines.groups import plan_groups
 from longctx.simulation.baselines.loongserve_cost import LoongServeCost
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.utilization import Totals
+from longctx.simulation.instance import OnEnd
+from longctx.simulation.record import Totals
 from longctx.simulation.workloads import WorkloadRequest
 
 _MOST_PROMPTS = 16  # that are divided into groups at a time
@@ -33,8 +33,8 @@ class LoongServe:
       batches are read no faster a token. A group's prompts are sharded over it, keys go round in a ring.
     - When a batch has been read, its keys and values are on the fewest of its instances that have room (which costs
       nothing: they stay there as they go round), and it decodes there. The others are free.
-    - If the first in the queue has no instance, or gains more than that costs, the decoding instance that has the fewest
-      tokens moves them to another one that has room, and becomes free. Its requests wait for the transfer.
+    - If the first in the queue has no instance, or gains more than that costs, the decoding instance that has the
+      fewest tokens moves them to another one that has room, and becomes free. Its requests wait for the transfer.
 
     Left out, in its favour: messages of its global manager; which instances of a group are on one host.
 
@@ -65,7 +65,7 @@ class LoongServe:
         self.name, self.num_devices, self.keep_steps = name, num_instances * tensor, True
         self._num_instances = num_instances
 
-    def attach(self, loop: EventLoop, on_end: Callable[[WorkloadRequest, Metrics], object], seed: int = 0) -> None:
+    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
         """Begin a run, see `Server.attach`. Nothing is random."""
         self._loop, self._on_end = loop, on_end
         self._free = self._num_instances
@@ -199,15 +199,14 @@ class LoongServe:
         self._reading += prompts
         lengths = [each.context for each in prompts]
         seconds = self.cost.prefill_seconds(lengths, degree)
-        work = Work.of((0, length, True) for length in lengths)
-        self._count(work, 1, degree * seconds)
         for each in prompts:
             each.metrics.admitted = ready
-        self._loop.at(ready + seconds, lambda: self._begin_decode(prompts, degree))
+        self._loop.at(ready + seconds, lambda: self._begin_decode(prompts, degree, seconds))
 
-    def _begin_decode(self, prompts: list[Active], degree: int) -> None:
+    def _begin_decode(self, prompts: list[Active], degree: int, seconds: float) -> None:
         """A batch has been read: its first tokens are there, and the instances that it needs no more are free."""
         now = self._loop.now
+        self._count(Work.of((0, each.context, True) for each in prompts), 1, degree * seconds)
         self._reading = [each for each in self._reading if each not in prompts]
         for each in prompts:
             each.metrics.first_token = each.metrics.last_token = now
@@ -231,7 +230,7 @@ class LoongServe:
             return self.cost.decode_seconds(rows, -(-keys // count), count)
 
         def note(steps: int, rows: int, keys: int, took: float) -> None:
-            self._count(Work(rows, rows, keys), steps, count * took)
+            self._count(Work(steps * rows, steps * rows, keys), steps, count * took)
 
         return DecodeGroup(self._loop, seconds, note, self._end, self._free_if_empty)
 
@@ -248,14 +247,15 @@ class LoongServe:
         self._note()
 
     def _count(self, work: Work, steps: int, seconds: float) -> None:
-        """Count so many batches, which compute and read the same in the sum, and seconds of instances."""
+        """Count batches: their rows and keys, and the seconds of all instances together that they took."""
         totals = self.totals
         totals.steps += steps
-        totals.rows += work.rows * steps if not work.chunks else work.rows
-        totals.samples += work.samples * steps if not work.chunks else work.samples
+        totals.rows += work.rows
+        totals.samples += work.samples
         totals.pairs += work.pairs
         totals.keys += work.keys
         totals.busy += seconds / self._num_instances
+        totals.stage_seconds += seconds / self._num_instances
 
     def _note(self) -> None:
         """Note how many requests run and wait."""

@@ -8,6 +8,7 @@ from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
+from longctx.simulation.baselines.predictors import make_predictor
 from longctx.simulation.utilization import max_tokens
 
 _ROWS = 4096  # that predictors are asked for at least; prompts are longer, and predicted by the same products
@@ -26,7 +27,8 @@ class LoongServeCost:
 
     def __init__(self, model: LlamaConfig, topology: Topology, tensor: int, max_degree: int) -> None:
         self._predictors: dict[int, Predictor] = {
-            degree: _predictor(model, topology, ParallelPlan(1, degree, tensor)) for degree in range(1, max_degree + 1)
+            degree: make_predictor(model, topology, ParallelPlan(1, degree, tensor), _ROWS)
+            for degree in range(1, max_degree + 1)
         }
         self.capacity = max_tokens(model, ParallelPlan(1, 1, tensor), topology.device)
         link = topology.link("context")
@@ -58,9 +60,3 @@ class LoongServeCost:
     def migration_seconds(self, tokens: int) -> float:
         """Seconds in which keys and values of so many tokens move to another instance, all devices at once."""
         return self._latency + tokens * self._token_seconds
-
-
-def _predictor(model: LlamaConfig, topology: Topology, plan: ParallelPlan) -> Predictor:
-    from longctx.serving.predictor.roofline import roofline
-
-    return roofline(model, topology, _ROWS, tensor=plan.tensor, context=plan.context)
