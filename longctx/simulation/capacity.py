@@ -81,9 +81,7 @@ def first_rate(deployment: Deployment, requests: List[WorkloadRequest]) -> float
     return 0.5 * deployment.instances * len(requests) / max(seconds, 1e-9)
 
 
-def search(
-    is_met: Callable[[float], bool], rate: float, progress: Callable[[Tried], object] | None = None
-) -> Capacity:
+def search(is_met: Callable[[float], bool], rate: float, progress: Callable[[Tried], object] | None = None) -> Capacity:
     """Double or halve a rate until it is bracketed, then bisect by ratio."""
     low, high, tried = 0.0, math.inf, list[Tried]()
     while len(tried) < _MOST and not (low > 0 and high <= low * (1 + PRECISION)):

@@ -11,11 +11,13 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
-from longctx.simulation.event_loop import Simulation
+from longctx.serving.validation import check_integer
+from longctx.simulation.instance import Instance
 from longctx.simulation.record import Record
+from longctx.simulation.simulation import Simulation
+from longctx.simulation.stage_trace import StageTrace
 from longctx.simulation.utilization import device_memory, max_tokens
 from longctx.simulation.workloads import WorkloadRequest
-from longctx.serving.validation import check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,30 +84,32 @@ class Deployment:
         until: float = math.inf,
         progress: Callable[[Record], object] | None = None,
         keep_steps: bool = True,
+        traces: list[StageTrace] | None = None,
     ) -> Record:
         """Serve requests in virtual time.
 
         Args:
           seed: of prompts' pages that no hash id names.
           until: seconds after which the window closes.
-          progress: is called after every step.
+          progress: is called after every event.
           keep_steps: whether the record has every step; they take memory.
+          traces: a trace of each instance is appended to it; None: nothing is traced.
 
         Raises:
           ValueError: a request can't be served, such as one that is longer than the cache.
         """
-        config = dataclasses.replace(self.config, num_pages=self.num_pages)
+        config, plan = dataclasses.replace(self.config, num_pages=self.num_pages), self.plan
         predictor = self.predictor()
-        instances = [
-            Instance(
-                self.model,
-                config,
-                predictor,
-                self.plan,
-                topology=self.topology,
-                name=str(number),
-                keep_steps=keep_steps,
+        instances = []
+        for number in range(self.instances):
+            logs = []
+            if traces is not None:
+                logs = [StageTrace(lambda batch: predictor.seconds(batch.work), plan.stage, plan.context)]
+                traces += logs
+            instance = Instance(
+                self.model, config, predictor, plan, topology=self.topology, name=str(number), logs=logs
             )
-            for number in range(self.instances)
-        ]
-        return Simulation(instances).run(requests, seed, until=until, progress=progress)
+            for log in logs:
+                log.watch(instance)
+            instances.append(instance)
+        return Simulation(instances).run(requests, seed, until, progress, keep_steps)

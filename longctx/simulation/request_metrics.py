@@ -38,7 +38,7 @@ COLUMNS = (
 def write_request_metrics(record: Record, path: Path) -> None:
     """Write the requests that have ended, in the order in which they arrived.
 
-    `decode_time_execution_plus_preemption_normalized` is the time from the first token to the last over the tokens after
+    `decode_time_execution_plus_preemption_normalized` is the time from the first token to the last over the others than
     the first, which is TPOT; Vidur divides by all of them.
 
     Raises:

@@ -15,7 +15,7 @@ def parse_grid(text: str, known: Mapping[str, Callable[[str], Any]]) -> dict[str
       known: names, and what makes their values from text; it raises ValueError for what is none.
 
     Raises:
-      ValueError: the text has another form, a name is unknown or comes twice, a value is none, or the grid is too large.
+      ValueError: the text has another form, a name is unknown or comes twice, a value is none, or there are too many.
     """
     grid: dict[str, list[Any]] = {}
     name = ""

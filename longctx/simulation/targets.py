@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-
 from longctx.simulation.record import Record, Served
 
 LATENCIES = ("ttft", "tpot", "e2e")

@@ -36,8 +36,8 @@ def usage(record: Record, deployment: Deployment) -> dict[str, float]:
     """What the devices did.
 
     `devices`: of all instances. `gpu_seconds`: of all devices, busy or not. `busy`: share of the seconds in which
-    instances computed. `mfu`, `mbu`: shares of the data sheet's FLOP/s and memory bandwidth, of all seconds; `busy_mfu`,
-    `busy_mbu`: while instances were busy. Causal pairs count once.
+    instances computed. `mfu`, `mbu`: shares of the data sheet's FLOP/s and memory bandwidth, over all seconds;
+    `busy_mfu`, `busy_mbu`: while instances were busy. Causal pairs count once.
     """
     model, device, plan = deployment.model, deployment.topology.device, deployment.plan
     done = record.totals
