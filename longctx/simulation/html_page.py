@@ -31,8 +31,9 @@ def page(title: str, sections: Iterable[Section]) -> str:
     """A whole page."""
     parts = "\n".join(f"<h2>{html.escape(section.title)}</h2>\n{section.body}" for section in sections)
     head = '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
+    head += f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>"
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
         f"<body>\n<h1>{html.escape(title)}</h1>\n{parts}\n</body>\n</html>\n"
     )
 

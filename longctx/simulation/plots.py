@@ -9,6 +9,15 @@ from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
 from longctx.simulation.report import PROMISES, idle_shares, summarize
 
+_WIDE = 100  # the largest latency over the smallest, from which on a logarithmic axis shows more
+_POINTS = 4000  # of a curve: more are seen by nobody, and make large files
+
+
+def thinned(values: List[Any]) -> List[Any]:
+    """At most `_POINTS` of values, evenly, and the last one."""
+    step = -(-len(values) // _POINTS)
+    return values if step <= 1 else [*values[::step], values[-1]]
+
 
 def check_can_plot(path: Path) -> None:
     """Check that `plot` can write to a path; ValueError if not."""
@@ -34,7 +43,7 @@ def plot(record: Record, path: Path) -> None:
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(rows)]
-    _plot_requests(record, *axes[0])
+    plot_requests(record, *axes[0])
     if record.steps:
         _plot_steps(record, *axes[1])
     if num_ranks > 1:
@@ -47,31 +56,45 @@ def plot(record: Record, path: Path) -> None:
     figure.savefig(path)
 
 
-def _plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any, time_axes: Any) -> None:
+def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any, time_axes: Any) -> None:
+    """Draw cumulative distributions of TTFT and TPOT, and running and waiting requests over time."""
     tpots = [served.tpot for served in record.served if served.tpot is not None]
     for axes, name, values in ((ttft_axes, "TTFT", [s.ttft for s in record.served]), (tpot_axes, "TPOT", tpots)):
         if values:
             axes.ecdf(values)
-        axes.set(title=name, xlabel="seconds", ylabel="share of requests")
-    seconds, running, waiting = zip(*record.timeline, strict=True)
-    time_axes.step(seconds, running, where="post", label="running")
-    time_axes.step(seconds, waiting, where="post", label="waiting")
+        is_wide = bool(values) and max(values) > _WIDE * max(min(values), 1e-9)
+        axes.set(title=name, xlabel="seconds", ylabel="share of requests", xscale="log" if is_wide else "linear")
+    if record.timeline:
+        seconds, running, waiting = zip(*thinned(record.timeline), strict=True)
+        time_axes.step(seconds, running, where="post", label="running")
+        time_axes.step(seconds, waiting, where="post", label="waiting")
     time_axes.set(title="Requests", xlabel="seconds", ylabel="requests")
     time_axes.legend()
 
 
 def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any) -> None:
-    start = record.steps[0].finished - record.steps[0].seconds
-    chunks = [(step.finished - start, count) for step in record.steps for _, count in step.chunks]
-    if chunks:
-        chunk_axes.plot(*zip(*chunks, strict=True), ".", markersize=3)
-    chunk_axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
+    plot_chunks(record, chunk_axes)
     steps = [step for step in record.steps if step.is_exact] or record.steps
     predicted, measured = ([getattr(step, name) for step in steps] for name in ("predicted", "seconds"))
     step_axes.plot(measured, predicted, ".", markersize=3)
     ends = min(*predicted, *measured), max(*predicted, *measured)
     step_axes.plot(ends, ends, color="grey", linewidth=1)
     step_axes.set(title="Steps", xlabel="seconds, measured", ylabel="seconds, predicted", xscale="log", yscale="log")
+    plot_slack(record, slack_axes)
+
+
+def plot_chunks(record: Record, axes: Any) -> None:
+    """Draw the chunks of prompts over time."""
+    start = record.steps[0].finished - record.steps[0].seconds
+    chunks = [(step.finished - start, count) for step in record.steps for _, count in step.chunks]
+    if chunks:
+        axes.plot(*zip(*chunks, strict=True), ".", markersize=3, rasterized=len(chunks) > _POINTS)
+    axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
+
+
+def plot_slack(record: Record, axes: Any) -> None:
+    """Draw the relative slack of requests at their admission and with their first token."""
+    start = record.steps[0].finished - record.steps[0].seconds
     metrics = [served.metrics for served in record.served]
     admitted = [(m.admitted - start, m.slack) for m in metrics if m.admitted is not None and m.slack is not None]
     first = [
@@ -81,10 +104,10 @@ def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any
     ]
     for values, marker, label in ((admitted, "o", "at admission"), (first, "x", "with the first token")):
         if values:
-            slack_axes.plot(*zip(*values, strict=True), marker, markersize=4, label=label)
-    slack_axes.axhline(0, color="grey", linewidth=1)
-    slack_axes.set(title="Relative slack", xlabel="seconds", ylabel="of the time to the deadline")
-    slack_axes.legend()
+            axes.plot(*zip(*values, strict=True), marker, markersize=4, label=label)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set(title="Relative slack", xlabel="seconds", ylabel="of the time to the deadline")
+    axes.legend()
 
 
 def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:

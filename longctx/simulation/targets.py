@@ -62,8 +62,14 @@ class Target:
             return known > 0 and sum(x is True for x in met) >= self.share * known
         values = [value for served in record.served if (value := latency(served, self.name)) is not None]
         values += [math.inf] * len(record.open)
-        # The smallest value with at least such a share of all at or below it.
-        return bool(values) and sorted(values)[max(0, math.ceil(self.share * len(values)) - 1)] <= self.seconds
+        return bool(values) and _percentile(sorted(values), self.share) <= self.seconds
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """As numpy's, of ascending values of which some may be infinite."""
+    at, part = divmod(share * (len(values) - 1), 1)
+    low = values[int(at)]
+    return low if part == 0 else low + part * (values[int(at) + 1] - low) if low < math.inf else low
 
 
 def parse_targets(text: str) -> list[Target]:
@@ -99,8 +105,9 @@ class Watch:
 
     def __init__(self, targets: Iterable[Target], num_requests: int) -> None:
         self._targets = list(targets)
-        # A request may have no such latency, and so be no part of the share: but it does not miss the target either.
-        self._allowed = [math.ceil((1 - target.share) * num_requests) for target in self._targets]
+        # With more that miss it, also the smaller of the two values is too large that a percentile is between; requests
+        # without such a latency make that earlier.
+        self._allowed = [num_requests - math.floor((num_requests - 1) * target.share) for target in self._targets]
         self._missed = [0] * len(self._targets)
         self._seen = 0
 
