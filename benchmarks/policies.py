@@ -21,7 +21,7 @@ from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.simulation import Served, Simulation
+from longctx.simulation import Instance, Served, Simulation
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
@@ -80,7 +80,7 @@ def simulate(policy: str, requests: list[WorkloadRequest], rate: float, slo: Slo
         prefix_cache=False,
         run_ahead=1,
     )
-    simulation = Simulation(LLAMA_8B, config, device, PLAN)
+    simulation = Simulation([Instance(LLAMA_8B, config, device, PLAN)])
     arriving = arrive_at_rate(requests, rate, seed)
     with tqdm(total=len(arriving), desc=f"{policy} at {rate}/s", file=sys.stderr) as bar:
         record = simulation.run(arriving, progress=lambda record: bar.update(len(record.served) - bar.n))

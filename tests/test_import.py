@@ -75,6 +75,8 @@ PURE = [
     "longctx.serving.engine.build",
     "longctx.serving.executor.interface",
     "longctx.simulation.event_loop",
+    "longctx.simulation.instance",
+    "longctx.simulation.simulation",
     "longctx.simulation.replay",
     "longctx.simulation.report",
     "longctx.serving.recording.recorder",
@@ -97,11 +99,11 @@ import sys
 from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig
 from longctx.serving.predictor.roofline import GPUS, roofline
-from longctx.simulation import Simulation
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 model = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=131072)
-simulation = Simulation(model, EngineConfig(num_pages=4096), roofline(model, GPUS["H100"], 512))
+simulation = Simulation([Instance(model, EngineConfig(num_pages=4096), roofline(model, GPUS["H100"], 512))])
 record = simulation.run([WorkloadRequest(0.0, 5000, 20), WorkloadRequest(0.1, 100, 20, number=1)])
 assert len(record.served) == 2
 sys.exit("jax" in sys.modules)

@@ -13,7 +13,7 @@ from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor.roofline import roofline
-from longctx.simulation import Simulation
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.report import plot_ranks
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -39,7 +39,7 @@ def run(chunking: str) -> list[StepMetrics]:
     requests = [WorkloadRequest(0.0, LONG, 1)]
     for at in np.cumsum(rng.exponential(0.05, 200)).tolist():
         requests.append(WorkloadRequest(at, int(rng.integers(2_000, 30_000)), 100, number=len(requests)))
-    steps = Simulation(LLAMA_8B, config, predictor, PLAN).run(requests).steps
+    steps = Simulation([Instance(LLAMA_8B, config, predictor, PLAN)]).run(requests).steps
     end = requests[-1].arrival / 2
     return [step for step in steps if end - SECONDS < step.finished < end]
 

@@ -1,5 +1,9 @@
-from .event_loop import Simulation as Simulation
+from .event_loop import EventLoop as EventLoop
+from .event_loop import Link as Link
+from .instance import Instance as Instance
+from .instance import Server as Server
 from .record import Record as Record
 from .record import Served as Served
 from .replay import replay as replay
+from .simulation import Simulation as Simulation
 from .virtual_executor import VirtualExecutor as VirtualExecutor

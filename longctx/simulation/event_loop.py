@@ -1,146 +1,115 @@
-"""An engine in virtual time: the core that serves, driven by a clock that jumps. No JAX, no device."""
+"""Virtual time: one heap of events, and links that transfers share."""
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as List
-
-from longctx.models.config import LlamaConfig
-from longctx.parallel.topology import Topology
-from longctx.serving.config import EngineConfig
-from longctx.serving.engine.build import build_core
-from longctx.serving.engine.metrics import StepMetrics
-from longctx.serving.engine.run_step import run_step
-from longctx.serving.executor.submit_queue import SubmitQueue
-from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor, check_predictor
-from longctx.serving.request.request import Request
-from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.sequence import Sequence
-from longctx.simulation.record import Record, Served
-from longctx.simulation.virtual_executor import VirtualExecutor
-from longctx.simulation.workloads import WorkloadRequest
 
 
-class Simulation:
-    """Serves workloads in virtual time, one after another.
+class EventLoop:
+    """Actions in the order of their times; of equal times, in the order in which they were planned.
 
-    Args:
-      model: its sizes are what requests are checked against.
-      config: of the engine; `num_pages` must be given.
-      predictor: what the scheduler goes by, and unless `seconds` is given, how long batches take.
-      plan: of the devices. None: one device.
-      seconds: that a batch takes in one stage.
-      topology: by which exchanges are chosen where the predictor does not know them.
-
-    Raises:
-      ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
+    Attributes:
+      now: virtual seconds since the beginning.
+      num_events: how many actions have run.
     """
 
-    def __init__(
-        self,
-        model: LlamaConfig,
-        config: EngineConfig,
-        predictor: Predictor,
-        plan: ParallelPlan | None = None,
-        seconds: Callable[[Batch], float] | None = None,
-        topology: Topology | None = None,
-    ) -> None:
-        if config.num_pages is None:
-            raise ValueError("num_pages must be given: there is no device whose memory would say it")
-        plan = plan or ParallelPlan()
-        plan.check(model, plan.num_devices)
-        max_length = config.longest_sequence(model.max_positions)
-        check_predictor(predictor, config.token_budget)
-        self.core, self._input_processor, self._sequence_maker = build_core(
-            model, config, plan, predictor, config.num_pages, max_length, topology=topology
-        )
-        self._vocab_size = model.vocab_size
-        self.executor = VirtualExecutor(
-            seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan.stage
-        )
-        self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
-        self._num_requests, self._max_length = 0, max_length
-        self._open: dict[str, list[Sequence]] = {}
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()
 
-    def run(
-        self,
-        requests: List[WorkloadRequest],
-        seed: int = 0,
-        progress: Callable[[Record], object] | None = None,
-    ) -> Record:
-        """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
-
-        Args:
-          seed: of the tokens that are made up.
-          progress: is called after every step.
+    def at(self, time: float, action: Callable[[], object]) -> None:
+        """Run an action at a time, in seconds.
 
         Raises:
-          TypeError, ValueError: a request can't be served, or comes before the one before it; none is begun then.
+          ValueError: the time is before now, or not finite.
         """
-        self._check(requests)
-        try:
-            return self._run(requests, seed, progress)
-        finally:
-            self._cancel_all()
+        if not self.now <= time < math.inf:
+            raise ValueError(f"time must be finite and not before now={self.now}, got {time}")
+        heapq.heappush(self._heap, (time, next(self._order), action))
 
-    def _run(self, requests: List[WorkloadRequest], seed: int, progress: Callable[[Record], object] | None) -> Record:
-        record, executor = Record(), self.executor
-        start, submitted, dues = executor.now, 0, dict[str, float]()
-        while submitted < len(requests) or dues:
-            while submitted < len(requests) and start + requests[submitted].arrival <= executor.now:
-                request = requests[submitted]
-                dues[self._add(request, start + request.arrival, seed)] = request.arrival
-                submitted += 1
-            for loaded in executor.poll_loads():
-                self.core.end_load(loaded)
-            step = run_step(self.core, self._queue, executor.now)
-            if step is None:
-                if self.core.scheduler.loads:
-                    continue
-                executor.now = max(executor.now, start + requests[submitted].arrival)
-                continue
-            record.steps.append(StepMetrics.of(step))
-            for event in self.core.end(step.batch, step.results, step.finished, step.seconds):
-                if event.output is not None:
-                    del self._open[event.request_id]
-                    record.served.append(Served.of(event.output.metrics, dues.pop(event.request_id), start))
-            record.stats = self.core.stats()
-            record.timeline.append((executor.now - start, record.stats.running, record.stats.waiting))
-            if progress is not None:
-                progress(record)
-        record.seconds = executor.now - start
-        return record
+    def run(self, until: float = math.inf, after: Callable[[], object] | None = None) -> None:
+        """Run all actions up to a time, this included; `after` is called after each.
 
-    def _add(self, request: WorkloadRequest, arrival: float, seed: int) -> str:
-        """Let a request wait from the time on at which it is due."""
-        request_id = f"request-{self._num_requests}"
-        self._num_requests += 1
-        sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        tokens: list[int] = request.tokens(self._vocab_size, seed)  # type: ignore[assignment]
-        prepared = self._input_processor.prepare(Request(tokens, sampling))
-        self._open[request_id] = self._sequence_maker.make(prepared, request_id, arrival)
-        self.core.add(self._open[request_id])
-        return request_id
+        Time then stands at `until` if there are later actions, and else at the last one.
+        """
+        heap = self._heap
+        while heap:
+            if heap[0][0] > until:
+                self.now = max(self.now, until)
+                return
+            self.now, _, action = heapq.heappop(heap)
+            self.num_events += 1
+            action()
+            if after is not None:
+                after()
 
-    def _check(self, requests: List[WorkloadRequest]) -> None:
-        """Check what needs no tokens, before the clock moves."""
-        before = 0.0
-        for number, request in enumerate(requests):
-            if not before <= request.arrival < math.inf:
-                raise ValueError(f"requests[{number}] must arrive at {before} or later, got {request.arrival}")
-            if request.length > self._max_length:
-                raise ValueError(
-                    f"requests[{number}] has {request.length} tokens, more than the {self._max_length} of the longest"
-                )
-            self.core.scheduler.check(request.prompt_tokens, request.output_tokens)
-            before = request.arrival
+    def clear(self) -> None:
+        """Forget all actions that have not run."""
+        self._heap.clear()
 
-    def _cancel_all(self) -> None:
-        """Cancel what an error has left, and wait for its batches."""
-        for sequences in self._open.values():
-            for sequence in sequences:
-                self.core.cancel(sequence)
-        self._open.clear()
-        while (step := run_step(self.core, self._queue, self.executor.now)) is not None:
-            self.core.end(step.batch, step.results, step.finished, None)
+
+class Link:
+    """A link that transfers share evenly while they are in flight.
+
+    Args:
+      bandwidth: bytes per second, of all transfers together.
+      latency: seconds from a transfer's last byte to its end.
+
+    Raises:
+      ValueError: the bandwidth is not positive, or the latency is negative or not finite.
+    """
+
+    def __init__(self, loop: EventLoop, bandwidth: float, latency: float = 0.0) -> None:
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth must be positive, got {bandwidth}")
+        if not 0 <= latency < math.inf:
+            raise ValueError(f"latency must be finite and not negative, got {latency}")
+        self._loop, self._bandwidth, self._latency = loop, bandwidth, latency
+        # Every transfer gets as many bytes as each other one. So the next to end is the one for which these, counted
+        # since the link was made, first reach its own mark.
+        self._given, self._noted = 0.0, loop.now
+        self._marks: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()
+        self._version = 0
+
+    def __len__(self) -> int:
+        """Transfers in flight."""
+        return len(self._marks)
+
+    def send(self, num_bytes: float, action: Callable[[], object]) -> None:
+        """Begin a transfer; the action runs when it has ended.
+
+        Raises:
+          ValueError: `num_bytes` is negative or not finite.
+        """
+        if not 0 <= num_bytes < math.inf:
+            raise ValueError(f"num_bytes must be finite and not negative, got {num_bytes}")
+        self._note()
+        heapq.heappush(self._marks, (self._given + num_bytes, next(self._order), action))
+        self._plan()
+
+    def _note(self) -> None:
+        """Count what has been sent until now."""
+        if self._marks:
+            self._given += (self._loop.now - self._noted) * self._bandwidth / len(self._marks)
+        self._noted = self._loop.now
+
+    def _plan(self) -> None:
+        """Plan the end of the transfer that ends first; a plan that was made before is void."""
+        self._version += 1
+        if self._marks:
+            version, left = self._version, max(0.0, self._marks[0][0] - self._given)
+            seconds = left * len(self._marks) / self._bandwidth
+            self._loop.at(self._loop.now + seconds, lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._note()
+        mark, _, action = heapq.heappop(self._marks)
+        self._given = max(self._given, mark)
+        self._loop.at(self._loop.now + self._latency, action)
+        self._plan()

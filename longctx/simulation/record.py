@@ -1,6 +1,6 @@
-"""What came of a workload: its requests, and the engine after each step."""
+"""What came of a workload: its requests, and each engine after each of its steps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
@@ -9,18 +9,23 @@ from longctx.serving.request.output import Metrics
 
 @dataclass(frozen=True)
 class Served:
-    """A request that has ended; seconds from the beginning of the workload. `ttft` counts from when it was due."""
+    """A request that has ended; seconds from the beginning of the workload. `ttft` counts from when it was due.
+
+    `number` is the request's in its workload, `instance` the name of the one that served it.
+    """
 
     due: float
     metrics: Metrics
     ttft: float
     tpot: float | None
+    number: int = 0
+    instance: str = ""
 
     @classmethod
-    def of(cls, metrics: Metrics, due: float, start: float) -> Self:
+    def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> Self:
         """Of a request that was due so many seconds after `start`."""
         assert metrics.first_token is not None
-        return cls(due, metrics, metrics.first_token - start - due, metrics.tpot)
+        return cls(due, metrics, metrics.first_token - start - due, metrics.tpot, number, instance)
 
     @property
     def kept_ttft(self) -> bool | None:
@@ -28,13 +33,100 @@ class Served:
         return None if self.metrics.ttft_deadline is None else self.ttft <= self.metrics.ttft_deadline
 
 
+@dataclass(frozen=True)
+class Open:
+    """A request that had come and not ended when the window closed; seconds from the beginning of the workload.
+
+    `ttft`: seconds from when it was due to its first token; None: it had none yet. `metrics.output_tokens`: how many
+    tokens it had.
+    """
+
+    due: float
+    metrics: Metrics
+    ttft: float | None
+    number: int = 0
+    instance: str = ""
+
+
+@dataclass
+class Totals:
+    """What an instance has computed: from this FLOPs, bytes and utilisation follow.
+
+    Attributes:
+      steps: batches that computed something.
+      rows: tokens computed. samples: rows of logits.
+      pairs: pairs of a query and a key that attention compared.
+      keys: keys that attention read, counted once for each chunk.
+      busy: seconds in which some stage computed.
+      stage_seconds: seconds of each batch in one stage, summed; with S stages at most S times `busy`.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    samples: int = 0
+    pairs: int = 0
+    keys: int = 0
+    busy: float = 0.0
+    stage_seconds: float = 0.0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class InstanceRecord:
+    """Of one instance: its devices, what they computed, and its steps if they were kept."""
+
+    name: str
+    num_devices: int
+    totals: Totals
+    steps: list[StepMetrics]
+    stats: EngineStats | None = None
+
+
 @dataclass
 class Record:
-    """What a workload came to: its requests in the order in which they ended, and the engine after each step."""
+    """What a workload came to: its requests in the order in which they ended, and the engine after each step.
+
+    `open` has those that had not ended when the window closed. `steps` and `timeline` are of all instances together, in
+    the order of time; they are empty where steps are not kept, and `stats` is of the last step, or None then.
+    """
 
     seconds: float = 0.0
     failed: int = 0  # requests that ended with an error; they are not among those served
     served: list[Served] = field(default_factory=list)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, running, waiting
-    stats: EngineStats | None = None
+    stats: EngineStats | None = None  # of all instances, summed
     steps: list[StepMetrics] = field(default_factory=list)  # of an engine, where its monitor appends to it
+    open: list[Open] = field(default_factory=list)
+    instances: list[InstanceRecord] = field(default_factory=list)
+
+    @property
+    def totals(self) -> Totals:
+        """Of all instances together."""
+        return sum((instance.totals for instance in self.instances), Totals())
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of all devices, busy or not: GPU-seconds."""
+        return self.seconds * sum(instance.num_devices for instance in self.instances)
+
+
+def sum_stats(stats: list[EngineStats]) -> EngineStats | None:
+    """Counts of several engines together; None for none."""
+    if not stats:
+        return None
+    return EngineStats(*(sum(getattr(each, one.name) for each in stats) for one in fields(EngineStats)))
+
+
+def merge_timelines(timelines: list[list[tuple[float, int, int]]]) -> list[tuple[float, int, int]]:
+    """(seconds, running, waiting) of all instances together, whenever that of one of them changes."""
+    if len(timelines) == 1:
+        return timelines[0]
+    last, running, waiting, merged = [(0, 0)] * len(timelines), 0, 0, []
+    events = sorted((at, i, x, y) for i, timeline in enumerate(timelines) for at, x, y in timeline)
+    for at, i, here, waits in events:
+        running, waiting = running + here - last[i][0], waiting + waits - last[i][1]
+        last[i] = here, waits
+        merged.append((at, running, waiting))
+    return merged

@@ -37,6 +37,8 @@ class WorkloadRequest:
       block_size: tokens of a block.
       number: number of the request in its workload, the seed of its unique tokens.
       prompt: the prompt itself, text or token ids, if the workload has it.
+      after: the `number` of the request that it follows: it arrives `delay` seconds after that one's end, and `arrival`
+        does not count. None: it follows none.
 
     Raises:
       TypeError, ValueError: a number is no integer, or out of range.
@@ -49,12 +51,17 @@ class WorkloadRequest:
     block_size: int = TRACE_BLOCK
     number: int = 0
     prompt: str | tuple[int, ...] | None = None
+    after: int | None = None
+    delay: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):
             check_integer(name, getattr(self, name), 1)
         check_integer("block_size", self.block_size, 0)
         check_real("arrival", self.arrival, 0, MAX_ARRIVAL)
+        check_real("delay", self.delay, 0, MAX_ARRIVAL)
+        if self.after is not None:
+            check_integer("after", self.after, 0)
         for block in self.blocks:
             check_integer("blocks", block, 0)
 

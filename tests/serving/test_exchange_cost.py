@@ -17,7 +17,7 @@ from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.runtime import readable_tokens
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.chunking import Chunking, limit_of_rank
-from longctx.simulation import Simulation
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 LLAMA_8B = LlamaConfig.preset("llama-3.1-8b")
@@ -186,7 +186,7 @@ def test_a_decode_takes_as_long_as_the_fullest_rank() -> None:
         return batch.predicted
 
     model = dataclasses.replace(LLAMA_8B, max_positions=2_000_000)
-    simulation = Simulation(model, config, predictor, plan, seconds)
+    simulation = Simulation([Instance(model, config, predictor, plan, seconds=seconds)])
     simulation.run([WorkloadRequest(0.0, 1_000_447, 2)])
     work, predicted = batches[-1]
     assert (work.rows, work.replicated, work.decode_keys) == (1, 1, 1_000_192)

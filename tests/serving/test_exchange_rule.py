@@ -26,7 +26,7 @@ from longctx.serving.scheduler.rank_work import work_by_rank
 from longctx.serving.scheduler.row_buckets import RowBuckets
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
-from longctx.simulation import Simulation
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 PAGE, RANKS, ROWS = 64, 4, 4096
@@ -199,7 +199,7 @@ def simulate(exchange: Any, placement: Any, topology: str, prompt: int) -> list[
     """The steps of one prompt with some output, on 4 hosts."""
     config = EngineConfig(page_size=PAGE, num_pages=8192, max_running=8, token_budget=1024)
     plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
-    simulation = Simulation(MODEL, config, costs(topology), plan)
+    simulation = Simulation([Instance(MODEL, config, costs(topology), plan)])
     return list(simulation.run([WorkloadRequest(0.0, prompt, 4)]).steps)
 
 
@@ -228,8 +228,8 @@ def test_rules_that_need_a_topology_say_so(name: str) -> None:
     config = EngineConfig(page_size=PAGE, num_pages=64, token_budget=64)
     bare = CurvePredictor((1, 64), (1e-3, 2e-3), 1e-9, 1e-9, 1e-6)
     with pytest.raises(ValueError, match="needs a topology"):
-        Simulation(MODEL, config, bare, ParallelPlan(context=2, exchange=name))
-    Simulation(MODEL, config, bare, ParallelPlan(context=2, exchange=name), topology=Topology.preset("h100-tcp"))
+        Instance(MODEL, config, bare, ParallelPlan(context=2, exchange=name))
+    Instance(MODEL, config, bare, ParallelPlan(context=2, exchange=name), topology=Topology.preset("h100-tcp"))
 
 
 def test_without_costs_auto_says_that_it_has_none() -> None:
@@ -339,7 +339,9 @@ def test_keys_travel_in_steps_with_fewer_rows_than_the_token_budget(chunking: st
     config = EngineConfig(page_size=PAGE, num_pages=4000, token_budget=2048, chunking=chunking)
     plan = ParallelPlan(context=RANKS, placement="interleave")
     predictor = roofline(model, topology, 2048, context=RANKS)
-    record = Simulation(model, config, predictor, plan, topology=topology).run([WorkloadRequest(0.0, 60_000, 1)])
+    record = Simulation([Instance(model, config, predictor, plan, topology=topology)]).run(
+        [WorkloadRequest(0.0, 60_000, 1)]
+    )
     exchanges = [step.exchange for step in record.steps if step.exchange]
     assert all("pass_kv" in exchange.reason for exchange in exchanges[:-1])
     assert exchanges[1].name in ("pass_kv", "all_gather")  # few keys are cached

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor import CurvePredictor, Work
-from longctx.simulation import Record, Simulation
+from longctx.simulation import Instance, Record, Simulation
 from longctx.simulation.report import idle_shares, plot, summarize, table
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -25,7 +25,8 @@ FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
 def serve(requests: list[WorkloadRequest], ranks: int, **options: object) -> Record:
     options = {"token_budget": BUDGET, "num_pages": 8192, "prefix_cache": False} | options
     plan = ParallelPlan(context=ranks, exchange="kvp", rank_tokens=LONG)
-    return Simulation(MODEL, EngineConfig(**options), DEVICE, plan).run(requests)  # type: ignore[arg-type]
+    instance = Instance(MODEL, EngineConfig(**options), DEVICE, plan)  # type: ignore[arg-type]
+    return Simulation([instance]).run(requests)
 
 
 def load(ranks: int, output_tokens: int, with_long: bool = True) -> list[WorkloadRequest]:
@@ -90,7 +91,7 @@ def test_decodes_of_other_ranks_keep_their_target_beside_static_chunks(stages: i
     config = EngineConfig(token_budget=BUDGET, num_pages=8192, prefix_cache=False, slo=Slo(tpot=0.1 * stages))
     for ranks, is_bounded in ((1, False), (2, True)):
         plan = ParallelPlan(stages, ranks, exchange="kvp", rank_tokens=LONG)
-        record = Simulation(model, config, DEVICE, plan).run(requests)
+        record = Simulation([Instance(model, config, DEVICE, plan)]).run(requests)
         mixed = [step.predicted for step in record.steps if step.decodes and step.chunks]
         assert (max(mixed) <= 0.1) == is_bounded
         assert len(mixed) > 50
@@ -103,7 +104,7 @@ def test_a_decode_in_a_later_stage_keeps_its_target(stages: int) -> None:
     model = LlamaConfig(50, 8, 8, stages, 1, 1, 8, max_positions=400_000)
     slo = Slo(tpot=0.06 * stages, step_seconds=None)
     config = EngineConfig(token_budget=BUDGET, num_pages=8192, prefix_cache=False, chunking="adaptive", slo=slo)
-    record = Simulation(model, config, DEVICE, ParallelPlan(stages)).run(requests)
+    record = Simulation([Instance(model, config, DEVICE, ParallelPlan(stages))]).run(requests)
     (decoding,) = [x.metrics for x in record.served if x.metrics.output_tokens > 1]
     assert decoding.longest_gap is not None
     assert decoding.longest_gap <= slo.tpot + 1e-9  # type: ignore[operator]
@@ -147,17 +148,17 @@ def test_random_loads_are_served(
     )
     model = LlamaConfig(50, 8, 8, 2, 1, 1, 8, max_positions=20_000)
     plan = ParallelPlan(stages, ranks, exchange=exchange, rank_tokens=3000)  # type: ignore[arg-type]
-    simulation = Simulation(model, config, DEVICE, plan)
-    record = simulation.run(requests)
+    instance = Instance(model, config, DEVICE, plan)
+    record = Simulation([instance]).run(requests)
     assert len(record.served) == len(requests)
-    assert simulation.core.pool.num_held == 0
+    assert instance.core.pool.num_held == 0
     for step in record.steps:
         assert step.decodes + step.prompt_tokens <= 128 * ranks
         assert len(step.idle_share) == ranks
         assert min(step.idle_share) == 0 <= max(step.idle_share) <= 1
         if chunking == "adaptive" and exchange == "kvp" and step.decodes:
             starts = {at for at, _ in step.chunks}
-            sizes = [(at, simulation.core.scheduler.chunker._smallest(at, 0.5)) for at in starts]
+            sizes = [(at, instance.core.scheduler.chunker._smallest(at, 0.5)) for at in starts]
             least = max((DEVICE.seconds(Work().with_chunk(at, size, True)) for at, size in sizes), default=0.0)
             assert step.predicted <= tpot / stages + least
 

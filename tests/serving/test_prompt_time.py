@@ -10,20 +10,20 @@ from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.scheduler.prompt_time import PromptTime
-from longctx.simulation import Simulation
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = dataclasses.replace(LlamaConfig.preset("llama-3.1-8b"), max_positions=4_200_000)
 
 
-def simulation(plan: ParallelPlan, rows: int, tpot: float | None, num_pages: int = 16_000) -> Simulation:
+def make_instance(plan: ParallelPlan, rows: int, tpot: float | None, num_pages: int = 16_000) -> Instance:
     """Llama 3.1 8B on H100s over RDMA, pages of 256 tokens."""
     topology = Topology.preset("h100-rdma")
     predictor = roofline(MODEL, topology, rows, stage=plan.stage, tensor=plan.tensor, context=plan.context)
     config = EngineConfig(
         token_budget=rows, max_running=8, page_size=256, num_pages=num_pages, prefix_cache=False, slo=Slo(tpot=tpot)
     )
-    return Simulation(MODEL, config, predictor, plan)
+    return Instance(MODEL, config, predictor, plan)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def simulation(plan: ParallelPlan, rows: int, tpot: float | None, num_pages: int
 def test_a_prompt_takes_what_was_predicted(tokens: int, rank_tokens: int | None, exchange: str, placement: str) -> None:
     """TP 4 and 4 stages, as in Mnemosyne's figure 18; on 4 ranks."""
     plan = ParallelPlan(4, 4, 4, exchange, placement, rank_tokens)  # type: ignore[arg-type]
-    run = simulation(plan, 4096, None)
-    predicted = run.core.scheduler.forecast.prefill_seconds(0, tokens)
-    record = run.run([WorkloadRequest(0.0, tokens, 1)])
+    instance = make_instance(plan, 4096, None)
+    predicted = instance.core.scheduler.forecast.prefill_seconds(0, tokens)
+    record = Simulation([instance]).run([WorkloadRequest(0.0, tokens, 1)])
     steps = [max(step.rank_seconds) for step in record.steps if step.chunks]
     assert predicted == pytest.approx(sum(steps), rel=0.03)
     (served,) = record.served
@@ -54,8 +54,8 @@ def test_a_prompt_takes_what_was_predicted(tokens: int, rank_tokens: int | None,
 
 def test_the_rest_of_a_prompt_is_predicted_as_it_is_read() -> None:
     plan = ParallelPlan(1, 4, 8, "kvp", rank_tokens=200_000)
-    run = simulation(plan, 4096, None)
-    scheduler, forecast = run.core.scheduler, run.core.scheduler.forecast
+    instance = make_instance(plan, 4096, None)
+    scheduler, forecast = instance.core.scheduler, instance.core.scheduler.forecast
     left: list[tuple[float, float]] = []
 
     def note(record: object) -> None:
@@ -64,7 +64,7 @@ def test_the_rest_of_a_prompt_is_predicted_as_it_is_read() -> None:
                 (sequence.prefill_remaining, forecast.prefill_seconds(sequence.computed, sequence.length, None))
             )
 
-    run.run([WorkloadRequest(0.0, 700_000, 1)], progress=note)
+    Simulation([instance]).run([WorkloadRequest(0.0, 700_000, 1)], progress=note)
     assert len(left) > 150
     for remaining, predicted in left:
         assert remaining == pytest.approx(predicted, rel=0.03, abs=0.01)
@@ -73,7 +73,7 @@ def test_the_rest_of_a_prompt_is_predicted_as_it_is_read() -> None:
 def test_who_is_on_more_ranks_is_promised_less_time() -> None:
     """Less than on one rank, whose attention grows with the whole context; and the deadline follows."""
     seconds = [
-        simulation(
+        make_instance(
             ParallelPlan(context=4, tensor=8, exchange="kvp", rank_tokens=limit), 4096, None
         ).core.scheduler.forecast.prefill_seconds(0, 3_900_000)
         for limit in (4_000_000, 1_000_000)
@@ -83,7 +83,7 @@ def test_who_is_on_more_ranks_is_promised_less_time() -> None:
 
 def test_the_limit_of_a_rank_follows_the_tpot_target() -> None:
     """A chunk runs beside decodes: 30 ms allow less than a decode alone could read, and 100 ms more."""
-    placer = simulation(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.growth._placer
+    placer = make_instance(ParallelPlan(4, 4, 4), 2048, 0.03).core.scheduler.growth._placer
     limits = [256 * placer.limit(tpot) for tpot in (0.03, 0.1, None)]
     assert limits[0] < 1_000_000
     assert limits[0] < limits[1] < limits[2]

@@ -16,7 +16,7 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.chunking import Chunker, Chunking
 from longctx.serving.scheduler.policy import POLICIES, by_urgency, make_policy
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.simulation import Record, Simulation, VirtualExecutor
+from longctx.simulation import Instance, Record, Simulation, VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = Llama(LlamaConfig(50, 8, 8, 1, 1, 1, 8, max_positions=200_000))
@@ -28,11 +28,11 @@ FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
 
 def serve(
     requests: list[WorkloadRequest], device: Callable[[Batch], float] | None = None, **options: object
-) -> tuple[Record, Simulation]:
+) -> tuple[Record, Instance]:
     """In virtual time, by a scheduler whose predictor is `DEVICE`."""
     options = {"token_budget": BUDGET, "page_size": 64, "num_pages": 8192, "prefix_cache": False} | options
-    simulation = Simulation(MODEL.config, EngineConfig(**options), DEVICE, seconds=device)  # type: ignore[arg-type]
-    return simulation.run(requests), simulation
+    instance = Instance(MODEL.config, EngineConfig(**options), DEVICE, seconds=device)  # type: ignore[arg-type]
+    return Simulation([instance]).run(requests), instance
 
 
 def make_engine(**options: object) -> Engine:
@@ -74,13 +74,13 @@ def test_no_decode_waits_longer_than_promised(
     def device(batch: Batch) -> float:
         return DEVICE.seconds(batch.work) * float(rng.uniform(1 - error, 1 + error))
 
-    record, simulation = serve(
+    record, instance = serve(
         requests, device, policy=policy, chunking="adaptive", slo=Slo(tpot=tpot), run_ahead=run_ahead
     )
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
     assert mixed
-    least = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.5)
+    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
     for step in mixed:
         # Decodes wait for just this step: it ends in time as far as predictions, corrected on the way, are right.
         assert step.seconds <= step.predicted * (1 + error) / (1 - error) + 1e-9
@@ -92,12 +92,12 @@ def test_no_decode_waits_longer_than_promised(
 def test_chunks_shrink_as_the_context_grows() -> None:
     """Beside one decode, with steps that use the time they may take, and no less than the smallest efficient chunk."""
     requests = [WorkloadRequest(0.0, 10, 3000), WorkloadRequest(1.0, 150_000, 1, number=1)]
-    record, simulation = serve(requests, chunking="adaptive", slo=Slo(tpot=0.1))
+    record, instance = serve(requests, chunking="adaptive", slo=Slo(tpot=0.1))
     chunks = [(at, count, s) for s in record.steps for at, count in s.chunks if at > 0]
     sizes = [count for _, count, _ in chunks[:-1]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 350
-    least = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.5)
+    least = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.5)
     assert least(0) > least(100_000) >= 1
     for at, count, step in chunks[:-1]:
         work = Work(1, 1, 10 + step.number)
@@ -117,10 +117,10 @@ def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:
 @pytest.mark.parametrize("step_seconds", [0.02, 0.1, 0.15])
 def test_without_decodes_a_step_takes_no_longer_than_those_who_come_may_wait(step_seconds: float) -> None:
     """Unless that is less than a chunk needs for four fifths of the best one's speed."""
-    record, simulation = serve(
+    record, instance = serve(
         [WorkloadRequest(0.0, 60_000, 1)], chunking="adaptive", token_budget=2048, slo=Slo(step_seconds=step_seconds)
     )
-    good = functools.partial(simulation.core.scheduler.chunker._smallest, efficient=0.8)
+    good = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.8)
     sizes = [(at, count, step.predicted) for step in record.steps for at, count in step.chunks]
     assert all(predicted <= step_seconds or count <= good(at) for at, count, predicted in sizes)
     seconds = sum(step.seconds for step in record.steps)
@@ -274,8 +274,8 @@ def test_who_is_put_back() -> None:
     """Prompts before decodes, then the least urgent by priority: a decode goes on at the price of a prompt."""
     page = {"page_size": 64, "num_pages": 40, "admission": "optimistic", "max_running": 8}
     requests = [WorkloadRequest(0.0, 2000, 1, number=0), *(WorkloadRequest(0.1, 60, 190, number=i) for i in (1, 2, 3))]
-    record, simulation = serve(requests, policy="srpf", chunking="static:16", **page)
-    assert simulation.core.stats().preemptions > 0
+    record, instance = serve(requests, policy="srpf", chunking="static:16", **page)
+    assert instance.core.stats().preemptions > 0
     assert {x.metrics.prompt_tokens for x in record.served if x.metrics.preemptions} == {2000}
 
 
@@ -404,7 +404,7 @@ def test_settings_of_the_papers() -> None:
     longest, short = {}, {}
     for name, (make, plan) in settings.items():
         config = make(page_size=64, num_pages=2048, prefix_cache=False)
-        record = Simulation(MODEL.config, config, DEVICE, plan).run(requests)
+        record = Simulation([Instance(MODEL.config, config, DEVICE, plan)]).run(requests)
         assert len(record.served) == len(requests)
         mixed = [step for step in record.steps if step.decodes and step.chunks]
         longest[name] = max(step.seconds for step in mixed)

@@ -101,7 +101,7 @@ class Core:
                 continue
             sequence.length = completion.num_known
             if self.page_hash is not None and completion.request.shares_pages:
-                self.page_hash.extend(sequence.keys, completion.tokens, _root(self.page_hash, completion))
+                completion.extend_keys(sequence.keys, self.page_hash)
             if progress.lease is not None:
                 sequence.source, sequence.available = progress.lease, length
                 keys = self._lease_keys(completion, sequence.keys, progress.length)
@@ -185,7 +185,7 @@ class Core:
             completion = completion_of(sequence)
             text, reason = completion.push(token, logprob, now)
             if page_hash is not None and self._fills_page(completion):
-                page_hash.extend(sequence.keys, completion.tokens, _root(page_hash, completion))
+                completion.extend_keys(sequence.keys, page_hash)
             receive(sequence)
             if reason is None:
                 events.append(completion.event(text, token))

@@ -120,6 +120,11 @@ class SequenceMaker:
         self._rng = np.random.default_rng(config.seed)
         self._count = 0
 
+    def next_order(self) -> int:
+        """The number of a sequence that somebody else makes."""
+        self._count += 1
+        return self._count - 1
+
     def make(
         self, prepared: PreparedRequest, request_id: str, arrival: float, seed: int | None = None
     ) -> list[Sequence]:

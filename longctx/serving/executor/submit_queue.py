@@ -68,6 +68,11 @@ class SubmitQueue:
     def __bool__(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def oldest(self) -> Any:
+        """What the executor knows the oldest in-flight batch by."""
+        return self._queue[0][1]
+
     def submit(self, batch: Batch) -> None:
         """Begin a batch. One that computes nothing has no results."""
         begun = self._clock()

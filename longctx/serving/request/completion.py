@@ -1,6 +1,7 @@
 """One completion of a request, as the engine keeps it: tokens, text, and what ends them."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -8,6 +9,10 @@ from longctx.serving.request.detokenizer import Detokenizer
 from longctx.serving.request.output import Event, FinishReason, Lease, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from longctx.serving.kv_cache.page_pool import Key
+    from longctx.serving.kv_cache.prefix import PageHash
 
 
 @dataclass(eq=False)
@@ -59,13 +64,7 @@ class Completion:
         """Take a token; returns the text that became certain, and why the sequence ends here, if it does."""
         self.known[self.num_known] = token
         self.num_known += 1
-        metrics = self.metrics
-        metrics.output_tokens += 1
-        if metrics.last_token is None:
-            metrics.first_token = now
-        elif now - metrics.last_token > metrics.longest_gap:
-            metrics.longest_gap = now - metrics.last_token
-        metrics.last_token = now
+        self.metrics.note_token(now)
         if logprob is not None:
             self.logprobs.append(logprob)
         reason: FinishReason | None = None
@@ -83,6 +82,10 @@ class Completion:
         if piece:
             self.text += piece
         return piece, reason
+
+    def extend_keys(self, keys: "list[Key]", page_hash: "PageHash") -> None:
+        """Append the keys of its full pages that `keys` does not have yet."""
+        page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
         """Of the prompt's tokens from position `start` on; those that a preempted request computes anew are known."""

@@ -47,6 +47,15 @@ class Metrics:
     passed_by: int = 0
     loaded_tokens: int = 0
 
+    def note_token(self, now: float) -> None:
+        """A token has come."""
+        self.output_tokens += 1
+        if self.last_token is None:
+            self.first_token = now
+        elif now - self.last_token > self.longest_gap:
+            self.longest_gap = now - self.last_token
+        self.last_token = now
+
     @property
     def ttft(self) -> float | None:
         """Time to first token, from arrival."""

@@ -1,0 +1,244 @@
+"""An engine in virtual time: the core that serves, driven by events. No JAX, no device."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.engine.build import build_core
+from longctx.serving.engine.core import Core
+from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.engine.run_step import DecisionLog, begin_steps, end_step, run_step
+from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.output import Metrics
+from longctx.serving.request.request import Request
+from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.sequence import Sequence
+from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.record import Totals
+from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
+from longctx.simulation.virtual_executor import VirtualExecutor
+from longctx.simulation.workloads import WorkloadRequest
+
+OnEnd = Callable[[WorkloadRequest, Metrics], object]
+
+
+class Server(Protocol):
+    """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
+
+    Attributes:
+      name: that no other one of a simulation has.
+      num_devices: GPUs.
+      keep_steps: whether `steps` and `timeline` are wanted; set before `attach`.
+      steps, timeline, totals, stats: see `Record`. Times are those of the loop.
+    """
+
+    name: str
+    num_devices: int
+    keep_steps: bool
+    steps: list[StepMetrics]
+    timeline: list[tuple[float, int, int]]
+    totals: Totals
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Predicted seconds of all prompts that it has not computed, by which requests are routed."""
+        ...
+
+    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
+        """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
+
+        Records of the run before are dropped.
+        """
+        ...
+
+    def check(self, request: WorkloadRequest) -> None:
+        """ValueError if a request can never be served."""
+        ...
+
+    def add(self, request: WorkloadRequest, arrival: float) -> None:
+        """A request comes at `loop.now`; it was due at `arrival`."""
+        ...
+
+    def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
+        """End the run: forget the requests that have not ended, which are returned."""
+        ...
+
+
+class Instance:
+    """One engine: a `Core` with its plan, pages and stages.
+
+    Its cache stays from run to run.
+
+    Args:
+      model: its sizes are what requests are checked against.
+      config: of the engine; `num_pages` must be given.
+      predictor: what the scheduler goes by, and unless `seconds` is given, how long batches take.
+      plan: of the devices. None: one device.
+      seconds: that a batch takes in one stage.
+      topology: by which exchanges are chosen where the predictor does not know them.
+      name: that no other instance of a simulation has.
+      logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
+
+    Raises:
+      ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
+    """
+
+    def __init__(
+        self,
+        model: LlamaConfig,
+        config: EngineConfig,
+        predictor: Predictor,
+        plan: ParallelPlan | None = None,
+        *,
+        seconds: Callable[[Batch], float] | None = None,
+        topology: Topology | None = None,
+        name: str = "0",
+        logs: Iterable[DecisionLog] = (),
+    ) -> None:
+        if config.num_pages is None:
+            raise ValueError("num_pages must be given: there is no device whose memory would say it")
+        plan = plan or ParallelPlan()
+        plan.check(model, plan.num_devices)
+        self._max_length = config.longest_sequence(model.max_positions)
+        check_predictor(predictor, config.token_budget)
+        self._core, self._input_processor, self._sequence_maker = build_core(
+            model, config, plan, predictor, config.num_pages, self._max_length, topology=topology
+        )
+        self.name, self.num_devices, self.plan, self.config = name, plan.num_devices, plan, config
+        self._vocab_size = model.vocab_size
+        self.executor = _Executor(seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan)
+        self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
+        self._logs = tuple(logs)
+        self._num_requests = 0
+        self.keep_steps = True
+
+    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
+        """See `Server.attach`."""
+        self._loop, self._on_end, self._seed = loop, on_end, seed
+        self.executor.now = max(self.executor.now, loop.now)
+        self.steps: list[StepMetrics] = []
+        self.timeline: list[tuple[float, int, int]] = []
+        self.totals = Totals()
+        self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
+        self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
+        self._busy_since = loop.now
+
+    @property
+    def core(self) -> Core:
+        """The core that decides, as it is now."""
+        return self._core
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Predicted seconds of all prompts that it has not computed."""
+        scheduler = self._core.scheduler
+        prompts = (scheduler.waiting, scheduler.running.prefilling)
+        return sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+
+    def check(self, request: WorkloadRequest) -> None:
+        """ValueError if a request is longer than the longest sequence, or than the cache."""
+        if request.length > self._max_length:
+            raise ValueError(f"has {request.length} tokens, more than the {self._max_length} of the longest")
+        self._core.scheduler.check(request.prompt_tokens, request.output_tokens)
+
+    def add(self, request: WorkloadRequest, arrival: float) -> None:
+        """A request comes at `loop.now`; it was due at `arrival`."""
+        request_id = f"request-{self._num_requests}"
+        self._num_requests += 1
+        if request.prompt is None:
+            order, has_keys = self._sequence_maker.next_order(), self.config.prefix_cache
+            size, seed = self.config.page_size, self._seed
+            sequence = make_sequence(request, request_id, order, arrival, size, seed, has_keys)
+        else:
+            sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
+            tokens = request.tokens(self._vocab_size, self._seed)
+            prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
+            (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
+        self._open[request_id] = request, sequence
+        self.core.add([sequence])
+        self._wake()
+
+    def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
+        """Cancel what has not ended, and wait for its batches."""
+        core, left = self.core, []
+        for request, sequence in self._open.values():
+            assert sequence.completion is not None
+            left.append((request, sequence.completion.metrics))
+            core.cancel(sequence)
+        self._open.clear()
+        while (step := run_step(core, self._queue, self.executor.now)) is not None:
+            core.end(step.batch, step.results, step.finished, None)
+        return left
+
+    def _wake(self) -> None:
+        """See to it that a step begins, after all else that happens now."""
+        if not (self._is_due or self._is_busy):
+            self._is_due = True
+            self._loop.at(self._loop.now, self._begin)
+
+    def _begin(self) -> None:
+        """Begin what can be, and plan the end of the oldest batch."""
+        self._is_due = False
+        if not self._queue:
+            self._busy_since = self._loop.now
+        self.executor.now = self._loop.now
+        self._is_busy = begin_steps(self._core, self._queue, self._loop.now, self._logs)
+        for load in self.executor.poll_loads():
+            self._core.end_load(load)
+            self._wake()
+        if self._is_busy:
+            self._loop.at(max(self._loop.now, self._queue.oldest.ready), self._end)
+
+    def _end(self) -> None:
+        """The oldest batch ends: its tokens come."""
+        stage_seconds = self._queue.oldest.seconds
+        step = end_step(self._queue, self._logs)
+        self._note(step, stage_seconds)
+        self._is_busy = False
+        events = self._core.end(step.batch, step.results, step.finished, step.seconds)
+        for event in events:
+            if event.output is not None:
+                request, _ = self._open.pop(event.request_id)
+                self._on_end(request, event.output.metrics)
+        if self.keep_steps:
+            scheduler = self._core.scheduler
+            self.timeline.append((step.finished, len(scheduler.running), len(scheduler.waiting)))
+        self._wake()
+
+    def _note(self, step: EndedStep, stage_seconds: float) -> None:
+        """Count what a step has computed, whose results the core has not taken yet."""
+        batch, totals = step.batch, self.totals
+        work = batch.work if self.plan.context == 1 else Work.of([chunk[2:5] for chunk in batch.chunks])
+        totals.steps += 1
+        totals.rows += work.rows
+        totals.samples += work.samples
+        totals.pairs += work.pairs
+        totals.keys += work.keys
+        totals.stage_seconds += stage_seconds
+        totals.busy += step.finished - self._busy_since
+        self._busy_since = step.finished
+        if self.keep_steps:
+            self.steps.append(StepMetrics.of(step))
+
+
+class _Executor(VirtualExecutor):
+    """Draws no tokens for sequences without tokens."""
+
+    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan) -> None:
+        super().__init__(seconds, vocab_size, plan.stage)
+
+    def _token(self, chunk: Chunk) -> int:
+        return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)
