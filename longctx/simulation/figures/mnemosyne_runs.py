@@ -16,10 +16,11 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import CurvePredictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.slo import Slo
-from longctx.simulation.event_loop import Simulation
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.hardware import predictor
+from longctx.simulation.instance import Instance
 from longctx.simulation.models import MODELS
+from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import Totals
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -94,19 +95,21 @@ def serve(
 
     Args:
       outputs: tokens that are generated after it.
-      short: requests that decode all the while; they are there first.
+      short: requests that decode all the while: their prompts have been computed when the long one comes.
     """
-    # So many that they don't run out of tokens: a chunk of an adaptive step has at least 32 tokens in these figures.
+    arrival = 0.05 * short
+    # So many tokens that they don't run out of them: an adaptive chunk has at least 32 tokens in these figures, and a
+    # step takes a millisecond.
     chunk = 32 if config.chunking == "adaptive" else config.token_budget - short
-    decoded = prompt // chunk + 64
+    decoded = prompt // chunk + round(arrival / 1e-3) + 64
     pages = -(-(prompt + outputs) // PAGE) + short * (-(-(SHORT + decoded) // PAGE) + 1) + 2
     config = dataclasses.replace(
         config, page_size=PAGE, num_pages=pages, max_running=short + 1, prefix_cache=False, run_ahead=1
     )
-    simulation = Simulation(model, config, predict(model, plan, config.token_budget), plan, topology=TOPOLOGY)
+    instance = Instance(model, config, predict(model, plan, config.token_budget), plan, topology=TOPOLOGY)
     requests = [WorkloadRequest(0.0, SHORT, decoded, number=number) for number in range(short)]
-    record = simulation.run([*requests, WorkloadRequest(0.0, prompt, outputs, number=short)])
-    long = next(served for served in record.served if served.metrics.prompt_tokens == prompt)
+    record = Simulation([instance]).run([*requests, WorkloadRequest(arrival, prompt, outputs, number=short)])
+    long = next(served for served in record.served if served.number == short)
     name, steps, chunks = f"request-{short}", [], []
     for step in record.steps:
         rows = sum(count for request, count, decodes in step.rows if request == name and not decodes)
