@@ -21,7 +21,7 @@ from longctx.simulation.hardware import predictor
 from longctx.simulation.instance import Instance
 from longctx.simulation.models import MODELS
 from longctx.simulation.simulation import Simulation
-from longctx.simulation.utilization import Totals
+from longctx.simulation.utilization import Totals, device_memory
 from longctx.simulation.workloads import WorkloadRequest
 
 TOPOLOGY = Topology.preset("h100-rdma")
@@ -31,7 +31,7 @@ PAGE = 1024  # tokens
 SHORT = 1000  # tokens of a short request's prompt (figure 22)
 M = 1_000_000
 B8, B70 = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
-NAMES = {id(B8): "8B", id(B70): "70B"}
+MODELS_BY_NAME = {"8B": B8, "70B": B70}
 SHRINK = 64  # by which --quick shortens prompts
 
 
@@ -45,9 +45,17 @@ def predict(model: LlamaConfig, plan: ParallelPlan, rows: int = CHUNK) -> CurveP
     return predictor(model, TOPOLOGY, plan, max_rows=rows)
 
 
-def static(rows: int) -> EngineConfig:
-    """As many rows in every step, decodes among them, first come first served."""
-    return EngineConfig.sarathi(rows, slo=Slo(tpot=None, step_seconds=None), max_running=1)
+def fits(model: LlamaConfig, plan: ParallelPlan, prompt: int) -> bool:
+    """Whether weights, keys and values fit into the memory of a plan's devices."""
+    return device_memory(model, plan, TOPOLOGY.device, prompt, CHUNK).fits
+
+
+def static(rows: int, target: float | None = None) -> EngineConfig:
+    """As many rows in every step, decodes among them, first come first served.
+
+    `target`: seconds between tokens; a request grows onto another rank so that it is kept.
+    """
+    return EngineConfig.sarathi(rows, slo=Slo(tpot=target, step_seconds=None), max_running=1)
 
 
 def adaptive(target: float) -> EngineConfig:
@@ -88,14 +96,26 @@ class Run:
         return totals
 
 
+def ranks_of(step: StepMetrics) -> int:
+    """Context ranks that computed something in a step."""
+    return max(1, sum(seconds > 0 for seconds in step.rank_seconds))
+
+
 def serve(
-    model: LlamaConfig, plan: ParallelPlan, config: EngineConfig, prompt: int, outputs: int = 1, short: int = 0
+    model: LlamaConfig,
+    plan: ParallelPlan,
+    config: EngineConfig,
+    prompt: int,
+    outputs: int = 1,
+    short: int = 0,
+    memory: int | None = None,
 ) -> Run:
     """Serve a prompt of so many tokens.
 
     Args:
       outputs: tokens that are generated after it.
       short: requests that decode all the while: their prompts have been computed when the long one comes.
+      memory: tokens that a rank has room for; None: all that there are.
     """
     arrival = 0.05 * short
     # So many tokens that they don't run out of them: an adaptive chunk has at least 32 tokens in these figures, and a
@@ -103,6 +123,7 @@ def serve(
     chunk = 32 if config.chunking == "adaptive" else config.token_budget - short
     decoded = prompt // chunk + round(arrival / 1e-3) + 64
     pages = -(-(prompt + outputs) // PAGE) + short * (-(-(SHORT + decoded) // PAGE) + 1) + 2
+    pages = pages if memory is None else -(-memory // PAGE)
     config = dataclasses.replace(
         config, page_size=PAGE, num_pages=pages, max_running=short + 1, prefix_cache=False, run_ahead=1
     )
