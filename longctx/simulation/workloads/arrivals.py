@@ -1,0 +1,125 @@
+"""When requests arrive: at random, as in a trace, or when the answer before is there."""
+
+import dataclasses
+import math
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from longctx.serving.validation import check_integer, check_real, shown
+from longctx.simulation.workloads.request import MAX_ARRIVAL, WorkloadRequest
+
+MAX_RATE = 1e9  # requests a second
+
+
+def arrive_at_rate(requests: List[WorkloadRequest], rate: float, seed: int = 0) -> list[WorkloadRequest]:
+    """Give requests the arrival times of a Poisson process of `rate` a second; with an infinite rate all are 0.
+
+    Follow-ups keep following whom they follow, and take no part in the process.
+
+    Raises:
+      TypeError, ValueError: the rate is not positive.
+    """
+    first = [request for request in requests if request.after is None]
+    if rate == math.inf:
+        times = [0.0] * len(first)
+    else:
+        _check_rate(rate)
+        times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(first))).tolist()
+    return _with_times(requests, times)
+
+
+def arrive_like(
+    requests: List[WorkloadRequest], trace: List[WorkloadRequest], rate: float | None = None
+) -> list[WorkloadRequest]:
+    """Give requests the arrival times of a trace's first requests, one after the other.
+
+    Args:
+      rate: requests a second on average, to which the times are stretched; None: as they are.
+
+    Raises:
+      TypeError, ValueError: the trace has fewer requests, the rate is not positive, or all of the trace's come at once.
+    """
+    num_first = sum(request.after is None for request in requests)
+    times = sorted(request.arrival for request in trace if request.after is None)[:num_first]
+    if len(times) < num_first:
+        raise ValueError(f"trace must have arrivals for {num_first} requests, got {len(times)}")
+    if rate is not None and times:
+        span = times[-1] - times[0]
+        if span <= 0:
+            raise ValueError("trace must have arrivals at different times to be stretched to a rate")
+        factor = (len(times) - 1) / (span * _check_rate(rate))
+        times = [(time - times[0]) * factor for time in times]
+    return _with_times(requests, times)
+
+
+def jitter_arrivals(requests: List[WorkloadRequest], seconds: float = 3.0, seed: int = 0) -> list[WorkloadRequest]:
+    """Move each arrival by a random part of `seconds` to later times, and sort the requests by arrival again.
+
+    Timestamps of Mooncake's traces are on ticks of 3 s: bursts that were none. Follow-ups stay as they are.
+
+    Raises:
+      TypeError, ValueError: seconds is negative or not finite.
+    """
+    check_real("seconds", seconds, 0, MAX_ARRIVAL)
+    moves = np.random.default_rng(seed).uniform(0, seconds, len(requests)).tolist()
+    moved = [
+        request if request.after is not None else dataclasses.replace(request, arrival=request.arrival + move)
+        for request, move in zip(requests, moves, strict=True)
+    ]
+    return sorted(moved, key=lambda request: request.arrival)
+
+
+def closed_loop(
+    requests: List[WorkloadRequest], users: int, delay: float = 0.0, start: float = 0.0
+) -> list[WorkloadRequest]:
+    """Let `users` users send the requests in turn, each its next one `delay` seconds after the end of the one before.
+
+    Args:
+      start: seconds over which the users' first requests are spread evenly.
+
+    Raises:
+      TypeError, ValueError: there is no user, a number is negative, or requests follow others already.
+    """
+    check_integer("users", users, 1)
+    check_real("delay", delay, 0, MAX_ARRIVAL)
+    check_real("start", start, 0, MAX_ARRIVAL)
+    if any(request.after is not None for request in requests):
+        raise ValueError("requests must not follow others already")
+    looped = []
+    for number, request in enumerate(requests):
+        follows = number >= users
+        looped.append(
+            dataclasses.replace(
+                request,
+                number=number,
+                arrival=start * (number % users) / users,
+                after=number - users if follows else None,
+                delay=delay if follows else 0.0,
+                session=f"user-{number % users}",
+            )
+        )
+    return sorted(looped, key=lambda request: request.arrival)
+
+
+def _check_rate(rate: float) -> float:
+    value = check_real("rate", rate, 0, MAX_RATE)
+    if value == 0:
+        raise ValueError(f"rate must be above 0, got {shown(rate)}")
+    return value
+
+
+def _with_times(requests: List[WorkloadRequest], times: List[float]) -> list[WorkloadRequest]:
+    """Requests with the times of those that follow nobody; who follows has that of whom it follows."""
+    arrivals: dict[int, float] = {}
+    given = iter(times)
+    found = []
+    for request in sorted(requests, key=lambda request: request.number) if _has_followers(requests) else requests:
+        arrival = next(given) if request.after is None else arrivals.get(request.after, 0.0)
+        arrivals[request.number] = arrival
+        found.append(dataclasses.replace(request, arrival=arrival))
+    return sorted(found, key=lambda request: request.arrival)
+
+
+def _has_followers(requests: List[WorkloadRequest]) -> bool:
+    return any(request.after is not None for request in requests)

@@ -1,0 +1,84 @@
+"""Distributions of lengths, and requests that are drawn from them."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.serving.validation import MAX_INT32, check_integer, check_real
+from longctx.simulation.workloads.request import WorkloadRequest
+
+
+class Lengths(NamedTuple):
+    """A distribution of lengths from low to high, both included: uniform, or log-uniform with `log`."""
+
+    low: int
+    high: int
+    log: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Parse `N`, `LOW:HIGH` or `LOW:HIGH:log`.
+
+        Raises:
+          ValueError: the text has another form, or not 1 <= LOW <= HIGH.
+        """
+        numbers, log = (text[:-4], True) if text.endswith(":log") else (text, False)
+        low, colon, high = numbers.partition(":")
+        try:
+            lengths = cls(int(low), int(high if colon else low), log)
+        except ValueError:
+            raise ValueError(f"must be N, LOW:HIGH or LOW:HIGH:log, got {text!r}") from None
+        if not 1 <= lengths.low <= lengths.high:
+            raise ValueError(f"must have 1 <= LOW <= HIGH, got {text!r}")
+        return lengths
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Draw integers `[count]`."""
+        if not self.log:
+            return rng.integers(self.low, self.high + 1, count)
+        drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high + 1), count))
+        return np.clip(drawn.astype(int), self.low, self.high)
+
+
+class Quantiles:
+    """A distribution of lengths that is known by some of its quantiles, and log-uniform between each two of them.
+
+    Args:
+      points: pairs of a share and the length that so many are below: shares rise from 0 to 1, lengths from 1.
+
+    Raises:
+      TypeError, ValueError: shares or lengths don't rise so.
+    """
+
+    def __init__(self, *points: tuple[float, int]) -> None:
+        shares = [check_real("share", share, 0, 1) for share, _ in points]
+        lengths = [check_integer("length", length, 1, MAX_INT32) for _, length in points]
+        rises = all(a < b for a, b in itertools.pairwise(shares)) and lengths == sorted(lengths)
+        if len(points) < 2 or shares[0] != 0 or shares[-1] != 1 or not rises:
+            raise ValueError(f"points must rise from a share of 0 to one of 1, got {points}")
+        self._shares, self._logs = np.array(shares), np.log(lengths)
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Draw integers `[count]`."""
+        return np.rint(np.exp(np.interp(rng.uniform(size=count), self._shares, self._logs))).astype(int)
+
+
+def synthesize(
+    num_requests: int,
+    prompt_tokens: Lengths | Quantiles,
+    output_tokens: Lengths | Quantiles,
+    shared_prefix: int = 0,
+    seed: int = 0,
+) -> list[WorkloadRequest]:
+    """Generate requests that all arrive at 0; each prompt is `shared_prefix` common tokens and a unique rest."""
+    check_integer("shared_prefix", shared_prefix, 0)
+    rng = np.random.default_rng(seed)
+    prompts = prompt_tokens.draw(rng, num_requests) + shared_prefix
+    outputs = output_tokens.draw(rng, num_requests)
+    blocks = (0,) if shared_prefix else ()
+    return [
+        WorkloadRequest(0.0, prompt, output, blocks, shared_prefix, number)
+        for number, (prompt, output) in enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True))
+    ]

@@ -1,0 +1,142 @@
+"""One request of a workload, and what is done with lists of them."""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+import numpy as np
+
+from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text
+
+TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
+MAX_ARRIVAL = 1e9  # seconds, which a clock can wait for
+MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True)
+class WorkloadRequest:
+    """One request of a workload.
+
+    A request with `after` is a follow-up, of a conversation or of a user who waits for an answer: it arrives `delay`
+    seconds after request number `after` has ended, but not before `arrival`. So multi-turn sessions and closed loops
+    are data like any other.
+
+    Attributes:
+      arrival: seconds from the beginning of the workload.
+      prompt_tokens: tokens of the prompt.
+      output_tokens: tokens to generate.
+      blocks: ids of the prompt's first blocks; blocks with one id have the same tokens. Tokens after them are unique.
+      block_size: tokens of a block.
+      number: number of the request in its workload, the seed of its unique tokens.
+      prompt: the prompt itself, text or token ids, if the workload has it.
+      after: number of the request that it follows, which is less than its own; None: it follows nobody.
+      delay: seconds from that one's end to its arrival.
+      session: name of the conversation or user that it belongs to; None: of none.
+
+    Raises:
+      TypeError, ValueError: a number is no integer, or out of range.
+    """
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    block_size: int = TRACE_BLOCK
+    number: int = 0
+    prompt: str | tuple[int, ...] | None = None
+    after: int | None = None
+    delay: float = 0.0
+    session: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens"):
+            check_integer(name, getattr(self, name), 1, MAX_INT32)
+        check_integer("block_size", self.block_size, 0)
+        check_integer("number", self.number, 0)
+        check_real("arrival", self.arrival, 0, MAX_ARRIVAL)
+        check_real("delay", self.delay, 0, MAX_ARRIVAL)
+        for block in self.blocks:
+            if type(block) is not int or block < 0:  # the common case, for traces of millions of blocks
+                check_integer("blocks", block, 0)
+        if self.after is not None:
+            check_integer("after", self.after, 0)
+            if self.after >= self.number:
+                raise ValueError(f"after must be the number of an earlier request than {self.number}, got {self.after}")
+        elif self.delay:
+            raise ValueError(f"delay is of a request that follows another: after must be given, got delay={self.delay}")
+        if self.session is not None:
+            check_text("session", self.session)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+    def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
+        """The tokens of the prompt, int32 `[prompt_tokens]`; TypeError if it is text."""
+        if self.prompt is not None:
+            if isinstance(self.prompt, str):
+                raise TypeError("prompt is text: encode it first")
+            return np.array(self.prompt, np.int32)
+        parts, missing = [], self.prompt_tokens
+        for block in self.blocks:
+            parts.append(_draw((seed, 0, block), vocab_size, min(self.block_size, missing)))
+            missing -= len(parts[-1])
+        parts.append(_draw((seed, 1, self.number), vocab_size, missing))
+        return np.concatenate(parts)
+
+
+def check_followers(requests: List[WorkloadRequest]) -> None:
+    """Check who follows whom; ValueError if numbers repeat, or a request follows one that is not in the workload."""
+    numbers = {request.number for request in requests}
+    if all(request.after is None for request in requests):
+        return
+    if len(numbers) < len(requests):
+        raise ValueError("requests must have numbers of their own where some follow others")
+    for request in requests:
+        if request.after is not None and request.after not in numbers:
+            raise ValueError(f"request {request.number} follows request {request.after}, which is not in the workload")
+
+
+def keep_requests(requests: List[WorkloadRequest], keep: Callable[[WorkloadRequest], bool]) -> list[WorkloadRequest]:
+    """The requests for which `keep` is true; who followed one that is left out follows whom that one followed."""
+    followed: dict[int, WorkloadRequest] = {}
+    kept = []
+    for request in sorted(requests, key=lambda request: request.number):
+        if request.after in followed:
+            before = followed[request.after]
+            delay = before.delay + request.delay if before.after is not None else 0.0
+            arrival = max(request.arrival, before.arrival)
+            request = dataclasses.replace(request, after=before.after, delay=delay, arrival=arrival)
+        if keep(request):
+            kept.append(request)
+        else:
+            followed[request.number] = request
+    order = {request.number: position for position, request in enumerate(requests)}
+    return sorted(kept, key=lambda request: (request.arrival, order[request.number]))
+
+
+def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
+    """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token."""
+
+    check_real("factor", factor, 0, MAX_FACTOR)
+
+    def scaled(length: int) -> int:
+        return max(1, round(length * factor))
+
+    if any(request.prompt is not None for request in requests):
+        raise ValueError("only lengths can be scaled, not given prompts")
+    return [
+        dataclasses.replace(
+            request,
+            prompt_tokens=scaled(request.prompt_tokens),
+            output_tokens=scaled(request.output_tokens),
+            block_size=scaled(request.block_size),
+        )
+        for request in requests
+    ]
+
+
+def _draw(seed: tuple[int, ...], vocab_size: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(vocab_size, size=count, dtype=np.int32)
