@@ -28,8 +28,8 @@ class Predictor(Protocol):
 def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int], float]:
     """Seconds of a batch with one more local chunk after `start` tokens, as a function of the chunk's tokens.
 
-    A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own, which
-    gives the same numbers as `seconds` does. No token is sampled after the chunk.
+    A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own,
+    which gives the same numbers as `seconds` does. No token is sampled after the chunk.
     """
     own = getattr(predictor, "chunk_curve", None)
     if own is not None:
