@@ -215,6 +215,7 @@ class DecodeRun:
         totals.samples += rows
         totals.pairs += keys
         totals.keys += keys
+        totals.decode_pairs += keys
         totals.stage_seconds = _add_up(totals.stage_seconds, self._seconds[busy])
         totals.busy = _add_up(totals.busy, np.diff(ends, prepend=self._begin))
 

@@ -21,9 +21,10 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
 from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.virtual_executor import VirtualExecutor
+from longctx.simulation.virtual_executor import Pending, VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
 
 OnEnd = Callable[[WorkloadRequest, Metrics], object]
@@ -88,8 +89,9 @@ class Instance:
       topology: by which exchanges are chosen where the predictor does not know them.
       name: that no other instance of a simulation has.
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
-      skips_decodes: whether identical steps that only decode are one event. The record is the same; with `seconds` or
-        logs, all steps are events.
+      skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
+        logs or host times, all steps are events.
+      host: what its thread takes beside the devices. None: no time.
 
     Raises:
       ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
@@ -107,6 +109,7 @@ class Instance:
         name: str = "0",
         logs: Iterable[DecisionLog] = (),
         skips_decodes: bool = True,
+        host: HostTimes | None = None,
     ) -> None:
         if config.num_pages is None:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
@@ -119,11 +122,14 @@ class Instance:
         )
         self.name, self.num_devices, self.plan, self.config = name, plan.num_devices, plan, config
         self._vocab_size = model.vocab_size
-        self.executor = _Executor(seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan)
+        self._host = host or HostTimes()
+        predicted = lambda batch: predictor.seconds(batch.work)  # noqa: E731
+        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
-        self._runs = runs if skips_decodes and seconds is None and not self._logs else None
+        is_each = bool(seconds or host or self._logs)  # asked for each step
+        self._runs = runs if skips_decodes and not is_each else None
         self._run: DecodeRun | None = None
         self._num_requests = 0
         self.keep_steps = True
@@ -137,6 +143,7 @@ class Instance:
         self._totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
+        self._free, self._num_entering = loop.now, 0  # when its thread is free; requests since it last planned
         self._busy_since = loop.now
 
     @property
@@ -192,6 +199,7 @@ class Instance:
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
         self.core.add([sequence])
+        self._num_entering += 1
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
@@ -210,7 +218,7 @@ class Instance:
         """See to it that a step begins, after all else that happens now."""
         if not (self._is_due or self._is_busy):
             self._is_due = True
-            self._loop.at(self._loop.now, self._begin)
+            self._loop.at(max(self._loop.now, self._free), self._begin)
 
     def _begin(self) -> None:
         """Begin what can be, and plan what comes next: the end of the oldest batch, or of a run of batches."""
@@ -220,7 +228,7 @@ class Instance:
             return
         self._run = run = None if self._runs is None else self._runs.find()
         if run is None:
-            self._loop.at(max(self._loop.now, self._queue.oldest.ready), self._end)
+            self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:
             self._loop.at(run.finished, lambda: self._settle() if self._run is run else None)
 
@@ -243,12 +251,14 @@ class Instance:
         """The oldest batch ends: its tokens come."""
         self._end_step()
         self._is_busy = False
+        self._free = self._loop.now + self._host.hidden
         self._wake()
 
     def _begin_steps(self, now: float) -> None:
         if not self._queue:
             self._busy_since = now
-        self.executor.now = now
+        self.executor.now = now + self._num_entering * self._host.request
+        self._num_entering = 0
         self._is_busy = begin_steps(self._core, self._queue, now, self._logs)
         for load in self.executor.poll_loads():
             self._core.end_load(load)
@@ -279,6 +289,7 @@ class Instance:
         totals.samples += work.samples
         totals.pairs += work.pairs
         totals.keys += work.keys
+        totals.decode_pairs += work.decode_keys
         totals.stage_seconds += stage_seconds
         totals.busy += step.finished - self._busy_since
         self._busy_since = step.finished
@@ -287,10 +298,15 @@ class Instance:
 
 
 class _Executor(VirtualExecutor):
-    """Draws no tokens for sequences without tokens."""
+    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
 
-    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan) -> None:
-        super().__init__(seconds, vocab_size, plan.stage)
+    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan, host: HostTimes) -> None:
+        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage)
+        self._host_seconds = host.batch
+
+    def submit(self, batch: Batch) -> Pending:
+        self.now += self._host_seconds
+        return super().submit(batch)
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

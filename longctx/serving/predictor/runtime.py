@@ -202,9 +202,11 @@ class RuntimePredictor:
 class CurvePredictor:
     """Predicts operators that run without padding, from data sheets (`roofline`) or tables (`from_tables`).
 
-    seconds = linear(rows) + per_pair * pairs + per_key * keys + per_sample * samples + exchange, see `Work`.
+    seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
+    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.
 
     Attributes:
+      overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
       exchange: what replicated and sharded rows exchange; None: nothing.
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
         attention and logits. It continues beyond the last knot, and is constant before the first.
@@ -219,8 +221,11 @@ class CurvePredictor:
     per_key: float
     per_sample: float
     exchange: ExchangeCost | None = None
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap must be 0 to 1, got {self.overlap}")
         if len(self.rows) < 2 or len(self.rows) != len(self.linear):
             raise ValueError(f"rows and linear must be of one length, 2 or more: {len(self.rows)}, {len(self.linear)}")
         if self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
@@ -236,11 +241,20 @@ class CurvePredictor:
         rows, samples, decode_keys, _, pairs, keys, *_ = work
         if not rows:
             return 0.0
-        attention = self.per_pair * (decode_keys + pairs) + self.per_key * (decode_keys + keys)
-        total = self._linear_seconds(rows) + attention + self.per_sample * samples
+        prompts = self.per_pair * pairs + self.per_key * keys
+        decodes = (self.per_pair + self.per_key) * decode_keys
+        if self.overlap:
+            decodes -= self.overlap * min(self.per_pair, self.per_key) * decode_keys
+            prompts -= self.overlap * sum(self._shorter(start, count) for start, count in work.chunks)
+        total = self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
         if self.exchange is not None and (work.sharded or work.replicated):
-            total += self.exchange.seconds(work, self.per_pair * work.chunk_pairs + self.per_key * work.chunk_keys)
+            total += self.exchange.seconds(work, prompts)
         return total
+
+    def _shorter(self, start: int, count: int) -> float:
+        """The smaller of a chunk's seconds of products and of reading keys."""
+        pairs = count * start + count * (count + 1) // 2
+        return min(self.per_pair * pairs, self.per_key * (start + count))
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         if stop <= start:
@@ -249,19 +263,42 @@ class CurvePredictor:
         linear = steps * self._linear_seconds(chunk) + (self._linear_seconds(rest) if rest else 0.0)
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         keys = steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
-        return linear + self.per_pair * pairs + self.per_key * keys + self.per_sample
+        hidden = self.overlap * self._shorter_of_steps(start, stop, chunk) if self.overlap else 0.0
+        return linear + self.per_pair * pairs + self.per_key * keys - hidden + self.per_sample
+
+    def _shorter_of_steps(self, start: int, stop: int, chunk: int) -> float:
+        """The sum of `_shorter` over the chunks from `start` to `stop`."""
+        steps, rest = divmod(stop - start, chunk)
+        # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
+        pair, key = self.per_pair * chunk, self.per_key
+        first, slope = self.per_pair * (chunk * (chunk + 1) // 2) - key * chunk, pair - key
+        at = steps if not slope else min(steps, max(0, math.ceil((-first / slope - start) / chunk)))
+        total = self._shorter(stop - rest, rest) if rest else 0.0
+        for begin, end in ((0, at), (at, steps)):
+            if begin < end:
+                ends = (start + begin * chunk, start + (end - 1) * chunk)
+                total += (end - begin) * sum(self._shorter(each, chunk) for each in ends) / 2
+        return total
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
         """See `chunk_curve`."""
         if self.exchange is not None and (work.sharded or work.replicated):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
-        rows, samples, decode_keys, _, pairs, keys, *_ = work
-        per_pair, per_key, linear = self.per_pair, self.per_key, self._linear_seconds
-        pairs, keys, logits = pairs + decode_keys, keys + decode_keys + start, self.per_sample * samples
+        rows, samples, decode_keys, chunks, pairs, keys, *_ = work
+        per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
+        decodes, logits, keys = (per_pair + per_key) * decode_keys, self.per_sample * samples, keys + start
+        hidden = sum(self._shorter(*chunk) for chunk in chunks) if overlap else 0.0
+        if overlap:
+            decodes -= overlap * min(per_pair, per_key) * decode_keys
 
         def seconds(count: int) -> float:
-            attention = per_pair * (pairs + count * start + count * (count + 1) // 2) + per_key * (keys + count)
-            return linear(rows + count) + attention + logits
+            if count == 1:  # it counts as a decode
+                return self.seconds(work.with_chunk(start, 1, False))
+            own = count * start + count * (count + 1) // 2
+            prompts = per_pair * (pairs + own) + per_key * (keys + count)
+            if overlap:
+                prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
+            return linear(rows + count) + prompts + decodes + logits
 
         return seconds
 
