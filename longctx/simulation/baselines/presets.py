@@ -69,7 +69,11 @@ def _ours(policy: str) -> Callable[[Setting], Made]:
 def _sarathi(chunk: int) -> Callable[[Setting], Made]:
     def make(setting: Setting) -> Made:
         plan = setting.plan or ParallelPlan(stage=setting.devices // setting.tensor, tensor=setting.tensor)
-        return [setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **sizes), plan, StandardPipeline)], None
+        # With one bucket no chunk is smaller than it may be: rows would have to grow again after every idle step.
+        rows = {"buckets": (chunk,)}
+        return [
+            setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **rows | sizes), plan, StandardPipeline)
+        ], None
 
     return make
 
