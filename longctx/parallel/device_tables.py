@@ -31,8 +31,15 @@ class Device:
     Attributes:
       flops: FLOP/s of dense products by dtype, of `DTYPES`: `"bfloat16"`, which has to be there, and others.
       memory_bandwidth: bytes/s. memory_bytes: of it, if that is known.
-      flops_share, memory_share: the shares of both that are reached. The context parallelism paper advises to go by
-        achieved rates (3.4).
+      flops_share, memory_share: the shares of both that are reached, by products with weights and by reading these. The
+        context parallelism paper advises to go by achieved rates (3.4).
+      attention_share, key_share: the shares that attention reaches: of FLOP/s by the products of prompts, of bytes/s by
+        reading keys. None: those above.
+      element_share: of bytes/s, what norms, residual additions, rotary embedding and activation reach. None: they are
+        not counted.
+      overlap: of products with weights and reading these, the longer hides so much of the shorter.
+        attention_overlap: likewise of attention's products and reading keys.
+      layer_seconds: what a layer takes for any number of rows: the latency of its kernels.
       step_seconds: what a step takes for any number of rows: the host's work and starting kernels.
       contention: which share of the seconds of a transfer the computation that hides it loses to it, as both take
         memory bandwidth and multiprocessors.
@@ -50,6 +57,12 @@ class Device:
     memory_share: float = 0.6
     step_seconds: float = 0.0
     contention: float = 0.0
+    attention_share: float | None = None
+    key_share: float | None = None
+    element_share: float | None = None
+    overlap: float = 1.0
+    attention_overlap: float = 0.0
+    layer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -65,18 +78,35 @@ class Device:
             object.__setattr__(self, "memory_bytes", _check("memory_bytes", self.memory_bytes))
         for name in ("flops_share", "memory_share"):
             object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0))
-        for name in ("step_seconds", "contention"):
+        for name in ("attention_share", "key_share", "element_share"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0))
+        for name in ("overlap", "attention_overlap"):
+            object.__setattr__(self, name, _check(name, getattr(self, name), most=1.0, may_be_zero=True))
+        for name in ("step_seconds", "contention", "layer_seconds"):
             object.__setattr__(self, name, _check(name, getattr(self, name), may_be_zero=True))
 
     def reached_flops(self, element_bytes: float = 2) -> float:
-        """FLOP/s that products of elements of so many bytes reach; those of bfloat16 if there is no other number."""
-        dtype = _OF_BYTES.get(int(element_bytes), "bfloat16")
-        return self.flops.get(dtype, self.flops["bfloat16"]) * self.flops_share
+        """FLOP/s that products with weights of so many bytes reach; those of bfloat16 if there is no other number."""
+        return self._peak(element_bytes) * self.flops_share
+
+    def reached_attention(self, element_bytes: float = 2) -> float:
+        """FLOP/s that attention's products reach."""
+        share = self.flops_share if self.attention_share is None else self.attention_share
+        return self._peak(element_bytes) * share
+
+    def _peak(self, element_bytes: float) -> float:
+        return self.flops.get(_OF_BYTES.get(int(element_bytes), "bfloat16"), self.flops["bfloat16"])
 
     @property
     def reached_bandwidth(self) -> float:
-        """Bytes/s of memory that are reached."""
+        """Bytes/s of memory that reading weights reaches."""
         return self.memory_bandwidth * self.memory_share
+
+    @property
+    def reached_key_bandwidth(self) -> float:
+        """Bytes/s of memory that reading keys reaches."""
+        return self.memory_bandwidth * (self.memory_share if self.key_share is None else self.key_share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,39 +141,63 @@ class Link:
             object.__setattr__(self, "collective_latency", latency)
 
 
-# Dense products, memory and its bandwidth from NVIDIA's data sheets. Shares of 0.6 and the latencies of NVLink are
-# guesses, where no source is named.
+# Dense products, memory and its bandwidth: NVIDIA's data sheets. Shares and latencies: fitted by
+# `longctx.simulation.calibration` on half of Vidur's tables of A100 and H100, one fit for all models and plans; the
+# errors on the other half are in docs/simulation_hardware.md. Attention was measured on A100 alone, so its shares and
+# its latency (13 us of a layer's) are the same on H100. Its kernels hide reading keys under products or the reverse, as
+# in Mnemosyne's roofline (section 3): no table has chunks so small that it would show.
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float8": 1979e12, "float32": 494e12, "float64": 67e12}
+_ATTENTION = {"attention_share": 0.59, "key_share": 0.78, "attention_overlap": 1.0}
+_ON_HOPPER = {"flops_share": 0.70, "memory_share": 0.92, "element_share": 0.77, "overlap": 0.64, "layer_seconds": 50e-6}
+_ON_AMPERE = {"flops_share": 0.74, "memory_share": 0.80, "element_share": 0.55, "overlap": 0.55, "layer_seconds": 51e-6}
 DEVICES = {
-    "H200": Device("H200", _HOPPER, 4.8e12, 141e9),
-    "H100": Device("H100", _HOPPER, 3.35e12, 80e9),
+    "H200": Device("H200", _HOPPER, 4.8e12, 141e9, **_ON_HOPPER, **_ATTENTION),
+    "H100": Device("H100", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_ATTENTION),
     # The H100 of Meta's Grand Teton hosts: 500 W, 96 GB of HBM2e; 502 of 800 TFLOP/s are reached (context parallelism
-    # paper, 4.1 and appendix A). Contention is what makes tables 4 and 5 agree at T = 3200 and 4160.
-    "H100-500W": Device("H100-500W", {"bfloat16": 800e12, "float8": 1600e12}, 2.4e12, 96e9, 502 / 800, contention=0.12),
+    # paper, 4.1 and appendix A), by attention too (500 and 496: table 5's ATTN). Contention is what makes tables 4 and
+    # 5 agree at T = 3200 and 4160. The other shares are the H100's.
+    "H100-500W": Device(
+        "H100-500W",
+        {"bfloat16": 800e12, "float8": 1600e12},
+        2.4e12,
+        96e9,
+        contention=0.12,
+        **_ON_HOPPER,
+        **_ATTENTION | {"attention_share": 502 / 800},
+    ),
     "A100": Device(
-        "A100", {"bfloat16": 312e12, "float16": 312e12, "float32": 156e12, "float64": 19.5e12}, 2.0e12, 80e9
+        "A100",
+        {"bfloat16": 312e12, "float16": 312e12, "float32": 156e12, "float64": 19.5e12},
+        2.0e12,
+        80e9,
+        **_ON_AMPERE,
+        **_ATTENTION,
     ),
     # A few cores.
     "cpu": Device("cpu", {"bfloat16": 100e9, "float32": 100e9}, 15e9, 16e9),
 }
+_NVLINK_AMPERE = {"latency": 13e-6, "share": 0.95, "collective_share": 0.52, "collective_latency": 34e-6}
 LINKS = {
-    # One direction: 18 and 12 links of 25 GB/s. An A800 has 8 of these (Mooncake's testbed).
-    "nvlink-h100": Link("nvlink-h100", 450e9, 10e-6),
-    "nvlink-a100": Link("nvlink-a100", 300e9, 10e-6),
-    "nvlink-a800": Link("nvlink-a800", 200e9, 10e-6),
+    # One direction: 18 and 12 links of 25 GB/s. An A800 has 8 of these (Mooncake's testbed), of which the same share is
+    # assumed. Hops and all-reduces: fitted on Vidur's tables of 2, 4 and 8 devices of a host.
+    "nvlink-h100": Link("nvlink-h100", 450e9, 7.6e-6, share=0.80, collective_share=0.71, collective_latency=22e-6),
+    "nvlink-a100": Link("nvlink-a100", 300e9, **_NVLINK_AMPERE),
+    "nvlink-a800": Link("nvlink-a800", 200e9, **_NVLINK_AMPERE),
     # 400 Gb/s for each GPU (context parallelism paper, 4.1; 50 GB/s for each pair of GPUs in Mnemosyne's hosts). A hop
     # of few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us). Hops reach 26.5 GB/s beside attention
     # (table 5's four SendRecv, less latency). All2All, alone, takes 67 to 81 us for few bytes (table 8), and with 38
-    # GB/s its times in table 5 are met within 9 and 21 %.
+    # GB/s its times in table 5 are met within 9 and 21 %. Vidur's table has 36 GB/s for a hop that nothing runs beside.
     "rdma-400g": Link("rdma-400g", 50e9, 35e-6, share=0.53, collective_share=0.76, collective_latency=75e-6),
     # 100 Gb/s for each GPU over TCP, of which 3 GB/s are reached (context parallelism paper, 4.1 and 4.2.1). Where a
     # rank must be a GPU: if 8 GPUs of a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts.
-    "tcp-100g": Link("tcp-100g", 12.5e9, 35e-6, share=0.24),
+    # Latencies are not given: RDMA's, which are the least that they can be.
+    "tcp-100g": Link("tcp-100g", 12.5e9, 35e-6, share=0.24, collective_latency=75e-6),
     # 200 Gb/s for each GPU of a DGX-A100 (Medha, 5.1: InfiniBand between Azure's servers; HDR by their data sheet).
-    "rdma-200g": Link("rdma-200g", 25e9, 35e-6, share=0.53),
+    # Share and latency: fitted on Vidur's table of a hop between two hosts.
+    "rdma-200g": Link("rdma-200g", 25e9, 28e-6, share=0.31),
     # 800 Gb/s for each host of 8 GPUs (Mooncake, section 7's testbed): an eighth when all send at once.
     "rdma-800g-host": Link("rdma-800g-host", 12.5e9, 35e-6, share=0.53),
-    # One machine's memory, between devices made of its cores.
+    # One machine's memory, between devices made of its cores. Here and below, 60 % are a guess.
     "memory": Link("memory", 10e9, 0.0),
     "ethernet-10g": Link("ethernet-10g", 1.25e9, 100e-6),
 }

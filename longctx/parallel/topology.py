@@ -133,7 +133,7 @@ class Topology:
                 self.link(axis)
 
     def hardware(self, axis: str, element_bytes: float = 2, partial_bytes: float = 4) -> Hardware:
-        """The device as it is reached, and its link along an axis, as `choose_ring` and `predict_times` take it.
+        """The device as attention reaches it, and its link along an axis, as `choose_ring` and `predict_times` take it.
 
         Args:
           element_bytes: of queries, keys and values. partial_bytes: of partial results.
@@ -143,11 +143,11 @@ class Topology:
         """
         link, device = self.link(axis), self.device
         return Hardware(
-            device.reached_flops(element_bytes),
+            device.reached_attention(element_bytes),
             link.bandwidth * link.share,
             element_bytes,
             link.latency,
-            device.reached_bandwidth,
+            device.reached_key_bandwidth,
             partial_bytes,
             link.bandwidth * (link.share if link.collective_share is None else link.collective_share),
             link.latency if link.collective_latency is None else link.collective_latency,

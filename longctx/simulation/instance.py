@@ -236,6 +236,7 @@ class Instance:
         totals.samples += work.samples
         totals.pairs += work.pairs
         totals.keys += work.keys
+        totals.decode_pairs += work.decode_keys
         totals.stage_seconds += stage_seconds
         totals.busy += step.finished - self._busy_since
         self._busy_since = step.finished

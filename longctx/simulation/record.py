@@ -59,6 +59,7 @@ class Totals:
       keys: keys that attention read, counted once for each chunk.
       busy: seconds in which some stage computed.
       stage_seconds: seconds of each batch in one stage, summed; with S stages at most S times `busy`.
+      decode_pairs: of `pairs`, those of chunks of one token.
     """
 
     steps: int = 0
@@ -68,6 +69,7 @@ class Totals:
     keys: int = 0
     busy: float = 0.0
     stage_seconds: float = 0.0
+    decode_pairs: int = 0
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

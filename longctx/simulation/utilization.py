@@ -5,6 +5,7 @@ Source: Mnemosyne, section 3 (equations 1 to 4) and figures 20 to 22; context pa
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes, weight_bytes
@@ -12,49 +13,16 @@ from longctx.parallel.device_tables import Device
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import layer_weights
 from longctx.serving.predictor.work import Work
+from longctx.simulation.record import Totals
 
 
-@dataclasses.dataclass
-class Totals:
-    """Sums over batches: what utilisation is computed from.
-
-    A token that several context ranks compute counts once, and each key once for every chunk that attends to it,
-    however many ranks its chunk is on; so these are sums of the model's work, not of a plan's.
-
-    Attributes:
-      steps: batches. rows: tokens computed. samples: rows of logits.
-      pairs: of a query and a key that it attends to. decode_pairs: those of chunks of one token.
-      keys: read, once for each chunk.
-      busy: seconds of the batches, summed.
-    """
-
-    steps: int = 0
-    rows: int = 0
-    samples: int = 0
-    pairs: int = 0
-    decode_pairs: int = 0
-    keys: int = 0
-    busy: float = 0.0
-
-    def add(self, work: Work, seconds: float = 0.0, count: int = 1) -> None:
-        """Count `count` batches of the same work, of so many seconds each. The work has to be of all context ranks."""
-        self.steps += count
-        self.rows += count * work.rows
-        self.samples += count * work.samples
-        self.pairs += count * work.pairs
-        self.decode_pairs += count * work.decode_keys
-        self.keys += count * work.keys
-        self.busy += count * seconds
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
-
-    @classmethod
-    def of(cls, work: Work, seconds: float = 0.0) -> "Totals":
-        """One batch."""
-        totals = cls()
-        totals.add(work, seconds)
-        return totals
+def totals_of(batches: Iterable[tuple[Work, float]]) -> Totals:
+    """The totals of batches, each given with its seconds; the works have to be of all context ranks together."""
+    totals = Totals()
+    for work, seconds in batches:
+        rows, samples, decodes = work.rows, work.samples, work.decode_keys
+        totals += Totals(1, rows, samples, work.pairs, work.keys, seconds, seconds, decodes)
+    return totals
 
 
 def _products(model: LlamaConfig, work: Totals | Work, causal: bool) -> tuple[float, float]:
@@ -70,7 +38,7 @@ def model_flops(model: LlamaConfig, work: Totals | Work, causal: bool = True) ->
     """FLOPs that a model needs for some work: 2 a weight and row, 4 a pair, head element and layer.
 
     Args:
-      work: of all context ranks.
+      work: of all context ranks, where a token that several of them compute counts once.
       causal: whether pairs count that the causal mask leaves, about half of a prompt's. False: those of prompts
         count twice, so a prompt of T tokens has T (T + 1): Mnemosyne's equation 1 has T^2. Decodes count alike.
     """

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.models import LlamaConfig, RowwiseFp8
-from longctx.parallel import Topology
+from longctx.parallel import Device, Link, Topology
 from longctx.parallel.cost import Hardware, predict_times
+from longctx.parallel.device_tables import DEVICES
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor import CurvePredictor, Program, RuntimePredictor, Work
 from longctx.serving.predictor.exchange import ExchangeCost
@@ -111,13 +112,12 @@ def test_the_network_is_slower_than_a_host() -> None:
 
 def test_quantised_weights_are_half_the_bytes_and_twice_the_rate() -> None:
     in_fp8 = dataclasses.replace(LLAMA_405B, quantization=RowwiseFp8.of(126, "all"))
-    full, quantized = (
-        roofline(model, Topology.preset("h100-nvlink"), 8192, tensor=8) for model in (LLAMA_405B, in_fp8)
-    )
-    reduce = 2 * 126 * (10e-6 + 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9))
+    device = Device("plain", DEVICES["H100"].flops, 3.35e12)
+    host = Topology(device, {"tensor": Link("link", 450e9, 10e-6)})
+    full, quantized = (roofline(model, host, 8192, tensor=8) for model in (LLAMA_405B, in_fp8))
     head = 128_256 * 16_384 * 2 / 8 / (0.6 * 3.35e12)
     for rows, ratio in ((1, 2.0), (8192, 1979 / 989)):
-        sent = reduce + (rows - 1) * 2 * 126 * 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9)
+        sent = 2 * 126 * (10e-6 + rows * 2 * 7 / 8 * 16_384 * 2 / (0.6 * 450e9))
         before, after = (predictor.seconds(Work(rows)) - head - sent for predictor in (full, quantized))
         assert before / after == pytest.approx(ratio, rel=1e-3)
 

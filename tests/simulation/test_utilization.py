@@ -10,8 +10,8 @@ from longctx.parallel.device_tables import DEVICES
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor import Work
 from longctx.simulation.models import MODELS, num_parameters
+from longctx.simulation.record import Totals
 from longctx.simulation.utilization import (
-    Totals,
     device_memory,
     gpu_seconds,
     max_tokens,
@@ -19,6 +19,7 @@ from longctx.simulation.utilization import (
     mfu,
     model_bytes,
     model_flops,
+    totals_of,
 )
 
 SMALL = LlamaConfig(100, 32, 96, 3, 4, 2, 8)
@@ -44,15 +45,10 @@ def flops_by_token(model: LlamaConfig) -> int:
 @pytest.mark.parametrize("model", [SMALL, FP8])
 def test_flops_equal_a_count_token_by_token(model: LlamaConfig) -> None:
     work = Work.of(CHUNKS)
-    assert model_flops(model, work) == model_flops(model, Totals.of(work)) == flops_by_token(model)
-    apart = Totals()
-    for chunk in CHUNKS:
-        apart.add(Work.of([chunk]), 2.0)
+    assert model_flops(model, work) == model_flops(model, totals_of([(work, 1.0)])) == flops_by_token(model)
+    apart = totals_of((Work.of([chunk]), 2.0) for chunk in CHUNKS)
     assert model_flops(model, apart) == flops_by_token(model)
     assert (apart.steps, apart.busy, apart.rows) == (3, 6.0, 12)
-    twice = Totals()
-    twice.add(work, 1.0, count=2)
-    assert twice == Totals.of(work, 1.0) + Totals.of(work, 1.0)
 
 
 def test_attention_counts_both_ways() -> None:
@@ -91,7 +87,7 @@ def test_utilisation_of_ideal_devices_is_one() -> None:
     device = DEVICES["H100"]
     for model in (MODELS["llama-3-8b"], MODELS["llama-3-405b-fp8"]):
         work = Work.of([(1000, 2048, True)])
-        totals = Totals.of(work)
+        totals = totals_of([(work, 1.0)])
         quantized = sum(len(names) for names in model.quantization.layers) if model.quantization else 0
         in_fp8 = 2 * work.rows * quantized * model.hidden_size * model.intermediate_size
         totals.busy = ((model_flops(model, work) - in_fp8) / 989e12 + in_fp8 / 1979e12) / 16

@@ -58,11 +58,13 @@ def roofline(
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
-    The time of a linear layer is the longer of its products and of reading its weights, plus two all-reduces a layer
-    over `tensor`; quantised weights have one byte, and the device's rate for FP8. The time of attention is its products
-    plus reading keys and values. What replicated and sharded rows exchange over `context`: see `ExchangeCost`. With
-    several stages the predicted time is that of the largest stage: other batches are in the other stages meanwhile, and
-    a token takes `stage` times as long. The head's vocabulary is sharded over stage and tensor.
+    The time of a linear layer is the longer of its products and of reading its weights, and what that doesn't hide of
+    the shorter, plus norms, additions and activations, plus two all-reduces a layer over `tensor`; quantised weights
+    have one byte, and the device's rate for FP8. The time of attention is its products plus reading keys and values,
+    less what is hidden of the shorter. The device says which shares are reached and hidden. What replicated and sharded
+    rows exchange over `context`: see `ExchangeCost`. With several stages the predicted time is that of the largest
+    stage: other batches are in the other stages meanwhile, and a token takes `stage` times as long. The head's
+    vocabulary is sharded over stage and tensor.
 
     Args:
       hardware: of each device, with the same link on every axis; or a topology.
@@ -106,26 +108,46 @@ def roofline(
     head = model.vocab_size * model.hidden_size / (tensor * stage)
     read = (full * element + quantized) / bandwidth
     seconds_per_row = 2 * (full / flops + quantized / device.reached_flops(1))
+    elements = 0.0
+    if device.element_share is not None:
+        elements = (
+            layers * element_bytes_of_row(model, tensor, element) / (device.memory_bandwidth * device.element_share)
+        )
     # Bytes a row that each half of an all-reduce, reduce-scatter and all-gather, sends: all but the device's own share.
     message = 2 * (tensor - 1) / tensor * model.hidden_size * element
 
     def linear(count: int) -> float:
         reduce = topology.hardware("tensor", element).collective(count * message) if tensor > 1 else 0.0
         move = topology.hardware("stage", element).hop(count * model.hidden_size * element) if stage > 1 else 0.0
-        fixed = overhead + device.step_seconds + head * element / bandwidth
-        return fixed + max(count * seconds_per_row, read) + 2 * layers * reduce + move
+        fixed = overhead + device.step_seconds + layers * device.layer_seconds + head * element / bandwidth
+        products = count * seconds_per_row
+        layer = max(products, read) + (1 - device.overlap) * min(products, read) + count * elements
+        return fixed + layer + 2 * layers * reduce + move
 
     heads, kv_heads = model.num_heads / tensor, max(1.0, model.num_kv_heads / tensor)
-    # Linear between these knots but for the row count where products begin to take longer than reading the weights.
-    rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows)})
+    # Linear between these knots; the last are where products begin to take longer than reading the weights.
+    knee = math.floor(min(read / seconds_per_row, max_rows))
+    rows = sorted({1, 2, *(1 << i for i in range(1, 13)), max(2, max_rows), max(1, knee), max(1, knee) + 1})
     return CurvePredictor(
         tuple(rows),
         tuple(map(linear, rows)),
-        per_pair=4 * layers * heads * model.head_dim / flops,
-        per_key=2 * layers * kv_heads * model.head_dim * element / bandwidth,
+        per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
+        per_key=2 * layers * kv_heads * model.head_dim * element / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
         exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
+        overlap=device.attention_overlap,
     )
+
+
+def element_bytes_of_row(model: LlamaConfig, tensor: int, dtype_bytes: float = 2) -> float:
+    """Bytes that the element-wise operators of a layer read and write for one row, on one of `tensor` devices.
+
+    Two norms (read, write) and two residual additions (read twice, write) of the hidden state, which all devices have
+    whole; the rotary embedding of queries and keys (read, write), and the activation (read twice, write), which are
+    divided.
+    """
+    rotary = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return dtype_bytes * (10 * model.hidden_size + (rotary + 3 * model.intermediate_size) / tensor)
 
 
 def exchange_cost(

@@ -25,6 +25,18 @@ class Predictor(Protocol):
         ...
 
 
+def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int], float]:
+    """Seconds of a batch with one more local chunk after `start` tokens, as a function of the chunk's tokens.
+
+    A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own,
+    which gives the same numbers as `seconds` does. No token is sampled after the chunk.
+    """
+    own = getattr(predictor, "chunk_curve", None)
+    if own is not None:
+        return own(work, start)  # type: ignore[no-any-return]
+    return lambda count: predictor.seconds(work.with_chunk(start, count, False))
+
+
 def check_predictor(predictor: Predictor, rows: int) -> Predictor:
     """Check that a predictor predicts steps of up to `rows` rows, and return it.
 
@@ -190,9 +202,11 @@ class RuntimePredictor:
 class CurvePredictor:
     """Predicts operators that run without padding, from data sheets (`roofline`) or tables (`from_tables`).
 
-    seconds = linear(rows) + per_pair * pairs + per_key * keys + per_sample * samples + exchange, see `Work`.
+    seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
+    and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.
 
     Attributes:
+      overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
       exchange: what replicated and sharded rows exchange; None: nothing.
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
         attention and logits. It continues beyond the last knot, and is constant before the first.
@@ -207,8 +221,11 @@ class CurvePredictor:
     per_key: float
     per_sample: float
     exchange: ExchangeCost | None = None
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap must be 0 to 1, got {self.overlap}")
         if len(self.rows) < 2 or len(self.rows) != len(self.linear):
             raise ValueError(f"rows and linear must be of one length, 2 or more: {len(self.rows)}, {len(self.linear)}")
         if self.rows[0] < 1 or list(self.rows) != sorted(set(self.rows)):
@@ -216,15 +233,28 @@ class CurvePredictor:
         numbers = (*self.linear, self.per_pair, self.per_key, self.per_sample)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or list(self.linear) != sorted(self.linear):
             raise ValueError(f"seconds must be finite, not negative, and linear not decreasing, got {numbers}")
+        knots = zip(self.rows, self.rows[1:], self.linear, self.linear[1:], strict=False)
+        slopes = [(after - before) / (end - start) for start, end, before, after in knots]
+        object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
 
     def seconds(self, work: Work) -> float:
-        if not work.rows:
+        rows, samples, decode_keys, _, pairs, keys, *_ = work
+        if not rows:
             return 0.0
-        attention = self.per_pair * work.pairs + self.per_key * work.keys
-        total = self._linear_seconds(work.rows) + attention + self.per_sample * work.samples
+        prompts = self.per_pair * pairs + self.per_key * keys
+        decodes = (self.per_pair + self.per_key) * decode_keys
+        if self.overlap:
+            decodes -= self.overlap * min(self.per_pair, self.per_key) * decode_keys
+            prompts -= self.overlap * sum(self._shorter(start, count) for start, count in work.chunks)
+        total = self._linear_seconds(rows) + prompts + decodes + self.per_sample * samples
         if self.exchange is not None and (work.sharded or work.replicated):
-            total += self.exchange.seconds(work, self.per_pair * work.chunk_pairs + self.per_key * work.chunk_keys)
+            total += self.exchange.seconds(work, prompts)
         return total
+
+    def _shorter(self, start: int, count: int) -> float:
+        """The smaller of a chunk's seconds of products and of reading keys."""
+        pairs = count * start + count * (count + 1) // 2
+        return min(self.per_pair * pairs, self.per_key * (start + count))
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         if stop <= start:
@@ -233,11 +263,43 @@ class CurvePredictor:
         linear = steps * self._linear_seconds(chunk) + (self._linear_seconds(rest) if rest else 0.0)
         pairs = (stop * (stop + 1) - start * (start + 1)) // 2
         keys = steps * start + chunk * steps * (steps + 1) // 2 + (stop if rest else 0)
-        return linear + self.per_pair * pairs + self.per_key * keys + self.per_sample
+        hidden = self.overlap * self._shorter_of_steps(start, stop, chunk) if self.overlap else 0.0
+        return linear + self.per_pair * pairs + self.per_key * keys - hidden + self.per_sample
+
+    def _shorter_of_steps(self, start: int, stop: int, chunk: int) -> float:
+        """The sum of `_shorter` over the chunks from `start` to `stop`."""
+        steps, rest = divmod(stop - start, chunk)
+        # Both are linear in where a chunk starts; so from some chunk on, the other one is the smaller.
+        pair, key = self.per_pair * chunk, self.per_key
+        first, slope = self.per_pair * (chunk * (chunk + 1) // 2) - key * chunk, pair - key
+        at = steps if not slope else min(steps, max(0, math.ceil((-first / slope - start) / chunk)))
+        total = self._shorter(stop - rest, rest) if rest else 0.0
+        for begin, end in ((0, at), (at, steps)):
+            if begin < end:
+                ends = (start + begin * chunk, start + (end - 1) * chunk)
+                total += (end - begin) * sum(self._shorter(each, chunk) for each in ends) / 2
+        return total
+
+    def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
+        """See `chunk_curve`."""
+        if self.exchange is not None and (work.sharded or work.replicated):
+            return lambda count: self.seconds(work.with_chunk(start, count, False))
+        rows, linear = work.rows, self._linear_seconds
+        others = self.seconds(work) - linear(rows) if rows else 0.0
+        per_pair, per_key, overlap = self.per_pair, self.per_key, self.overlap
+
+        def seconds(count: int) -> float:
+            products = per_pair * (count * start + count * (count + 1) // 2)
+            reads = per_key * (start + count)
+            return linear(rows + count) + others + products + reads - overlap * min(products, reads)
+
+        return seconds
 
     def _linear_seconds(self, rows: int) -> float:
-        at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        knots = self.rows
+        at = bisect_left(knots, rows)
         if at == 0:
             return self.linear[0]
-        slope = (self.linear[at] - self.linear[at - 1]) / (self.rows[at] - self.rows[at - 1])
-        return self.linear[at] + slope * (rows - self.rows[at])
+        if at == len(knots):
+            at -= 1
+        return self.linear[at] + self._slopes[at] * (rows - knots[at])  # type: ignore[attr-defined]

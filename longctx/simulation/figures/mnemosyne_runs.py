@@ -1,0 +1,140 @@
+"""Mnemosyne's setting: hosts of 8 H100, a long prompt, and short requests that decode beside it.
+
+The core that serves runs in virtual time. Source: Mnemosyne, 6.1.
+"""
+
+import dataclasses
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.engine.metrics import StepMetrics
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import CurvePredictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.scheduler.slo import Slo
+from longctx.simulation.figures.figure import Inputs
+from longctx.simulation.hardware import predictor
+from longctx.simulation.instance import Instance
+from longctx.simulation.models import MODELS
+from longctx.simulation.simulation import Simulation
+from longctx.simulation.utilization import Totals, device_memory
+from longctx.simulation.workloads import WorkloadRequest
+
+TOPOLOGY = Topology.preset("h100-rdma")
+TPOT_TARGET = 0.03  # Mnemosyne, 6.3
+CHUNK = 4096  # 6.2
+PAGE = 1024  # tokens
+SHORT = 1000  # tokens of a short request's prompt (figure 22)
+M = 1_000_000
+B8, B70 = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
+MODELS_BY_NAME = {"8B": B8, "70B": B70}
+SHRINK = 64  # by which --quick shortens prompts
+
+
+def tokens(inputs: Inputs, millions: float) -> int:
+    """Tokens of a long prompt; fewer where it has to be quick."""
+    return round(millions * M) // (SHRINK if inputs.quick else 1)
+
+
+def predict(model: LlamaConfig, plan: ParallelPlan, rows: int = CHUNK) -> CurvePredictor:
+    """The one cost model, for a plan on Mnemosyne's hosts."""
+    return predictor(model, TOPOLOGY, plan, max_rows=rows)
+
+
+def fits(model: LlamaConfig, plan: ParallelPlan, prompt: int) -> bool:
+    """Whether weights, keys and values fit into the memory of a plan's devices."""
+    return device_memory(model, plan, TOPOLOGY.device, prompt, CHUNK).fits
+
+
+def static(rows: int, target: float | None = None) -> EngineConfig:
+    """As many rows in every step, decodes among them, first come first served.
+
+    `target`: seconds between tokens; a request grows onto another rank so that it is kept.
+    """
+    return EngineConfig.sarathi(rows, slo=Slo(tpot=target, step_seconds=None), max_running=1)
+
+
+def adaptive(target: float) -> EngineConfig:
+    """Chunks as large as a target of seconds between tokens allows."""
+    return EngineConfig.medha(slo=Slo(tpot=target, step_seconds=target))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a long prompt came to.
+
+    Attributes:
+      ttft, tpot: seconds of the long request. tpot is None if it had one token of output.
+      steps: of the engine while the long prompt was computed; chunks: tokens of the prompt in each.
+      gaps: seconds between tokens of the short requests meanwhile.
+      totals: what was computed meanwhile.
+    """
+
+    ttft: float
+    tpot: float | None
+    steps: List[StepMetrics]
+    chunks: List[int]
+
+    @property
+    def gaps(self) -> list[float]:
+        return [gap for step in self.steps for gap in step.gaps]
+
+    def gap(self, share: float) -> float:
+        """Seconds between tokens of short requests that such a share of them does not exceed."""
+        return float(np.quantile(self.gaps, share))
+
+    @property
+    def totals(self) -> Totals:
+        totals = Totals()
+        for step in self.steps:
+            totals.add(Work.of([(start, count, False) for start, count in step.chunks]), step.seconds)
+            totals += Totals(0, step.decodes, step.samples, step.decode_keys, step.decode_keys, step.decode_keys)
+        return totals
+
+
+def ranks_of(step: StepMetrics) -> int:
+    """Context ranks that computed something in a step."""
+    return max(1, sum(seconds > 0 for seconds in step.rank_seconds))
+
+
+def serve(
+    model: LlamaConfig,
+    plan: ParallelPlan,
+    config: EngineConfig,
+    prompt: int,
+    outputs: int = 1,
+    short: int = 0,
+    memory: int | None = None,
+) -> Run:
+    """Serve a prompt of so many tokens.
+
+    Args:
+      outputs: tokens that are generated after it.
+      short: requests that decode all the while: their prompts have been computed when the long one comes.
+      memory: tokens that a rank has room for; None: all that there are.
+    """
+    arrival = 0.05 * short
+    # So many tokens that they don't run out of them: an adaptive chunk has at least 32 tokens in these figures, and a
+    # step takes a millisecond.
+    chunk = 32 if config.chunking == "adaptive" else config.token_budget - short
+    decoded = prompt // chunk + round(arrival / 1e-3) + 64
+    pages = -(-(prompt + outputs) // PAGE) + short * (-(-(SHORT + decoded) // PAGE) + 1) + 2
+    pages = pages if memory is None else -(-memory // PAGE)
+    config = dataclasses.replace(
+        config, page_size=PAGE, num_pages=pages, max_running=short + 1, prefix_cache=False, run_ahead=1
+    )
+    instance = Instance(model, config, predict(model, plan, config.token_budget), plan, topology=TOPOLOGY)
+    requests = [WorkloadRequest(0.0, SHORT, decoded, number=number) for number in range(short)]
+    record = Simulation([instance]).run([*requests, WorkloadRequest(arrival, prompt, outputs, number=short)])
+    long = next(served for served in record.served if served.number == short)
+    name, steps, chunks = f"request-{short}", [], []
+    for step in record.steps:
+        rows = sum(count for request, count, decodes in step.rows if request == name and not decodes)
+        if rows:
+            steps.append(step)
+            chunks.append(rows)
+    return Run(long.ttft, long.tpot, steps, chunks)

@@ -1,0 +1,94 @@
+"""The calibrated predictor of a model on a cluster: the same cost model by which an engine decides.
+
+The shares that devices and links reach are in `longctx.parallel.device_tables`, fitted by
+`longctx.simulation.calibration`; docs/simulation_hardware.md has the errors.
+"""
+
+import dataclasses
+import math
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.device_tables import Link
+from longctx.parallel.topology import Topology
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.runtime import CurvePredictor
+
+GPUS_PER_HOST = 8
+
+
+def predictor(
+    model: LlamaConfig,
+    topology: Topology | str,
+    plan: ParallelPlan | None = None,
+    *,
+    max_rows: int = 4096,
+    overhead: float = 0.0,
+    gpus_per_host: int = GPUS_PER_HOST,
+) -> CurvePredictor:
+    """Seconds of the steps of a model on a cluster.
+
+    Where `tensor` is larger than a host, all-reduces go over the network too: see `all_reduce_over_hosts`.
+
+    Args:
+      topology: or the name of a preset. Its link of `tensor` is that within a host, its link of `context` the network.
+      plan: None: one device.
+      max_rows: rows of the largest batch that is predicted exactly.
+      overhead: seconds of each step on the host, of an engine that doesn't hide them.
+
+    Raises:
+      ValueError: the plan doesn't suit the model, tensor spans part of a host, the topology lacks a link or is not
+        known, or a number is out of range.
+    """
+    plan = plan or ParallelPlan()
+    plan.check(model, plan.num_devices)
+    if isinstance(topology, str):
+        topology = Topology.preset(topology)
+    if plan.tensor > gpus_per_host:
+        hosts, rest = divmod(plan.tensor, gpus_per_host)
+        if rest:
+            raise ValueError(f"plan's tensor must be a multiple of a host's {gpus_per_host} GPUs, got {plan.tensor}")
+        topology = all_reduce_over_hosts(topology, hosts, gpus_per_host)
+    return roofline(
+        model,
+        topology,
+        max_rows,
+        stage=plan.stage,
+        tensor=plan.tensor,
+        context=plan.context,
+        overhead=overhead,
+    )
+
+
+def all_reduce_over_hosts(topology: Topology, hosts: int, gpus_per_host: int = GPUS_PER_HOST) -> Topology:
+    """A topology in which `tensor` spans hosts: each all-reduce has two levels, one after the other.
+
+    Within each host a reduce-scatter and an all-gather; between them GPUs of the same place in all hosts reduce their
+    share, an n-th, over the network: by a tree, `2 log2(hosts)` hops one after the other, with bandwidth as of a ring.
+    So the link of `tensor` becomes one of which a collective takes as long as both.
+
+    Args:
+      topology: whose link of `tensor` is that within a host, and of `context` the network.
+
+    Raises:
+      ValueError: hosts or gpus_per_host are below 1, or there is no such link.
+    """
+    if hosts < 1 or gpus_per_host < 1:
+        raise ValueError(f"hosts and gpus_per_host must be at least 1, got {hosts} and {gpus_per_host}")
+    inner, outer = topology.link("tensor"), topology.link("context")
+    if hosts == 1:
+        return topology
+    devices = hosts * gpus_per_host
+    # Bytes that a GPU sends for each byte that is reduced: in all, within the host, and over the network.
+    sent = 2 * (devices - 1) / devices
+    inside = 2 * (gpus_per_host - 1) / gpus_per_host
+    across = 2 * (hosts - 1) / hosts / gpus_per_host
+    per_byte = inside / _collective_bandwidth(inner) + across / _collective_bandwidth(outer)
+    inner_latency = inner.latency if inner.collective_latency is None else inner.collective_latency
+    latency = inner_latency + 2 * math.ceil(math.log2(hosts)) * outer.latency
+    link = Link(f"{inner.name} and {outer.name}, {hosts} hosts", sent / per_byte, latency, share=1.0)
+    return dataclasses.replace(topology, links={**topology.links, "tensor": link})
+
+
+def _collective_bandwidth(link: Link) -> float:
+    return link.bandwidth * (link.share if link.collective_share is None else link.collective_share)
