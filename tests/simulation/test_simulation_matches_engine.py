@@ -7,13 +7,12 @@ lengths and ids of blocks alone.
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_decisions import Decisions, difference
-from serving.fake_device import LENGTH, MODEL, VOCAB, FakeExecutor, expected_tokens
+from serving.fake_device import LENGTH, MODEL, VOCAB, FakeExecutor
 
-from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, Slo
+from longctx.serving import Engine, EngineConfig, ParallelPlan, Slo
 from longctx.serving.executor.executor import Pending, Results
 from longctx.serving.predictor import Program, RuntimePredictor
 from longctx.serving.request.output import Metrics
@@ -70,17 +69,25 @@ def make_requests(seed: int, number: int = 30) -> list[WorkloadRequest]:
 
 
 def run_engine(config: EngineConfig, plan: ParallelPlan, requests: list[WorkloadRequest]) -> tuple[Record, Decisions]:
-    """The engine, whose tokens are those that its requests should have."""
-    executor, decisions = TimedExecutor(config, plan, config.num_pages or 0), Decisions()
+    """An engine on fake devices; they check that every row sees the tokens that it should."""
+    executor, decisions, record = TimedExecutor(config, plan, config.num_pages or 0), Decisions(), Record()
     engine = Engine(
-        MODEL, None, config, executor=executor, clock=executor.clock, predictor=PREDICTOR, plan=plan, mesh=None
+        MODEL,
+        None,
+        config,
+        executor=executor,
+        clock=executor.clock,
+        predictor=PREDICTOR,
+        plan=plan,
+        monitor=record.steps.append,
     )
     engine._journals.append(_Journal(decisions))  # type: ignore[arg-type]
 
     def sleep(time: float) -> None:
         executor.virtual.now += time
 
-    return replay(engine, requests, executor.clock, sleep), decisions
+    replay(engine, requests, executor.clock, sleep, record=record)
+    return record, decisions
 
 
 class _Journal:
@@ -99,7 +106,7 @@ def compared(served: Served) -> tuple[object, ...]:
     return served.number, served.due, served.ttft, served.tpot, sorted(metrics.items())
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**20),
     plan=st.sampled_from(PLANS),
@@ -137,3 +144,5 @@ def test_the_same_requests_give_the_same_batches(
     assert changed is None, f"stored: the engine; now: the simulation\n{changed}"
     assert len(decided.lines) > 20
     assert [compared(x) for x in real.served] == [compared(x) for x in simulated.served]
+    assert real.steps == simulated.steps
+    assert real.stats == simulated.stats
