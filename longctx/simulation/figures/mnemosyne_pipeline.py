@@ -9,6 +9,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.mnemosyne_runs import (
     B8,
+    B70,
     CHUNK,
     MODELS_BY_NAME,
     TOPOLOGY,

@@ -1,6 +1,7 @@
 """KV parallelism: Mnemosyne's sections 4.4 and 6.3, figures 10, 17, 18 and 19 (Medha's section 3.4, figures 11, 13)."""
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 from longctx.models.config import LlamaConfig

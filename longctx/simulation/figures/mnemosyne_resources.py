@@ -6,7 +6,7 @@ from typing import Any
 
 from longctx.models.footprint import cache_bytes, weight_bytes
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
-from longctx.simulation.figures.mnemosyne_runs import B8, B70, TOPOLOGY
+from longctx.simulation.figures.mnemosyne_runs import B8, B70, TOPOLOGY, TPOT_TARGET
 from longctx.simulation.utilization import Totals, model_flops
 
 MI = 2**20  # the papers' "1M" where their numbers need it
