@@ -75,6 +75,7 @@ PURE = [
     "longctx.serving.engine.build",
     "longctx.serving.executor.interface",
     "longctx.simulation.event_loop",
+    "longctx.simulation.host_times",
     "longctx.simulation.instance",
     "longctx.simulation.simulation",
     "longctx.simulation.replay",

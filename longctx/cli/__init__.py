@@ -12,7 +12,10 @@ from longctx.cli.arguments.engine import PRESETS, flag
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
 from longctx.gpu_flags import set_xla_flags
 
-COMMANDS = ("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay", "serve")
+COMMANDS = (
+    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "profile", "quantize", "replay", "serve"),
+    "simulate",
+)
 
 
 def program() -> NoReturn:

@@ -24,7 +24,7 @@ from longctx.models import load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineStats
 from longctx.serving.distributed import ProcessGroup
-from longctx.simulation import report
+from longctx.simulation import plots, report
 from longctx.simulation.record import Record
 from longctx.simulation.replay import replay
 from longctx.simulation.workloads import WorkloadRequest
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
             f"skipped {num_skipped} of {num_skipped + len(requests)} requests, longer than {options.max_length} tokens"
         )
     if options.plot is not None:
-        report.plot(record, options.plot)
+        plots.plot(record, options.plot)
     if record.failed:
         return report_error(f"failed: {record.failed} of {len(requests)} requests", FAILED)
     return 0
@@ -118,4 +118,4 @@ def _check(options: argparse.Namespace) -> None:
             check_output(flag(name), path)
     if options.plot is not None:
         with prefixing("--plot "):
-            report.check_can_plot(options.plot)
+            plots.check_can_plot(options.plot)

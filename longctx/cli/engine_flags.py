@@ -1,17 +1,19 @@
 """What commands make from the flags of model, engine, devices and scheduling (`arguments.engine`)."""
 
 import argparse
-import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from longctx.cli.arguments.engine import CHOICES, SIZES, SLO, flag
+from longctx.cli.arguments.engine import flag
+from longctx.cli.config_flags import engine_config as engine_config
+from longctx.cli.config_flags import given_topology as given_topology
+from longctx.cli.config_flags import parallel_plan as parallel_plan
+from longctx.cli.config_flags import sampling_params as sampling_params
 from longctx.cli.naming import naming_flags as naming_flags
 from longctx.cli.naming import prefixing as prefixing
 from longctx.cli.terminal import Console
@@ -19,14 +21,11 @@ from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
 from longctx.parallel.mesh import AXES
-from longctx.parallel.topology import Topology
-from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, Slo
+from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.engine.memory import default_pages, estimate, in_units, param_bytes
 from longctx.serving.predictor.file import load_profile
 from longctx.serving.profiler import subject
 
-_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop")
-_TOPOLOGY = {"topology must": "--topology must"}
 MAX_DEVICES = 1024  # that JAX makes of a CPU within seconds
 LOWER = {
     "params": "take more devices by --stage or --tensor, or --dtype bfloat16",
@@ -34,46 +33,6 @@ LOWER = {
     "steps": "lower --max-running or --token-budget",
 }
 """What to do where memory is short, as `MemoryEstimate.check` takes it."""
-
-
-def engine_config(options: argparse.Namespace, **more: Any) -> EngineConfig:
-    """Make the configuration from the flags; errors name the flags."""
-    if options.buckets is not None and not re.fullmatch(r"\d+(,\d+)*", options.buckets):
-        raise ValueError(f"--buckets must be integers with commas between them, got {options.buckets!r}")
-    with naming_flags():
-        given = {name: getattr(options, name) for name in (*SIZES, *CHOICES) if hasattr(options, name)}
-        if hasattr(options, "tpot"):
-            given["slo"] = Slo(**{name: getattr(options, name) for name in SLO})
-        if options.buckets is not None:
-            given["buckets"] = tuple(map(int, options.buckets.split(",")))
-        return EngineConfig(prefix_cache=not options.no_prefix_cache, **given, **more)
-
-
-def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """Make the sampling parameters from the flags; errors name the flags."""
-    with naming_flags(_SAMPLING):
-        return SamplingParams(**{name: getattr(options, name) for name in _SAMPLING if hasattr(options, name)})
-
-
-def parallel_plan(options: argparse.Namespace) -> ParallelPlan:
-    """Make the parallel plan from the flags; errors name the flags."""
-    names = [field.name for field in fields(ParallelPlan)]
-    with naming_flags(names):
-        plan = ParallelPlan(**{name: getattr(options, name) for name in names})
-    topology = given_topology(options)
-    if topology is not None:  # now, before weights are loaded
-        with naming_flags(_TOPOLOGY):
-            topology.check(**{axis: getattr(plan, axis) for axis in AXES})
-    return plan
-
-
-def given_topology(options: argparse.Namespace) -> Topology | None:
-    """The topology of `--topology`; None: it is to be found."""
-    text = getattr(options, "topology", None)
-    if text is None:
-        return None
-    with naming_flags(_TOPOLOGY):
-        return Topology.named(text)
 
 
 def plan_mesh(plan: ParallelPlan) -> Mesh | None:

@@ -1,4 +1,4 @@
-"""What `longctx bench` makes from the flags of a workload (`arguments.workload`)."""
+"""What commands make from the flags of a workload (`arguments.workload`). It loads no JAX."""
 
 import argparse
 import dataclasses
@@ -6,14 +6,15 @@ import math
 from pathlib import Path
 
 from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import prefixing
 from longctx.cli.files import check_input
+from longctx.cli.naming import prefixing
 from longctx.models import LlamaConfig, load_tokenizer
 from longctx.serving.validation import MAX_INT32
 from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
     arrive_at_rate,
+    keep_requests,
     read_workload,
     scale_lengths,
     synthesize,
@@ -57,12 +58,16 @@ def make_workload(options: argparse.Namespace, config: LlamaConfig) -> tuple[lis
     Raises:
       ValueError: the file is none, or a request can't be served.
     """
-    requests = _tokenise(_read(options), options.model, config.vocab_size)
-    shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
-    return _fitting(requests, options.max_length, config.max_positions, shorter)
+    requests = tokenise(read_requests(options), options.model, config.vocab_size)
+    return keep_fitting(requests, options, config.max_positions)
 
 
-def _read(options: argparse.Namespace) -> list[WorkloadRequest]:
+def read_requests(options: argparse.Namespace) -> list[WorkloadRequest]:
+    """The requests of a file, or synthetic ones, and when they come.
+
+    Raises:
+      ValueError: the file is none, or a flag has no value that it can have.
+    """
     if options.workload is not None:
         requests = read_workload(options.workload, options.limit)
         if options.scale_lengths is not None:
@@ -84,8 +89,12 @@ def _lengths(name: str, text: str) -> Lengths:
     return lengths
 
 
-def _tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> list[WorkloadRequest]:
-    """Encode the prompts that are text, and check those that are token ids."""
+def tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> list[WorkloadRequest]:
+    """Encode the prompts that are text, and check those that are token ids.
+
+    Raises:
+      ValueError: a token is not of the vocabulary.
+    """
     if all(request.prompt is None for request in requests):
         return requests
     tokenizer = load_tokenizer(model) if any(isinstance(request.prompt, str) for request in requests) else None
@@ -105,13 +114,19 @@ def _tokenise(requests: list[WorkloadRequest], model: Path, vocab_size: int) -> 
     return tokenised
 
 
-def _fitting(
-    requests: list[WorkloadRequest], max_length: int | None, context: int, shorter: str
+def keep_fitting(
+    requests: list[WorkloadRequest], options: argparse.Namespace, context: int
 ) -> tuple[list[WorkloadRequest], int]:
-    """Split off longer requests: those of at most `max_length` tokens, and the number of the others."""
+    """Split off requests that are longer than `--max-length`: the others, and the number of those.
+
+    Raises:
+      ValueError: one is longer than the model's context, and there is no such flag, or it leaves none.
+    """
+    max_length = options.max_length
+    shorter = "--prompt-tokens and --output-tokens" if options.workload is None else "--scale-lengths"
     if max_length is not None and max_length > context:
         raise ValueError(f"--max-length must be at most the model's context of {context}, got {max_length}")
-    kept = [request for request in requests if request.length <= (max_length or context)]
+    kept = keep_requests(requests, lambda request: request.length <= (max_length or context))
     num_skipped = len(requests) - len(kept)
     longest = max(request.length for request in requests)
     if num_skipped and max_length is None:

@@ -1,5 +1,6 @@
 from .event_loop import EventLoop as EventLoop
 from .event_loop import Link as Link
+from .host_times import HostTimes as HostTimes
 from .instance import Instance as Instance
 from .instance import Server as Server
 from .record import Record as Record

@@ -20,9 +20,10 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
 from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.virtual_executor import VirtualExecutor
+from longctx.simulation.virtual_executor import Pending, VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest
 
 OnEnd = Callable[[WorkloadRequest, Metrics], object]
@@ -87,6 +88,7 @@ class Instance:
       topology: by which exchanges are chosen where the predictor does not know them.
       name: that no other instance of a simulation has.
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
+      host: what its thread takes beside the devices. None: no time.
 
     Raises:
       ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
@@ -103,6 +105,7 @@ class Instance:
         topology: Topology | None = None,
         name: str = "0",
         logs: Iterable[DecisionLog] = (),
+        host: HostTimes | None = None,
     ) -> None:
         if config.num_pages is None:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
@@ -115,7 +118,9 @@ class Instance:
         )
         self.name, self.num_devices, self.plan, self.config = name, plan.num_devices, plan, config
         self._vocab_size = model.vocab_size
-        self.executor = _Executor(seconds or (lambda batch: predictor.seconds(batch.work)), model.vocab_size, plan)
+        self._host = host or HostTimes()
+        seconds = seconds or (lambda batch: predictor.seconds(batch.work))
+        self.executor = _Executor(seconds, model.vocab_size, plan, self._host)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         self._num_requests = 0
@@ -130,6 +135,7 @@ class Instance:
         self.totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
+        self._free, self._num_entering = loop.now, 0  # when its thread is free; requests since it last planned
         self._busy_since = loop.now
 
     @property
@@ -169,6 +175,7 @@ class Instance:
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
         self.core.add([sequence])
+        self._num_entering += 1
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
@@ -187,20 +194,21 @@ class Instance:
         """See to it that a step begins, after all else that happens now."""
         if not (self._is_due or self._is_busy):
             self._is_due = True
-            self._loop.at(self._loop.now, self._begin)
+            self._loop.at(max(self._loop.now, self._free), self._begin)
 
     def _begin(self) -> None:
         """Begin what can be, and plan the end of the oldest batch."""
         self._is_due = False
         if not self._queue:
             self._busy_since = self._loop.now
-        self.executor.now = self._loop.now
+        self.executor.now = self._loop.now + self._num_entering * self._host.request
+        self._num_entering = 0
         self._is_busy = begin_steps(self._core, self._queue, self._loop.now, self._logs)
         for load in self.executor.poll_loads():
             self._core.end_load(load)
             self._wake()
         if self._is_busy:
-            self._loop.at(max(self._loop.now, self._queue.oldest.ready), self._end)
+            self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
 
     def _end(self) -> None:
         """The oldest batch ends: its tokens come."""
@@ -216,6 +224,7 @@ class Instance:
         if self.keep_steps:
             scheduler = self._core.scheduler
             self.timeline.append((step.finished, len(scheduler.running), len(scheduler.waiting)))
+        self._free = self._loop.now + self._host.hidden
         self._wake()
 
     def _note(self, step: EndedStep, stage_seconds: float) -> None:
@@ -236,10 +245,15 @@ class Instance:
 
 
 class _Executor(VirtualExecutor):
-    """Draws no tokens for sequences without tokens."""
+    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
 
-    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan) -> None:
-        super().__init__(seconds, vocab_size, plan.stage)
+    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan, host: HostTimes) -> None:
+        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage)
+        self._host_seconds = host.batch
+
+    def submit(self, batch: Batch) -> Pending:
+        self.now += self._host_seconds
+        return super().submit(batch)
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

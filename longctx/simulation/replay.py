@@ -37,7 +37,7 @@ def replay(
         `steps`. None: a new one.
     """
     record = Record() if record is None else record
-    due: dict[str, float] = {}
+    open_requests: dict[str, WorkloadRequest] = {}
     vocab_size = engine.model.config.vocab_size
     start, submitted = clock(), 0
     while submitted < len(requests) or engine.has_work:
@@ -45,7 +45,8 @@ def replay(
         while submitted < len(requests) and requests[submitted].arrival <= now:
             request = requests[submitted]
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-            due[engine.submit(Request(request.tokens(vocab_size, seed).tolist(), sampling))] = request.arrival
+            request_id = engine.submit(Request(request.tokens(vocab_size, seed).tolist(), sampling))
+            open_requests[request_id] = request
             submitted += 1
         if not engine.has_work:
             sleep(requests[submitted].arrival - now)
@@ -54,7 +55,8 @@ def replay(
             if event.output is not None and event.output.finish_reason == "error":
                 record.failed += 1
             elif event.output is not None:
-                record.served.append(Served.of(event.output.metrics, due.pop(event.request_id), start))
+                request = open_requests.pop(event.request_id)
+                record.served.append(Served.of(event.output.metrics, request.arrival, start, request.number))
         record.stats, record.seconds = engine.stats(), clock() - start
         record.timeline.append((record.seconds, record.stats.running, record.stats.waiting))
         if progress is not None:

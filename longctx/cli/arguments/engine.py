@@ -75,7 +75,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan_arguments(parser: argparse.ArgumentParser, topology: str | None = None) -> None:
+    """The plan and its topology; `topology`: the default one, None: it is found."""
     plan = parser.add_argument_group("devices")
     for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
         plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
@@ -98,12 +99,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--topology",
         metavar="NAME|FILE",
+        default=topology,
         help="devices and links that costs are predicted from: h100-nvlink, h100-rdma, h100-tcp, a100-800g and others, "
-        "or a JSON file; default: found",
+        f"or a JSON file; default: {topology or 'found'}",
     )
 
 
-def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_scheduling_arguments(parser: argparse.ArgumentParser, has_profile: bool = True) -> None:
     scheduling = parser.add_argument_group("scheduling")
     scheduling.add_argument(
         "--preset", choices=list(PRESETS), help="a paper's scheduling, placement and exchange; other flags come before"
@@ -131,6 +133,7 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
         scheduling.add_argument(
             flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
         )
-    scheduling.add_argument(
-        "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
-    )
+    if has_profile:
+        scheduling.add_argument(
+            "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
+        )

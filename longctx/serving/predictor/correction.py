@@ -2,13 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, chunk_curve
 from longctx.serving.predictor.work import Work
 
 _WINDOW, _LEAST = 32, 8  # batches that count, and how many it takes to correct
-_DIGITS = 9  # of a ratio that count: what is equal but for rounding is predicted alike
+_DIGITS = 6  # of a ratio that count: what is equal but for the rounding of clocks is predicted alike
 
 
 class Corrected:
@@ -30,6 +30,12 @@ class Corrected:
 
     def seconds(self, work: Work) -> float:
         return (self.prompt_factor if work.chunks else self.decode_factor) * self.predictor.seconds(work)
+
+    def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
+        """See `chunk_curve`."""
+        seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
+        alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
+        return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
         return self.prompt_factor * self.predictor.prefill_seconds(start, stop, chunk)
@@ -64,8 +70,10 @@ class _Window:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._alike = 0  # how many of the last ratios are equal
 
     def add(self, ratio: float, weight: float) -> None:
+        self._alike = self._alike + 1 if self._seen and self._seen[-1][0] == ratio else 1
         self._seen.append((ratio, weight))
 
     def state(self) -> list[tuple[float, float]]:
@@ -73,7 +81,9 @@ class _Window:
 
     def median(self, default: float) -> float:
         """The weighted median; `default` while there are too few batches."""
-        return _weighted_median(self._seen) if len(self._seen) >= _LEAST else default
+        if len(self._seen) < _LEAST:
+            return default
+        return self._seen[-1][0] if self._alike >= len(self._seen) else _weighted_median(self._seen)
 
 
 def _weighted_median(values: Iterable[tuple[float, float]]) -> float:

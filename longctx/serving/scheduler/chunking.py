@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
-from longctx.serving.predictor.runtime import Predictor, readable_tokens
+from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_tokens
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
@@ -77,7 +77,7 @@ def _chunk_sizes(tokens: int) -> list[int]:
 def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
     sizes = _chunk_sizes(chunking.tokens)
-    seconds = [predictor.seconds(Work().with_chunk(start, size, False)) for size in sizes]
+    seconds = [*map(chunk_curve(predictor, Work(), start), sizes)]
     least = min(time / size for size, time in zip(sizes, seconds, strict=True))
     return next(size for size, time in zip(sizes, seconds, strict=True) if efficient * time <= least * size)
 

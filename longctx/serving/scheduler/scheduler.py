@@ -44,6 +44,7 @@ class Scheduler:
     Attributes:
       waiting: sequences that are not admitted, in order of arrival.
       running: those that hold slots and pages.
+      steps_between_chunks: after how many steps the next chunk of a prompt may follow one: 1, the sequence pipeline.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Scheduler:
         self._page_size = page_size
         self.num_preempted = 0
         self.num_steps = 0
+        self.steps_between_chunks = 1
 
     def check(self, prompt_length: int, max_tokens: int) -> None:
         """See `PagePlanner.check`."""
@@ -248,6 +250,7 @@ class Scheduler:
             sequence.ready = batch.index + self.plan.stage
             self.running.begin_decode(sequence)
         else:
+            sequence.ready = batch.index + self.steps_between_chunks
             self.forecast.advance(sequence, count)
 
     def _extend_pages(self, batch: Batch, sequence: Sequence, tokens: int) -> None:

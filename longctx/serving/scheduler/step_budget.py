@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.predictor.runtime import Predictor, chunk_curve
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
@@ -161,10 +161,15 @@ class StepBudget:
         limit = self._begun + share * (self.limit - self._begun)
         if self._fits(sequence, most, limit):
             return most
+        if self._num_ranks == 1:
+            curve = chunk_curve(self._predictor, self._works[0], sequence.computed)
+            fits = lambda count: curve(count) <= limit  # noqa: E731
+        else:
+            fits = lambda count: self._fits(sequence, count, limit)  # noqa: E731
         low, high = 0, most  # low fits, high does not
         while high - low > 1:
             count = (low + high) // 2
-            low, high = (count, high) if self._fits(sequence, count, limit) else (low, count)
+            low, high = (count, high) if fits(count) else (low, count)
         return self.room(sequence, low)
 
     def room(self, sequence: Sequence, count: int | None = None) -> int:

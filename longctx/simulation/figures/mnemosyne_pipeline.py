@@ -93,7 +93,9 @@ def figure_15(inputs: Inputs) -> Figure:
                     base = base or ttft * stages
                     row["scaling"] = base / (ttft * stages)
                 table.append(row)
-    scaling = {name: [row["scaling"] for row in table if row["fits"] and row["model"] == name] for name in ("8B", "70B")}
+    scaling = {
+        name: [row["scaling"] for row in table if row["fits"] and row["model"] == name] for name in ("8B", "70B")
+    }
 
     def at(model: str, millions: int, stages: int) -> dict[str, Any]:
         return next(row for row in table if [*row.values()][:3] == [model, millions, stages])
@@ -119,7 +121,9 @@ def figure_15(inputs: Inputs) -> Figure:
             for millions in LENGTHS:
                 rows = [r for r in table if r["model"] == name and r["million tokens"] == millions]
                 done = [r for r in rows if r["fits"]]
-                (line,) = axes.plot([r["stages"] for r in done], [r["TTFT, s"] for r in done], "o-", label=f"{millions}M")
+                (line,) = axes.plot(
+                    [r["stages"] for r in done], [r["TTFT, s"] for r in done], "o-", label=f"{millions}M"
+                )
                 axes.plot([r["stages"] for r in rows if not r["fits"]], [5 * millions for r in rows if not r["fits"]],
                           "x", color=line.get_color())  # fmt: skip
             axes.axhline(30, color="#888888", linewidth=0.8)
@@ -172,7 +176,9 @@ def figure_20(inputs: Inputs) -> Figure:
                 if not fits(model, ParallelPlan.medha(stages, 1, 8), round(millions * 1e6)):
                     continue
                 run = prefill(model, stages, tokens(inputs, millions))
-                used = [mfu(model, run.totals, TOPOLOGY.device, 8 * stages, run.ttft, causal) for causal in (False, True)]
+                used = [
+                    mfu(model, run.totals, TOPOLOGY.device, 8 * stages, run.ttft, causal) for causal in (False, True)
+                ]
                 table.append({"model": name, "million tokens": millions, "stages": stages, "MFU without mask": used[0],
                               "MFU": used[1]})  # fmt: skip
     every = [row["MFU without mask"] for row in table]
@@ -192,7 +198,9 @@ def figure_20(inputs: Inputs) -> Figure:
         for axes, name in zip(panels, MODELS_BY_NAME, strict=True):
             for millions in LENGTHS:
                 rows = [r for r in table if r["model"] == name and r["million tokens"] == millions]
-                axes.plot([r["stages"] for r in rows], [r["MFU without mask"] for r in rows], "o-", label=f"{millions}M")
+                axes.plot(
+                    [r["stages"] for r in rows], [r["MFU without mask"] for r in rows], "o-", label=f"{millions}M"
+                )
             axes.set(xscale="log", xlabel="stages", ylabel="MFU without mask", ylim=(0, 1), title=f"Llama-3 {name}")
             axes.legend()
 

@@ -48,12 +48,15 @@ def style() -> Iterator[None]:
 
 
 def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[Drawing, list[Any]]":
-    """A matplotlib figure and its axes, side by side; width and height of a panel in inches. Within `style`."""
+    """A matplotlib figure and its axes, side by side; width and height of a panel in inches. Within `style`.
+
+    Args:
+      panels: 0: none; the caller divides the figure.
+    """
     from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
 
-    figure = Drawing(figsize=(width * panels, height), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)
-    return figure, list(axes[0])
+    figure = Drawing(figsize=(width * max(1, panels), height), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0]) if panels else []
 
 
 def save(figure: "Drawing", path: Path) -> None:

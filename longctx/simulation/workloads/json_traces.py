@@ -90,7 +90,9 @@ def _turn(row: Row, request: WorkloadRequest, sessions: dict[str, _Session]) -> 
         chain, prompt = before.blocks, before.length + request.prompt_tokens
         if "delay" in row or "timestamp" not in row:
             fields = {"after": before.number, "delay": delay, "arrival": before.arrival}
-    chain += tuple(session.first_block + at for at in range(len(chain), -(-prompt // TRACE_BLOCK)))
+    # They go on over the answer, with which the next prompt begins.
+    blocks = -(-(prompt + request.output_tokens) // TRACE_BLOCK)
+    chain += tuple(session.first_block + at for at in range(len(chain), blocks))
     try:
         session.turn = dataclasses.replace(request, prompt_tokens=prompt, blocks=chain, session=name, **fields)
     except (TypeError, ValueError) as error:

@@ -104,8 +104,7 @@ def make_conversations(
     """Conversations whose first turns arrive at 0, each later one `delay` seconds after the answer before it.
 
     A turn's prompt is all prompts and answers before it and new tokens. `arrive_at_rate` says when conversations begin.
-    Engines in virtual time find the prompts of earlier turns in their caches, but not the answers: nobody knows their
-    tokens before they are generated.
+    The blocks of a turn go on over its answer, so that engines in virtual time find that again too.
 
     Args:
       turns: of each conversation.
@@ -127,7 +126,7 @@ def make_conversations(
         for turn, (prompt, answer) in enumerate(zip(new, outputs, strict=True)):
             length += prompt
             check_integer("tokens of a conversation", length, 1, MAX_INT32)
-            number, blocks = len(requests), -(-length // TRACE_BLOCK)
+            number, blocks = len(requests), -(-(length + answer) // TRACE_BLOCK)
             chain = (*range(min(common, blocks)), *range(begin, begin + max(0, blocks - common)))
             next_block = max(next_block, begin + blocks - common)
             follows = {"after": number - 1, "delay": delay} if turn else {}

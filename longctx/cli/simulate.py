@@ -1,0 +1,191 @@
+"""`longctx simulate`: serve a workload in virtual time, on devices that need not be there."""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from typing import Any
+
+from longctx.cli.arguments.engine import flag
+from longctx.cli.files import check_output
+from longctx.cli.naming import prefixing
+from longctx.cli.simulate_flags import (
+    apply_plan,
+    check_simulation,
+    make_deployment,
+    make_requests,
+    named_model,
+    swept_values,
+    with_values,
+)
+from longctx.cli.terminal import Console
+from longctx.simulation import plots, report
+from longctx.simulation.capacity import Capacity, Tried, find_capacity
+from longctx.simulation.deployment import Deployment
+from longctx.simulation.record import Record
+from longctx.simulation.stage_trace import StageTrace
+from longctx.simulation.sweep import parse_grid, points, run_in_processes
+from longctx.simulation.targets import Target, parse_targets
+from longctx.simulation.usage import deployment_table, summarize_deployment
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
+
+
+def run(options: argparse.Namespace) -> int:
+    _check(options)
+    console = Console(options.quiet)
+    if options.sweep is not None:
+        _sweep(options, console)
+    else:
+        _simulate(options, console)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_simulation(options)
+    apply_plan(options)
+    for name in ("json", "plot", "trace"):
+        path = getattr(options, name)
+        if path is not None:
+            check_output(flag(name), path)
+    if options.plot is not None:
+        with prefixing("--plot "):
+            plots.check_can_plot(options.plot)
+    if options.out is not None:
+        if options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"--out must be a folder, and {options.out} is a file")
+        options.out.mkdir(parents=True, exist_ok=True)
+    if options.capacity is not None:
+        _targets(options)
+        for name in ("rate", "users", "window"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--capacity contradicts {flag(name)}: it searches a rate for all requests")
+    if options.sweep is not None and options.trace is not None:
+        raise ValueError("--trace contradicts --sweep: it is of one simulation")
+
+
+def _targets(options: argparse.Namespace) -> list[Target]:
+    with prefixing("--capacity "):
+        return parse_targets(options.capacity)
+
+
+def _make(options: argparse.Namespace) -> tuple[Deployment, list[WorkloadRequest], int]:
+    requests, num_skipped = make_requests(options, named_model(options.model))
+    return make_deployment(options, max(request.length for request in requests)), requests, num_skipped
+
+
+def _simulate(options: argparse.Namespace, console: Console) -> None:
+    deployment, requests, num_skipped = _make(options)
+    found: dict[str, Any] = {}
+    if options.capacity is not None:
+        capacity = _search(options, deployment, requests, console)
+        found["capacity"] = capacity._asdict()
+        if not capacity.rate:
+            print(
+                f"capacity  none: {options.capacity} is not met at {min(x.rate for x in capacity.tried):.3g} requests/s"
+            )
+            return
+        print(f"capacity  {capacity.rate:.4g} requests/s meet {options.capacity}\n")
+        requests = arrive_at_rate(requests, capacity.rate, options.seed)
+    has_trace = any(getattr(options, name) is not None for name in ("plot", "trace", "out"))
+    traces: list[StageTrace] | None = [] if has_trace else None
+    until = math.inf if options.window is None else options.window
+    with console.bar(total=len(requests), desc="requests", unit="req") as bar:
+        record = deployment.run(
+            requests,
+            options.seed,
+            until,
+            progress=lambda record: bar.update(len(record.served) - bar.n),
+            keep_steps=has_trace or options.json is not None,
+            traces=traces,
+        )
+    summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
+    print(deployment_table(summary))
+    if num_skipped:
+        print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
+    contents = _settings(options, deployment) | {"summary": summary}
+    if options.json is not None:
+        options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
+    _write(options, contents, record, traces or [])
+
+
+def _search(
+    options: argparse.Namespace, deployment: Deployment, requests: list[WorkloadRequest], console: Console
+) -> Capacity:
+    with console.bar(desc="rates", unit="rate") as bar:
+
+        def progress(tried: Tried) -> None:
+            bar.set_postfix_str(f"{tried.rate:.3g}/s {'met' if tried.is_met else 'missed'}")
+            bar.update()
+
+        return find_capacity(deployment, requests, _targets(options), options.seed, progress)
+
+
+def _settings(options: argparse.Namespace, deployment: Deployment) -> dict[str, Any]:
+    config = dataclasses.asdict(deployment.config) | {"num_pages": deployment.num_pages}
+    del config["hash_key"]
+    return {
+        "model": options.model,
+        "workload": str(options.workload or options.mix or "synthetic"),
+        "topology": deployment.topology.to_dict(),
+        "plan": dataclasses.asdict(deployment.plan),
+        "instances": deployment.instances,
+        "config": config,
+        "seed": options.seed,
+    }
+
+
+def _write(options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace]) -> None:
+    """The files that flags ask for."""
+    from longctx.simulation import chrome_trace, deployment_plots, deployment_report
+
+    if options.plot is not None:
+        deployment_plots.plot_deployment(record, traces, options.plot)
+    if options.trace is not None:
+        chrome_trace.write_chrome_trace(record, traces, options.trace)
+    if options.out is not None:
+        deployment_report.write_report(contents, record, traces, options.out)
+        print(f"written to {options.out / 'report.html'}")
+
+
+def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate one point of a sweep: its `summary`, or the `error` that says why it can't be simulated."""
+    try:
+        check_simulation(options)
+        deployment, requests, _ = _make(options)
+        found: dict[str, Any] = {}
+        if options.capacity is not None:
+            capacity = find_capacity(deployment, requests, _targets(options), options.seed)
+            found["capacity"] = capacity.rate
+            if not capacity.rate:
+                return {"error": f"{options.capacity} is met at no rate"}
+            requests = arrive_at_rate(requests, capacity.rate, options.seed)
+        until = math.inf if options.window is None else options.window
+        record = deployment.run(requests, options.seed, until, keep_steps=False)
+    except (OSError, ValueError) as error:
+        return {"error": str(error)}
+    return {"summary": summarize_deployment(record, deployment) | found}
+
+
+def _sweep(options: argparse.Namespace, console: Console) -> None:
+    with prefixing("--sweep "):
+        grid = parse_grid(options.sweep, swept_values())
+    grid_points = points(grid)
+    rows: list[dict[str, Any]] = [dict(point) for point in grid_points]
+    arguments = [with_values(options, point) for point in grid_points]
+    with console.bar(total=len(rows), desc="points", unit="point") as bar:
+        for index, found in run_in_processes(simulate_point, arguments, options.jobs or os.cpu_count() or 1):
+            rows[index] |= found
+            bar.update()
+    from longctx.simulation import deployment_plots, sweep_report
+
+    print(sweep_report.sweep_table(rows, list(grid)))
+    if all("error" in row for row in rows):
+        raise ValueError(f"--sweep: no point can be simulated; the first: {rows[0]['error']}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"sweep": rows}) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        deployment_plots.plot_sweep(rows, list(grid), options.plot)
+    if options.out is not None:
+        sweep_report.write_sweep(rows, list(grid), options.out)
+        print(f"written to {options.out / 'report.html'}")

@@ -1,0 +1,127 @@
+"""What `longctx simulate` and `longctx plan` make from their flags: deployments and workloads. It loads no JAX."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from longctx.cli.arguments.engine import SIZES, flag
+from longctx.cli.arguments.simulate import SWEPT
+from longctx.cli.config_flags import engine_config, given_topology, parallel_plan
+from longctx.cli.naming import naming_flags, prefixing
+from longctx.cli.workload_flags import check_workload, keep_fitting, read_requests, tokenise
+from longctx.models.config import LlamaConfig
+from longctx.simulation.deployment import Deployment
+from longctx.simulation.models import MODELS
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
+
+_PLAN: dict[str, Any] = {
+    "stage": int,
+    "context": int,
+    "tensor": int,
+    "rank_tokens": int,
+    "placement": str,
+    "exchange": str,
+}
+_INTEGERS = ("instances", "token_budget", "max_running", "page_size", "users", "requests", "seed")
+_NUMBERS = ("max_share", "ttft_factor", "ttft_least", "tpot", "step_seconds", "qps")
+
+
+def named_model(text: str) -> LlamaConfig:
+    """A model by its name, or that of a folder's `config.json`.
+
+    Raises:
+      ValueError: there is neither such a model nor such a folder, or the file is no configuration.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    path = Path(text)
+    if (path / "config.json").is_file():
+        with prefixing("--model: "):
+            return LlamaConfig.from_hf(path / "config.json")
+    raise ValueError(f"--model must be one of {', '.join(MODELS)}, or a folder with config.json, got {text!r}")
+
+
+def apply_plan(options: argparse.Namespace) -> None:
+    """Set what `--plan` says, as the flags of devices do; ValueError if it has another form."""
+    if options.plan is None:
+        return
+    for part in options.plan.split(","):
+        name, equals, value = part.strip().partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in _PLAN:
+            raise ValueError(f"--plan must be NAME=VALUE with names of {', '.join(_PLAN)}, got {part!r}")
+        try:
+            setattr(options, name, _PLAN[name](value))
+        except ValueError:
+            raise ValueError(f"--plan must have an integer for {name}, got {value!r}") from None
+
+
+def make_deployment(options: argparse.Namespace, longest: int | None = None) -> Deployment:
+    """The engines to simulate; errors name flags.
+
+    Args:
+      longest: tokens of the longest request; None: as long as the model takes.
+    """
+    model = named_model(options.model)
+    topology = given_topology(options)
+    assert topology is not None
+    config = engine_config(options, max_length=longest)
+    plan = parallel_plan(options)
+    with naming_flags({"plan's ": "--plan's ", "instances must": "--instances must"}), naming_flags(list(SIZES)):
+        return Deployment(model, topology, plan, config, options.instances)
+
+
+def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
+    """The requests to simulate, in order of arrival, and how many `--max-length` leaves out; errors name flags."""
+    if options.mix is None:
+        requests = read_requests(options)
+    else:
+        with naming_flags({"mix": "--mix"}):
+            requests = make_mix(options.mix, 1000 if options.requests is None else options.requests, options.seed)
+        if options.rate is not None:
+            requests = arrive_at_rate(requests, options.rate, options.seed)
+    if any(request.prompt is not None for request in requests):
+        if not Path(options.model).is_dir():
+            raise ValueError("--workload has prompts, whose tokens --model must tell: a folder with a tokenizer")
+        requests = tokenise(requests, Path(options.model), model.vocab_size)
+    requests, num_skipped = keep_fitting(requests, options, model.max_positions)
+    if options.users is not None:
+        with naming_flags({"users": "--users", "requests": "--users: requests"}):
+            requests = closed_loop(requests, options.users)
+    if options.jitter is not None:
+        requests = jitter_arrivals(requests, options.jitter, options.seed)
+    return requests, num_skipped
+
+
+def check_simulation(options: argparse.Namespace) -> None:
+    """Check flags alone; ValueError, with the flag."""
+    if options.mix is not None:
+        for name in ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag(name)} contradicts --mix")
+    check_workload(options)
+    for name in ("instances", "users", "jobs"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+    for name, low in (("jitter", 0.0), ("window", 0.0)):
+        value = getattr(options, name)
+        if value is not None and not low <= value < float("inf"):
+            raise ValueError(f"{flag(name)} must be seconds, 0 or more, got {value}")
+    for name in ("rate", "jitter"):
+        if options.users is not None and getattr(options, name) is not None:
+            raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")
+
+
+def swept_values() -> dict[str, Any]:
+    """What makes values of `--sweep`'s names."""
+    makers: dict[str, Any] = dict.fromkeys(SWEPT, str) | dict.fromkeys(_INTEGERS, int) | dict.fromkeys(_NUMBERS, float)
+    return makers | {"stage": int, "context": int, "tensor": int, "rank_tokens": int}
+
+
+def with_values(options: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
+    """Options as if flags had these values."""
+    changed = argparse.Namespace(**vars(options))
+    for name, value in values.items():
+        setattr(changed, "rate" if name == "qps" else name, value)
+    return changed

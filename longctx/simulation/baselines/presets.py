@@ -1,0 +1,159 @@
+"""The systems by name: ours with each policy, and those that the papers compare with."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.validation import check_integer
+from longctx.simulation.baselines.loongserve import LoongServe
+from longctx.simulation.baselines.predictors import make_predictor
+from longctx.simulation.baselines.standard_pipeline import StandardPipeline
+from longctx.simulation.instance import Instance, Server
+from longctx.simulation.simulation import Route, Simulation
+from longctx.simulation.utilization import max_tokens
+from longctx.simulation.workloads import WorkloadRequest
+
+HOST = 8  # devices of a host, which tensor parallelism stays in
+SHORT = 8192  # tokens below which a prompt goes to a reserved pool (Medha, 5.4)
+LONGEST = 1 << 20  # tokens of the longest prompt that is read in one step, where prompts are read whole
+_PAGE = 256
+
+
+class Setting(NamedTuple):
+    """What a system is made for.
+
+    Attributes:
+      devices: in all; a multiple of 8 if there are more.
+      plan: of a system that is one engine on all devices; None: sequence pipeline over hosts, tensor within.
+      overrides: arguments of `EngineConfig` that come before the system's own; other systems have no use for them.
+    """
+
+    model: LlamaConfig
+    topology: Topology
+    devices: int
+    plan: ParallelPlan | None
+    overrides: dict[str, Any]
+
+    @property
+    def tensor(self) -> int:
+        """Devices of a host that are used."""
+        return min(self.devices, HOST)
+
+    def engine(
+        self, config: Callable[..., EngineConfig], plan: ParallelPlan, kind: type[Instance] = Instance, name: str = "0"
+    ) -> Instance:
+        """An engine with a preset's rules, as many pages as fit into memory, and room for 256 requests."""
+        tokens = max_tokens(self.model, plan, self.topology.device)
+        sizes = {"page_size": _PAGE, "max_running": 256, "run_ahead": 1}
+        sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
+        made = config(**sizes | self.overrides)
+        predictor = make_predictor(self.model, self.topology, plan, made.token_budget)
+        return kind(self.model, made, predictor, plan, topology=self.topology, name=name)
+
+
+Made = tuple[List[Server], Route | None]
+
+
+def _ours(policy: str) -> Callable[[Setting], Made]:
+    def make(setting: Setting) -> Made:
+        plan = setting.plan or ParallelPlan.medha(stage=setting.devices // setting.tensor, tensor=setting.tensor)
+        return [setting.engine(lambda **sizes: EngineConfig.medha(**{"policy": policy} | sizes), plan)], None
+
+    return make
+
+
+def _sarathi(chunk: int) -> Callable[[Setting], Made]:
+    def make(setting: Setting) -> Made:
+        plan = setting.plan or ParallelPlan(stage=setting.devices // setting.tensor, tensor=setting.tensor)
+        return [setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **sizes), plan, StandardPipeline)], None
+
+    return make
+
+
+def _whole_prompts(setting: Setting, plan: ParallelPlan, name: str = "0") -> Instance:
+    rows = -(-LONGEST // plan.context) + 256  # beside them, a row for every decode
+    return setting.engine(lambda **sizes: EngineConfig.meta(rows, **sizes), plan, name=name)
+
+
+def _vllm(setting: Setting) -> Made:
+    copies = range(setting.devices // setting.tensor)
+    return [_whole_prompts(setting, ParallelPlan(tensor=setting.tensor), str(copy)) for copy in copies], None
+
+
+def _striped(setting: Setting) -> Made:
+    hosts = setting.devices // setting.tensor
+    plan = setting.plan or ParallelPlan.meta(hosts, setting.tensor, exchange="pass_kv")
+    return [_whole_prompts(setting, plan)], None
+
+
+def _loongserve(setting: Setting) -> Made:
+    return [LoongServe(setting.model, setting.topology, setting.devices // 2)], None
+
+
+def _reserved(setting: Setting) -> Made:
+    instances = setting.devices // 2
+    reserved = max(1, instances // 4)
+    short = LoongServe(setting.model, setting.topology, reserved, name="short")
+    long = LoongServe(setting.model, setting.topology, instances - reserved, name="long")
+
+    def route(request: WorkloadRequest, servers: List[Server], now: float) -> Server:
+        return servers[request.prompt_tokens >= SHORT]
+
+    return [short, long], route
+
+
+class Baseline(NamedTuple):
+    """A system: what it is, and how it is made."""
+
+    about: str
+    make: Callable[[Setting], Made]
+
+
+BASELINES = {
+    "medha": Baseline("Medha: relative slack, shared steps, adaptive chunks, SPP", _ours("ilrs")),
+    "medha-fcfs": Baseline("Medha with first come first served, and no shared steps (5.1)", _ours("fcfs")),
+    "edf": Baseline("Medha with earliest deadline first (5.4)", _ours("edf")),
+    "srpf": Baseline("Medha with shortest remaining prefill first", _ours("srpf")),
+    "lrs": Baseline("Medha with least remaining slack, relative to the deadline (5.4)", _ours("lrs_relative")),
+    "sarathi-512": Baseline("Sarathi-Serve: chunks of 512, first come first served, standard pipeline", _sarathi(512)),
+    "sarathi-2048": Baseline("Sarathi-Serve with chunks of 2,048", _sarathi(2048)),
+    "vllm": Baseline("whole prompts as soon as they come, a copy of the engine on every host", _vllm),
+    "striped": Baseline("striped attention: whole prompts over all hosts, keys go round in a ring", _striped),
+    "loongserve": Baseline("LoongServe: TP2, elastic context parallelism up to 4", _loongserve),
+    "loongserve-reserved": Baseline("LoongServe, a quarter of it for prompts below 8,192 alone (5.4)", _reserved),
+}
+
+
+def make_simulation(
+    name: str,
+    model: LlamaConfig,
+    topology: Topology,
+    devices: int,
+    plan: ParallelPlan | None = None,
+    **overrides: Any,
+) -> Simulation:
+    """A system on so many devices, ready to serve workloads.
+
+    All have the same cost model and as much memory. `vllm` and `striped` compute whole prompts of up to 1M tokens in
+    one step, and decodes beside them, where vLLM has steps for prompts alone: both wait alike.
+
+    Args:
+      name: of `BASELINES`.
+      plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
+      overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
+
+    Raises:
+      TypeError, ValueError: there is no such system, or it can't be made of so many devices.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
+    check_integer("devices", devices, 1)
+    if devices > HOST and devices % HOST:
+        raise ValueError(f"devices must be at most {HOST} or a multiple of it, got {devices}")
+    if plan is not None and plan.num_devices != devices:
+        raise ValueError(f"plan must be of {devices} devices, it is of {plan.num_devices}")
+    return Simulation(*BASELINES[name].make(Setting(model, topology, devices, plan, overrides)))

@@ -1,0 +1,115 @@
+"""Engines to simulate: a model on the devices of a plan, with as many pages as fit, once or several times."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as List
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import AXES, Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import roofline
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.validation import check_integer
+from longctx.simulation.instance import Instance
+from longctx.simulation.record import Record
+from longctx.simulation.simulation import Simulation
+from longctx.simulation.stage_trace import StageTrace
+from longctx.simulation.utilization import device_memory, max_tokens
+from longctx.simulation.workloads import WorkloadRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployment:
+    """Instances of one engine. Plain data, so that other processes can simulate it.
+
+    Attributes:
+      config: of each engine; without `num_pages` there are as many as fit beside weights and activations.
+      instances: engines, each with devices of its own; a request goes to the one with least to prefill.
+
+    Raises:
+      ValueError: the plan doesn't suit the model or the topology, or its weights don't fit into the devices' memory.
+    """
+
+    model: LlamaConfig
+    topology: Topology
+    plan: ParallelPlan
+    config: EngineConfig
+    instances: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("instances", self.instances, 1)
+        self.plan.check(self.model, self.plan.num_devices)
+        self.topology.check(**{axis: getattr(self.plan, axis) for axis in AXES})
+        self.num_pages  # noqa: B018  which are known only if the weights fit
+
+    @property
+    def num_devices(self) -> int:
+        """Of all instances together."""
+        return self.instances * self.plan.num_devices
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each context rank of an instance."""
+        if self.config.num_pages is not None:
+            return self.config.num_pages
+        rows, page = self.config.token_budget, self.config.page_size
+        pages = max_tokens(self.model, self.plan, self.topology.device, rows) // self.plan.context // page
+        if not pages:
+            device_memory(self.model, self.plan, self.topology.device, page * self.plan.context, rows).check()
+        return pages
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose keys and values an instance can keep."""
+        return self.num_pages * self.config.page_size * self.plan.context
+
+    def predictor(self) -> Predictor:
+        """Predicts the batches of an instance, of one stage."""
+        plan = self.plan
+        return roofline(
+            self.model,
+            self.topology,
+            self.config.token_budget,
+            stage=plan.stage,
+            tensor=plan.tensor,
+            context=plan.context,
+        )
+
+    def run(
+        self,
+        requests: List[WorkloadRequest],
+        seed: int = 0,
+        until: float = math.inf,
+        progress: Callable[[Record], object] | None = None,
+        keep_steps: bool = True,
+        traces: list[StageTrace] | None = None,
+    ) -> Record:
+        """Serve requests in virtual time.
+
+        Args:
+          seed: of prompts' pages that no hash id names.
+          until: seconds after which the window closes.
+          progress: is called after every event.
+          keep_steps: whether the record has every step; they take memory.
+          traces: a trace of each instance is appended to it; None: nothing is traced.
+
+        Raises:
+          ValueError: a request can't be served, such as one that is longer than the cache.
+        """
+        config, plan = dataclasses.replace(self.config, num_pages=self.num_pages), self.plan
+        predictor = self.predictor()
+        instances = []
+        for number in range(self.instances):
+            logs = []
+            if traces is not None:
+                logs = [StageTrace(lambda batch: predictor.seconds(batch.work), plan.stage, plan.context)]
+                traces += logs
+            instance = Instance(
+                self.model, config, predictor, plan, topology=self.topology, name=str(number), logs=logs
+            )
+            for log in logs:
+                log.watch(instance)
+            instances.append(instance)
+        return Simulation(instances).run(requests, seed, until, progress, keep_steps)

@@ -1,0 +1,158 @@
+"""Drawings of simulated deployments and of sweeps over them, with matplotlib (extra `docs`)."""
+
+import io
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx.simulation.figures.style import COLORS, MARKERS, drawing, save, style
+from longctx.simulation.plots import plot_chunks, plot_ranks, plot_requests, plot_slack, thinned
+from longctx.simulation.record import Record
+from longctx.simulation.stage_trace import StageTrace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHOWN = 120  # ticks of a Gantt chart
+SWEPT = (("ttft", "TTFT"), ("tpot", "TPOT"))
+
+
+def plot_deployment(record: Record, traces: List[StageTrace], path: Path) -> None:
+    """Write a drawing of a workload in virtual time, as PNG or SVG, by the path's suffix.
+
+    Rows of panels: distributions of TTFT and TPOT, requests over time; chunks, slack, pages by context rank; and Gantt
+    charts of the first instance, of its stages and of its context ranks, if there are several.
+
+    Args:
+      record: with its steps.
+      traces: of each instance.
+    """
+    with style():
+        save(_draw(record, traces), path)
+
+
+def deployment_svg(record: Record, traces: List[StageTrace]) -> str:
+    """The drawing of `plot_deployment` as SVG."""
+    with style():
+        return _to_svg(_draw(record, traces))
+
+
+def plot_sweep(rows: List[Mapping[str, Any]], names: List[str], path: Path) -> None:
+    """Write a drawing of a sweep, see `sweep_svg`, as PNG or SVG."""
+    with style():
+        save(_draw_sweep(rows, names), path)
+
+
+def sweep_svg(rows: List[Mapping[str, Any]], names: List[str]) -> str:
+    """Draw median (lines) and P99 (dashes) of TTFT and TPOT, and the share in time, over the last numeric name, as SVG.
+
+    Args:
+      rows: values by name, and `summary`, of each point.
+      names: that are swept.
+    """
+    with style():
+        return _to_svg(_draw_sweep(rows, names))
+
+
+def _to_svg(figure: "Figure") -> str:
+    contents = io.StringIO()
+    figure.savefig(contents, format="svg", metadata={"Date": None, "Creator": None})
+    return contents.getvalue()
+
+
+def _draw(record: Record, traces: List[StageTrace]) -> "Figure":
+    first = traces[0] if traces else None
+    charts = [trace for trace in (first,) if trace is not None and trace.ticks]
+    steps = record.instances[0].steps if record.instances else []
+    has_ranks = first is not None and first.num_ranks > 1 and any(len(step.rank_seconds) > 1 for step in steps)
+    heights = [3.2, 3.2] + [0.8 + 0.35 * trace.num_stages for trace in charts]
+    heights += [0.8 + 0.35 * first.num_ranks] if has_ranks and first is not None else []
+    figure, _ = drawing(0, 13.2, sum(heights))
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(2)]
+    plot_requests(record, *axes[0])
+    if record.steps:
+        plot_chunks(record, axes[1][0])
+        plot_slack(record, axes[1][1])
+    if first is not None:
+        plot_pages(first, axes[1][2])
+    for row, trace in enumerate(charts, 2):
+        plot_stages(trace, figure.add_subplot(grid[row, :]))
+    if has_ranks:
+        shown = steps[_busiest([step.prompt_tokens for step in steps])]
+        plot_ranks(shown, figure.add_subplot(grid[len(heights) - 1, :]))
+    return figure
+
+
+def _busiest(tokens: List[int]) -> slice:
+    """Those `_SHOWN` steps, of prompts' tokens in each, in which most have some."""
+    starts = range(0, max(1, len(tokens) - _SHOWN), _SHOWN)
+    start = max(starts, key=lambda start: sum(map(bool, tokens[start : start + _SHOWN])))
+    return slice(start, start + _SHOWN)
+
+
+def plot_stages(trace: StageTrace, axes: Any) -> None:
+    """Draw the Gantt chart of stages: bars of batches with prompts and of decodes alone; grey: waiting for a stage."""
+    prompts = [sum(batch.prompt_tokens for batch in tick.stages if batch is not None) for tick in trace.ticks]
+    ticks = trace.ticks[_busiest(prompts)]
+    start = ticks[0].start
+    edge = {"edgecolor": "white", "linewidth": 0.4}
+    kinds = (("with prompts", COLORS[0]), ("decodes alone", COLORS[1]))
+    for stage in range(trace.num_stages):
+        spans = [(tick.start, tick.seconds, tick.stages[stage]) for tick in ticks]
+        axes.broken_barh([(at, seconds) for at, seconds, _ in spans], (stage - 0.4, 0.8), facecolor="0.88")
+        for (label, color), has_prompt in zip(kinds, (True, False), strict=True):
+            bars = [
+                (at, batch.seconds)
+                for at, _, batch in spans
+                if batch is not None and bool(batch.prompt_tokens) == has_prompt
+            ]
+            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, label=label if stage == 0 else None, **edge)
+    part = "" if len(ticks) == len(trace.ticks) else f", {len(ticks)} of {len(trace.ticks):,} steps"
+    axes.set(
+        title=f"Stages of the first instance{part}", xlabel="seconds", xlim=(start, ticks[-1].start + ticks[-1].seconds)
+    )
+    axes.set_yticks(range(trace.num_stages), [f"stage {stage}" for stage in range(trace.num_stages)])
+    axes.invert_yaxis()
+    axes.legend(loc="upper right", ncols=2)
+
+
+def plot_pages(trace: StageTrace, axes: Any) -> None:
+    """Draw the pages that sequences hold on each context rank, over time."""
+    shown = thinned(trace.pages)
+    for rank in range(trace.num_ranks):
+        held = [pages[rank] for _, pages in shown]
+        axes.step([at for at, _ in shown], held, where="post", label=f"rank {rank}")
+    axes.set(title="Pages held on each rank of the first instance", xlabel="seconds", ylabel="pages")
+    if trace.num_ranks > 1:
+        axes.legend()
+
+
+def _draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
+    rows = [row for row in rows if "summary" in row]
+    varied = [name for name in names if len({row[name] for row in rows}) > 1] or list(names)
+    numeric = [name for name in varied if all(isinstance(row[name], int | float) for row in rows)]
+    along = numeric[-1] if numeric else varied[-1]
+    others = [name for name in varied if name != along]
+    figure, axes = drawing(3)
+    series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        series.setdefault(tuple(row[name] for name in others), []).append(row)
+    for number, (key, own) in enumerate(series.items()):
+        label = ", ".join(f"{name} {value}" for name, value in zip(others, key, strict=True)) or None
+        look = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
+        for panel, (name, _) in zip(axes, SWEPT, strict=False):
+            known = [row for row in own if row["summary"][name] is not None]
+            for quantile, line in (("p50", "-"), ("p99", "--")):
+                values = [row["summary"][name][quantile] for row in known]
+                shown = label if quantile == "p50" else None
+                panel.plot([row[along] for row in known], values, line, label=shown, **look)
+        known = [row for row in own if row["summary"]["in_time"] is not None]
+        axes[2].plot([row[along] for row in known], [row["summary"]["in_time"] for row in known], label=label, **look)
+    for panel, (_, title) in zip(axes, SWEPT, strict=False):
+        panel.set(title=f"{title}, median and P99 (dashed)", xlabel=along, ylabel="seconds", yscale="log")
+    axes[2].set(title="In time", xlabel=along, ylabel="share of requests")
+    if others:
+        axes[0].legend()
+    return figure

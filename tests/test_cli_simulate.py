@@ -1,0 +1,201 @@
+"""The command `longctx simulate`: what it prints and writes, what it searches, and what it refuses."""
+
+import csv
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longctx.cli import main
+from longctx.models.builtin import TINY
+from longctx.simulation.capacity import PRECISION, search
+from longctx.simulation.request_metrics import COLUMNS
+from longctx.simulation.sweep import parse_grid, points
+from longctx.simulation.targets import parse_targets
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+# Long and short prompts on two ranks and two stages of a pipeline.
+SMALL = ["--requests", "12", "--prompt-tokens", "100:30000:log", "--output-tokens", "5:20", "--qps", "2"]
+PLAN = ["--plan", "stage=2,tensor=4,context=2,rank_tokens=8192", "--topology", "h100-rdma", "--preset", "medha"]
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", "--quiet", *arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a simulation of two instances has written, in a process that loads no JAX."""
+    folder = tmp_path_factory.mktemp("simulated")
+    more = ["--instances", "2", "--json", str(folder / "all.json"), "--trace", str(folder / "trace.json")]
+    arguments = ["simulate", *SMALL, *PLAN, *more, "--out", str(folder)]
+    program = f"import sys; from longctx.cli import main; print(main({arguments}), 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (folder / "printed.txt").write_text(done.stdout)
+    return folder
+
+
+def test_a_workload_is_simulated_without_jax(folder: Path) -> None:
+    printed = (folder / "printed.txt").read_text()
+    assert printed.splitlines()[-1] == "0 False"
+    for name in ("TTFT", "TPOT", "SLO", "MFU", "MBU", "GPU-seconds", "p99"):
+        assert name in printed
+    contents = json.loads((folder / "all.json").read_text())
+    summary = contents["summary"]
+    assert (summary["requests"], summary["usage"]["devices"], contents["instances"]) == (12, 32, 2)
+    assert len(contents["requests"]) == 12
+    assert contents["steps"]
+    assert 0 < summary["usage"]["mfu"] <= summary["usage"]["busy_mfu"] < 1
+    assert 0 < summary["usage"]["mbu"] <= summary["usage"]["busy_mbu"] < 1
+    assert summary["usage"]["gpu_seconds"] == pytest.approx(32 * summary["seconds"])
+    assert contents["config"]["num_pages"] > 0
+
+
+def test_requests_are_written_with_the_columns_of_vidur(folder: Path) -> None:
+    with (folder / "request_metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert sorted(int(row["Request Id"]) for row in rows) == list(range(12))
+    assert {row["instance"] for row in rows} == {"0", "1"}
+    for row in rows:
+        waits, runs = float(row["request_scheduling_delay"]), float(row["request_execution_plus_preemption_time"])
+        assert waits + runs == pytest.approx(float(row["request_e2e_time"]), abs=1e-6)
+        prefill = waits + float(row["prefill_time_execution_plus_preemption"])
+        assert prefill == pytest.approx(float(row["prefill_e2e_time"]), abs=1e-6)
+
+
+def test_the_page_loads_nothing(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "<h2>Summary</h2>" in page
+    assert ("<svg" in page) == HAS_MATPLOTLIB
+    for loads in ("<script", "<link", "<img", "@import", "src=", 'xlink:href="http'):
+        assert loads not in page
+
+
+def test_a_trace_shows_every_batch_in_every_stage(folder: Path) -> None:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {(event["name"], event["args"]["name"]) for event in events if event["ph"] == "M"}
+    assert names == {
+        *(("process_name", name) for name in ("requests", "instance 0", "instance 1")),
+        *(("thread_name", f"stage {stage}") for stage in range(2)),
+    }
+    for process in (1, 2):
+        slices = [event for event in events if event["ph"] == "X" and event["pid"] == process]
+        batches = [[event["args"]["batch"] for event in slices if event["tid"] == stage] for stage in (1, 2)]
+        assert batches[0] == batches[1]
+        for stage in (1, 2):
+            ends = 0.0
+            for event in (event for event in slices if event["tid"] == stage):
+                assert event["ts"] >= ends - 0.01
+                ends = event["ts"] + event["dur"]
+    steps = json.loads((folder / "all.json").read_text())["steps"]
+    last = max(event["ts"] + event["args"]["tick_seconds"] * 1e6 for event in events if event["ph"] == "X")
+    assert last == pytest.approx(1e6 * max(step["finished"] for step in steps), abs=1)
+    requests = [event for event in events if event.get("cat") == "request"]
+    assert sum(event["ph"] == "b" for event in requests) == sum(event["ph"] == "e" for event in requests) == 4 * 12
+    assert any(event["ph"] == "C" and event["args"].get("rank 1", 0) > 0 for event in events)
+
+
+def test_a_sweep_has_a_row_for_each_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One plan does not fit: it says so, and hides no other."""
+    sweep = ["--sweep", "tensor=1,8,policy=fcfs,ilrs", "--jobs", "1", "--out", str(tmp_path)]
+    assert simulate(*SMALL, "--model", "llama-3-70b", *sweep) == 0
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["tensor"], row["policy"]) for row in rows] == [
+        (tensor, policy) for tensor in ("1", "8") for policy in ("fcfs", "ilrs")
+    ]
+    assert ["GB on each device" in row["error"] for row in rows] == [True, True, False, False]
+    assert all(float(row["ttft.p50"]) > 0 for row in rows[2:])
+    assert capsys.readouterr().out.count("GB on each device") == 2
+
+
+def test_a_capacity_meets_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "all.json"
+    workload = ["--requests", "40", "--prompt-tokens", "2000", "--output-tokens", "4"]
+    assert simulate(*workload, "--capacity", "ttft_p90=0.5", "--json", str(results)) == 0
+    found = json.loads(results.read_text())["summary"]
+    assert 0 < found["ttft"]["p90"] <= 0.5
+    tried = found["capacity"]["tried"]
+    missed = min(rate for rate, is_met in tried if not is_met)
+    assert found["capacity"]["rate"] < missed <= (1 + PRECISION) * found["capacity"]["rate"]
+    assert f"capacity  {found['capacity']['rate']:.4g} requests/s meet ttft_p90=0.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0.001, 1.0, 37.5])
+def test_a_search_finds_where_a_target_is_missed(limit: float) -> None:
+    found = search(lambda rate: rate <= limit, 1.0)
+    assert limit / (1 + PRECISION) <= found.rate <= limit
+    assert search(lambda rate: False, 1.0).rate == 0
+
+
+def test_users_wait_for_answers_and_windows_close(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = ["--mix", "sharegpt4", "--requests", "30"]
+    assert simulate(*workload, "--users", "2", "--window", "4", "--plan", "tensor=4") == 0
+    printed = capsys.readouterr().out
+    assert "open requests" in printed
+    assert "2 had not ended when the window closed" in printed
+
+
+def test_targets_and_grids_are_parsed() -> None:
+    targets = parse_targets("ttft_p90=30,tpot_p99.5=0.1,in_time=0.95")
+    assert [(target.name, target.share, target.seconds) for target in targets] == [
+        ("ttft", 0.9, 30.0),
+        ("tpot", 0.995, 0.1),
+        ("in_time", 0.95, math.inf),
+    ]
+    assert ",".join(map(str, targets)) == "ttft_p90=30,tpot_p99.5=0.1,in_time=0.95"
+    grid = parse_grid("policy=fcfs, ilrs,qps=0.5,1", {"policy": str, "qps": float})
+    assert grid == {"policy": ["fcfs", "ilrs"], "qps": [0.5, 1.0]}
+    assert points(grid)[1] == {"policy": "fcfs", "qps": 1.0}
+
+
+WRONG = [
+    (["--model", "gpt-5"], "--model must be one of llama-3-8b"),
+    (["--model", "llama-3-405b"], "plan needs 812.0 GB on each device"),
+    (["--topology", "abacus"], "--topology must be one of"),
+    (["--policy", "luck"], "--policy must be"),
+    (["--plan", "stage"], "--plan must be NAME=VALUE"),
+    (["--plan", "stage=two"], "--plan must have an integer for stage"),
+    (["--plan", "tensor=3"], "--plan's tensor must divide"),
+    (["--qps", "-1"], "--rate must be at least"),
+    (["--instances", "0"], "--instances must be at least 1"),
+    (["--mix", "coffee"], "--mix must be one of sharegpt4"),
+    (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
+    (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
+    (["--window", "nan"], "--window must be seconds"),
+    (["--capacity", "fast"], "--capacity must be ttft_p90=SECONDS"),
+    (["--capacity", "in_time=2"], "--capacity must have positive seconds, and a share of at most 1"),
+    (["--capacity", "ttft_p90=1", "--qps", "2"], "--capacity contradicts --rate"),
+    (["--sweep", "speed=1"], "--sweep must name model"),
+    (["--sweep", "qps=fast"], "--sweep has 'fast' for qps"),
+    (["--sweep", "policy=luck"], "--sweep: no point can be simulated; the first: --policy must be"),
+    (["--sweep", "qps=1", "--trace", "t.json"], "--trace contradicts --sweep"),
+    (["--out", "{file}"], "--out must be a folder"),
+    (["--workload", "{file}"], "num_prefill_tokens"),
+    (["--num-pages", "1"], "requests[0]"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_is_wrong_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("arrived_at,num_decode_tokens\n0,5\n")
+    assert simulate(*(argument.format(file=file) for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(TINY), "--topology", "cpu", "--requests", "3", "--prompt-tokens", "20"]
+    assert simulate(*arguments) == 0
+    assert "3 in " in capsys.readouterr().out
+    assert simulate(*arguments[:-1], "100000000") == 2
+    assert "longer than the model's context" in capsys.readouterr().err
