@@ -129,8 +129,6 @@ def figure_17(inputs: Inputs) -> Figure:
         ordering("17", "ranks gain more at 10M than at 4M, and less than their number", all(
             gain[name, 4] < gain[name, 10] < 4 for name in MODELS_BY_NAME
         )),
-        ordering("1", "8B: TPOT at 10M is within 30 ms with 4 ranks (128 H100), and is not with one",
-                 tpot["8B", 10, 4] <= TPOT_TARGET < tpot["8B", 10, 1]),
     ]  # fmt: skip
 
     def draw(*panels: Any) -> None:
