@@ -135,7 +135,8 @@ class Instance:
         self.totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
-        self._free, self._num_entering = loop.now, 0  # when its thread is free; requests since it last planned
+        self._free = loop.now  # when its thread is
+        self._entering: list[Sequence] = []  # of requests since it last planned
         self._busy_since = loop.now
 
     @property
@@ -152,7 +153,9 @@ class Instance:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
         prompts = (scheduler.waiting, scheduler.running.prefilling)
-        return sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
+        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
@@ -174,13 +177,13 @@ class Instance:
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
-        self.core.add([sequence])
-        self._num_entering += 1
+        self._entering.append(sequence)
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
         """Cancel what has not ended, and wait for its batches."""
         core, left = self.core, []
+        self._enter()
         for request, sequence in self._open.values():
             assert sequence.completion is not None
             left.append((request, sequence.completion.metrics))
@@ -189,6 +192,12 @@ class Instance:
         while (step := run_step(core, self._queue, self.executor.now)) is not None:
             core.end(step.batch, step.results, step.finished, None)
         return left
+
+    def _enter(self) -> None:
+        """Let requests that have come wait in the core: like an engine's, it hears of them between steps."""
+        for sequence in self._entering:
+            self._core.add([sequence])
+        self._entering.clear()
 
     def _wake(self) -> None:
         """See to it that a step begins, after all else that happens now."""
@@ -201,8 +210,8 @@ class Instance:
         self._is_due = False
         if not self._queue:
             self._busy_since = self._loop.now
-        self.executor.now = self._loop.now + self._num_entering * self._host.request
-        self._num_entering = 0
+        self.executor.now = self._loop.now + len(self._entering) * self._host.request
+        self._enter()
         self._is_busy = begin_steps(self._core, self._queue, self._loop.now, self._logs)
         for load in self.executor.poll_loads():
             self._core.end_load(load)
