@@ -1,4 +1,4 @@
-"""Figures computed in processes. Spawned processes don't import `__main__` of a package, so this is a module."""
+"""Computes figures in processes: a module's in one, one after another."""
 
 import multiprocessing
 import sys
