@@ -3,11 +3,12 @@
 from typing import Any
 
 from longctx.parallel.device_tables import DEVICES
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures import style
 from longctx.simulation.figures.figure import Figure, Inputs, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, LLAMA, K, M, number, serve
-from longctx.simulation.utilization import model_flops
+from longctx.simulation.utilization import max_tokens, model_flops
 
 LENGTHS = tuple(k * K for k in (2, 4, 8, 16, 32, 64, 128))
 PAPER_128K = {1: 42.01, 2: 21.042, 4: 10.95, 8: 5.85}
@@ -100,6 +101,7 @@ def figure_8(inputs: Inputs) -> Figure:
     lengths = (128 * K, 256 * K, 512 * K, M)
     found = {(hosts, tokens): serve(tokens, hosts).ttft for hosts in (8, 16) for tokens in lengths}
     table = [{"hosts": hosts, "tokens": tokens, "ttft_s": seconds} for (hosts, tokens), seconds in found.items()]
+    room = {hosts: max_tokens(LLAMA, ParallelPlan.meta(hosts, 8), DEVICES["H100-500W"]) for hosts in (1, 8, 16)}
     growth = {hosts: found[hosts, 512 * K] / found[hosts, 256 * K] for hosts in (8, 16)}
     # 1M is less than twice 512K, 524,288 tokens; so the last step is scaled to that.
     last = {hosts: serve(1024 * K, hosts).ttft / found[hosts, 512 * K] for hosts in (8, 16)}
@@ -108,6 +110,9 @@ def figure_8(inputs: Inputs) -> Figure:
         number("8", "405B, 1M on 16 hosts: TTFT", 77.0, found[16, M], "s"),
         ordering(
             "8", "twice the tokens take over twice as long, from 512K on", min(*growth.values(), *last.values()) > 2
+        ),
+        ordering(
+            "8", "hosts add room for keys: 1M fits on 8 and 16 hosts, and not on one", room[1] < M < room[8] < room[16]
         ),
         ordering("8", "16 hosts are nearly twice as fast as 8 at 1M", found[8, M] / found[16, M] > 1.8),
     ]
