@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"\n{_fallen(found)}")
     checked = None
     if best:
-        checked = None if options.no_check else _simulate(best[0], goal)
+        checked = None if options.no_check else _simulate(best[0], goal, console)
         print(f"\nserve  {serve_command(best[0], options)}")
     if options.json is not None:
         contents = {
@@ -151,10 +151,13 @@ def _serve(
     return found
 
 
-def _simulate(planned: Planned, goal: Goal) -> Prompt:
+def _simulate(planned: Planned, goal: Goal, console: Console) -> Prompt:
     """Simulate the winner, and print it beside what was predicted."""
-    seen = simulate_prompt(planned.deployment, goal.context, goal.output_tokens, planned.prompt.steps)
     predicted = planned.prompt
+    with console.bar(desc="simulated", unit="event", unit_scale=True) as bar:
+        seen = simulate_prompt(
+            planned.deployment, goal.context, goal.output_tokens, predicted.steps, lambda record: bar.update()
+        )
     print(
         f"\nsimulated by the serving core, the first: TTFT {seen.ttft:.2f} s ({seen.ttft / predicted.ttft - 1:+.1%}), "
         f"TPOT {1e3 * seen.tpot:.1f} ms ({seen.tpot / predicted.tpot - 1:+.1%}), "

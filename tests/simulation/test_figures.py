@@ -8,6 +8,7 @@ import pytest
 
 from longctx.simulation.figures import __main__ as program
 from longctx.simulation.figures import registry, style
+from longctx.simulation.figures.compute import compute
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.registry import Registered, registered
 from longctx.simulation.figures.results import read_result, write_figure
@@ -80,7 +81,7 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     monkeypatch.setitem(sys.modules, "longctx.simulation.figures.toy", ToyModule)  # type: ignore[arg-type]
     monkeypatch.setattr(registry, "PAPERS", {"meta": ["toy:figure_1", "toy:figure_2", "toy:figure_3"]})
     # In this process, as the toy is in no other.
-    monkeypatch.setattr(program, "compute_all", lambda tasks, jobs: program.compute(*tasks))
+    monkeypatch.setattr(program, "compute_all", lambda tasks, jobs: compute(*tasks))
     assert program.main(["--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "meta_figure_2 failed:" in captured.err

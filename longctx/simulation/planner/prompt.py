@@ -7,6 +7,7 @@ Source: Mnemosyne, 4.2 (adaptive chunks), 4.3 (a token takes a step in each stag
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from longctx.serving.scheduler.chunking import EFFICIENT, Chunking, limit_of_ran
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.simulation.deployment import Deployment
+from longctx.simulation.record import Record
 from longctx.simulation.workloads import WorkloadRequest
 
 POSITIONS = 32  # in which steps of a long prompt are looked at; between two of them, seconds per token are about linear
@@ -128,16 +130,23 @@ def _integral(places: list[int], values: list[float]) -> float:
     return sum((stop - start) * (one + other) / 2 for start, stop, one, other in parts)
 
 
-def simulate_prompt(deployment: Deployment, length: int, output_tokens: int, steps: int) -> Prompt:
+def simulate_prompt(
+    deployment: Deployment,
+    length: int,
+    output_tokens: int,
+    steps: int,
+    progress: Callable[[Record], object] | None = None,
+) -> Prompt:
     """What the serving core does with such a prompt in virtual time, beside a request that decodes all the while.
 
     Args:
       steps: of the prompt, about.
+      progress: is called after every event.
     """
     alone = dataclasses.replace(deployment, instances=1)
     others = max(2, steps // deployment.plan.stage)
     requests = [WorkloadRequest(0.0, 1, others), WorkloadRequest(0.0, length, output_tokens, number=1)]
-    record = alone.run(requests)
+    record = alone.run(requests, progress=progress)
     other, long = sorted(record.served, key=lambda served: served.number)
     chunks = [count for step in record.steps for _, count in step.chunks if count > 1]
     return Prompt(
