@@ -43,9 +43,15 @@ class Server(Protocol):
     name: str
     num_devices: int
     keep_steps: bool
-    steps: list[StepMetrics]
-    timeline: list[tuple[float, int, int]]
-    totals: Totals
+
+    @property
+    def steps(self) -> list[StepMetrics]: ...
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int]]: ...
+
+    @property
+    def totals(self) -> Totals: ...
 
     @property
     def stats(self) -> EngineStats | None: ...
@@ -193,6 +199,7 @@ class Instance:
             size, seed = self.config.page_size, self._seed
             sequence = make_sequence(request, request_id, order, arrival, size, seed, has_keys)
         else:
+            self.executor.has_tokens = True
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
             tokens = request.tokens(self._vocab_size, self._seed)
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
@@ -303,10 +310,14 @@ class _Executor(VirtualExecutor):
     def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan, host: HostTimes) -> None:
         super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage)
         self._host_seconds = host.batch
+        self.has_tokens = False  # whether any sequence has
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
         return super().submit(batch)
+
+    def run(self, batch: Batch) -> list[int]:
+        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

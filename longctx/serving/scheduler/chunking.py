@@ -158,7 +158,8 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = self._step(chunks).rows
+            is_one = self.plan.context == 1
+            rows = sum([chunk.num_tokens for chunk in chunks]) if is_one else self._step(chunks).rows
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
