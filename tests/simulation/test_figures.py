@@ -122,3 +122,14 @@ def test_inputs_are_checked(tmp_path: Path) -> None:
     assert Inputs(data=tmp_path).file("a.csv") == tmp_path / "a.csv"
     assert Inputs(data=tmp_path).file("b.csv") is None
     assert Inputs().file("a.csv") is None
+
+
+def test_figures_are_computed_in_processes(tmp_path: Path) -> None:
+    """As `make figures` does: processes import what they compute by themselves."""
+    figure = min(FIGURES, key=lambda figure: figure.name != "meta_table_2")
+    arguments = ["--quick", "--jobs", "2", "--only", figure.name, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", program.__spec__.name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("numeric statements are within 20 %") == 1
+    assert read_result(figure, tmp_path) is not None
+    assert figure.name in (tmp_path / f"{figure.paper}.md").read_text()
