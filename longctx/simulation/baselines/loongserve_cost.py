@@ -8,7 +8,7 @@ from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
-from longctx.simulation.baselines.predictors import make_predictor
+from longctx.simulation.hardware import predictor
 from longctx.simulation.utilization import max_tokens
 
 _ROWS = 4096  # that predictors are asked for at least; prompts are longer, and predicted by the same products
@@ -27,7 +27,7 @@ class LoongServeCost:
 
     def __init__(self, model: LlamaConfig, topology: Topology, tensor: int, max_degree: int) -> None:
         self._predictors: dict[int, Predictor] = {
-            degree: make_predictor(model, topology, ParallelPlan(1, degree, tensor), _ROWS)
+            degree: predictor(model, topology, ParallelPlan(1, degree, tensor), max_rows=_ROWS)
             for degree in range(1, max_degree + 1)
         }
         self.capacity = max_tokens(model, ParallelPlan(1, 1, tensor), topology.device)

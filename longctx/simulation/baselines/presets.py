@@ -10,8 +10,8 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.validation import check_integer
 from longctx.simulation.baselines.loongserve import LoongServe
-from longctx.simulation.baselines.predictors import make_predictor
 from longctx.simulation.baselines.standard_pipeline import StandardPipeline
+from longctx.simulation.hardware import predictor
 from longctx.simulation.instance import Instance, Server
 from longctx.simulation.simulation import Route, Simulation
 from longctx.simulation.utilization import max_tokens
@@ -51,8 +51,8 @@ class Setting(NamedTuple):
         sizes = {"page_size": _PAGE, "max_running": 256, "run_ahead": 1}
         sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
         made = config(**sizes | self.overrides)
-        predictor = make_predictor(self.model, self.topology, plan, made.token_budget)
-        return kind(self.model, made, predictor, plan, topology=self.topology, name=name)
+        seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget)
+        return kind(self.model, made, seconds, plan, topology=self.topology, name=name)
 
 
 Made = tuple[List[Server], Route | None]
@@ -69,7 +69,11 @@ def _ours(policy: str) -> Callable[[Setting], Made]:
 def _sarathi(chunk: int) -> Callable[[Setting], Made]:
     def make(setting: Setting) -> Made:
         plan = setting.plan or ParallelPlan(stage=setting.devices // setting.tensor, tensor=setting.tensor)
-        return [setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **sizes), plan, StandardPipeline)], None
+        # With one bucket no chunk is smaller than it may be: rows would have to grow again after every idle step.
+        rows = {"buckets": (chunk,)}
+        return [
+            setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **rows | sizes), plan, StandardPipeline)
+        ], None
 
     return make
 

@@ -14,17 +14,18 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import CurvePredictor
-from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.hardware import predictor
 from longctx.simulation.instance import Instance
 from longctx.simulation.models import MODELS
+from longctx.simulation.record import Totals
 from longctx.simulation.simulation import Simulation
-from longctx.simulation.utilization import Totals, device_memory
+from longctx.simulation.utilization import device_memory
 from longctx.simulation.workloads import WorkloadRequest
 
 TOPOLOGY = Topology.preset("h100-rdma")
+TOPOLOGY = dataclasses.replace(TOPOLOGY, device=dataclasses.replace(TOPOLOGY.device, attention_share=0.35))
 TPOT_TARGET = 0.03  # Mnemosyne, 6.3
 CHUNK = 4096  # 6.2
 PAGE = 1024  # tokens
@@ -71,13 +72,14 @@ class Run:
       ttft, tpot: seconds of the long request. tpot is None if it had one token of output.
       steps: of the engine while the long prompt was computed; chunks: tokens of the prompt in each.
       gaps: seconds between tokens of the short requests meanwhile.
-      totals: what was computed meanwhile.
+      totals: what was computed from the beginning to the end, short requests' prompts and decodes too.
     """
 
     ttft: float
     tpot: float | None
     steps: List[StepMetrics]
     chunks: List[int]
+    totals: Totals
 
     @property
     def gaps(self) -> list[float]:
@@ -86,14 +88,6 @@ class Run:
     def gap(self, share: float) -> float:
         """Seconds between tokens of short requests that such a share of them does not exceed."""
         return float(np.quantile(self.gaps, share))
-
-    @property
-    def totals(self) -> Totals:
-        totals = Totals()
-        for step in self.steps:
-            totals.add(Work.of([(start, count, False) for start, count in step.chunks]), step.seconds)
-            totals += Totals(0, step.decodes, step.samples, step.decode_keys, step.decode_keys, step.decode_keys)
-        return totals
 
 
 def ranks_of(step: StepMetrics) -> int:
@@ -137,4 +131,4 @@ def serve(
         if rows:
             steps.append(step)
             chunks.append(rows)
-    return Run(long.ttft, long.tpot, steps, chunks)
+    return Run(long.ttft, long.tpot, steps, chunks, record.totals)

@@ -19,7 +19,17 @@ MEDHA: list[str] = [
 ]
 
 META: list[str] = [
-    # module:function
+    "meta_exchange:table_2",
+    "meta_prefill:figure_6",
+    "meta_prefill:figure_7",
+    "meta_prefill:figure_8",
+    "meta_prefill:appendix_a",
+    "meta_exchange:table_4",
+    "meta_exchange:table_5",
+    "meta_exchange:figure_10",
+    "meta_decode:table_6",
+    "meta_decode:table_7",
+    "meta_decode:table_8",
 ]
 
 PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META}
