@@ -209,7 +209,6 @@ class Instance:
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
-        self._settle()
         self._entering.append(sequence)
         self._wake()
 
