@@ -149,7 +149,8 @@ class Instance:
         self._totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
-        self._free, self._num_entering = loop.now, 0  # when its thread is free; requests since it last planned
+        self._free = loop.now  # when its thread is
+        self._entering: list[Sequence] = []  # of requests since it last planned
         self._busy_since = loop.now
 
     @property
@@ -182,7 +183,9 @@ class Instance:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
         prompts = (scheduler.waiting, scheduler.running.prefilling)
-        return sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
+        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
@@ -192,6 +195,7 @@ class Instance:
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
+        self._settle()
         request_id = f"request-{self._num_requests}"
         self._num_requests += 1
         if request.prompt is None:
@@ -205,13 +209,13 @@ class Instance:
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
-        self.core.add([sequence])
-        self._num_entering += 1
+        self._entering.append(sequence)
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
         """Cancel what has not ended, and wait for its batches."""
         core, left = self.core, []
+        self._enter()
         self._open, is_open = {}, self._open
         for request, sequence in is_open.values():
             assert sequence.completion is not None
@@ -220,6 +224,12 @@ class Instance:
         while (step := run_step(core, self._queue, self.executor.now)) is not None:
             core.end(step.batch, step.results, step.finished, None)
         return left
+
+    def _enter(self) -> None:
+        """Let requests that have come wait in the core: like an engine's, it hears of them between steps."""
+        for sequence in self._entering:
+            self._core.add([sequence])
+        self._entering.clear()
 
     def _wake(self) -> None:
         """See to it that a step begins, after all else that happens now."""
@@ -264,8 +274,8 @@ class Instance:
     def _begin_steps(self, now: float) -> None:
         if not self._queue:
             self._busy_since = now
-        self.executor.now = now + self._num_entering * self._host.request
-        self._num_entering = 0
+        self.executor.now = now + len(self._entering) * self._host.request
+        self._enter()
         self._is_busy = begin_steps(self._core, self._queue, now, self._logs)
         for load in self.executor.poll_loads():
             self._core.end_load(load)
