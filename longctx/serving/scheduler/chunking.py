@@ -13,7 +13,7 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Alone, Policy, by_urgency
+from longctx.serving.scheduler.policy import Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.scheduler.tenants import TenantShares
@@ -223,9 +223,7 @@ class Chunker:
         least = min(least, step.room(sequence))
         if not least and not step.has_room(sequence):
             return
-        lends = type(self.policy).share is not Alone.share
-        borrowers = self._borrowers(step, sequence, others) if lends else []
-        if borrowers:
+        if borrowers := self._borrowers(step, sequence, others):
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
