@@ -1,17 +1,14 @@
 """The simulator against the real engine: `python -m benchmarks.simulation_accuracy`, as tables in markdown.
 
 One workload, by several policies, on the built-in model on this CPU, and in simulation with the predictor of `longctx
-profile` and with what the engine's thread takes (`HostTimes`). Both are measured here. Engine runs of all policies take
-turns, and before and after each of them all batches of the profile are measured, since a shared machine is now faster
-and now slower; the predictor is fitted to the batches' medians over all turns. Figures and errors are medians over
-rounds, each simulation being compared with the engine's run of its round.
+profile` and with what the engine's thread takes (`HostTimes`). Both are measured here. Engine runs of all policies and
+measurements of batches take turns. On a shared machine others make some of them slower: of each policy those runs count
+(`--rounds` of them) during which other processes used least of the processors, and so of the measurements to which the
+predictor is fitted. Figures and errors are medians over these runs, each simulation being compared with a run.
 
-Three simulations of every engine run tell errors apart:
+Two simulations of every engine run tell errors apart:
 
 - `profile`: batches take what the predictor says. All errors are in it.
-- `at its time`: times a factor for each kind of batch (decodes alone, with prompts), by which the profile's batches
-  were slower or faster just before and just after the run. Of the run itself it knows nothing. So what the machine's
-  other users did is not in it, as far as it lasted.
 - `measured`: the device is as fast at every moment as the engine's was: while the engine took 3 ms for what is
   predicted to take 2, the simulated one does two thirds of its work. The error of predictions is not in it, but that of
   queueing: of who is in which batch and when, and of all that happens between batches.
@@ -22,6 +19,7 @@ Source: Vidur, section 7 (errors of predicted runtimes and of whole workloads ap
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -56,7 +54,7 @@ CONFIG = EngineConfig(
 )
 POLICIES = ("fcfs", "srpf", "ilrs")
 PROMPTS, OUTPUTS = Lengths(32, 1500, True), Lengths(8, 64)
-KINDS = ("profile", "at its time", "measured")
+KINDS = ("profile", "measured")
 LIMITS = {"TTFT mean": 0.10, "TTFT p90": 0.15, "TPOT mean": 0.10, "TPOT p90": 0.15}
 
 
@@ -80,16 +78,38 @@ def figures(served: Iterable[Served]) -> dict[str, float]:
 
 
 class Run(NamedTuple):
-    """The engine under a policy, in one round; `before`: how often batches had been measured by then."""
+    """The engine under a policy; `others`: processors that other processes used meanwhile."""
 
     record: Record
     start: float
-    before: int
+    others: float
 
     @property
     def busy(self) -> float:
         """The share of its time in which a step ran."""
         return sum(step.seconds for step in self.record.steps) / self.record.seconds
+
+
+class Usage:
+    """Seconds of the machine's processors since it was made (Linux)."""
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def others(self) -> float:
+        """Processors that other processes used, in the mean; 0 where nobody knows."""
+        wall, busy, own = (now - before for now, before in zip(self._now(), self._begin, strict=True))
+        return max(0.0, (busy - own) / wall)
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds of the clock, of all processors in use, and of those that this process used."""
+        times, own = Path("/proc/stat"), os.times()
+        used = own.user + own.system
+        if not times.exists():
+            return time.monotonic(), used, used
+        user, nice, system, _, _, interrupts, soft, steal = map(int, times.read_text().split()[1:9])
+        ticks = user + nice + system + interrupts + soft + steal
+        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), used
 
 
 class Clock:
@@ -120,45 +140,36 @@ class Bench:
     requests: list[WorkloadRequest]
     profiled: Engine
     host: HostTimes = dataclasses.field(default_factory=HostTimes)
-    measured: list[list[Measurement]] = dataclasses.field(default_factory=list)
+    measured: list[tuple[float, list[Measurement]]] = dataclasses.field(default_factory=list)
     predictor: RuntimePredictor = dataclasses.field(init=False)
 
     def engine(self, policy: str, **more: Any) -> Engine:
         return Engine(self.model, self.params, dataclasses.replace(CONFIG, policy=policy), **more)
 
     def measure(self, repeats: int = 1) -> None:
-        """Measure all batches of a profile once more, and fit the predictor to all measurements."""
-        shapes = shapes_to_measure(self.profiled, self.profiled.max_length)
-        self.measured.append(measure(self.profiled, shapes, repeats))
-        times = [(turns[0][0], statistics.median(x for _, x in turns)) for turns in zip(*self.measured, strict=True)]
+        """Measure all batches of a profile once more."""
+        usage, shapes = Usage(), shapes_to_measure(self.profiled, self.profiled.max_length)
+        found = measure(self.profiled, shapes, repeats)
+        self.measured.append((usage.others(), found))
+
+    def fit(self, number: int) -> None:
+        """Fit the predictor to the medians of so many measurements, the least disturbed ones."""
+        calm = [found for _, found in sorted(self.measured, key=lambda x: x[0])[:number]]
+        times = [(turns[0][0], statistics.median(x for _, x in turns)) for turns in zip(*calm, strict=True)]
         self.predictor = fit(times, CONFIG.row_buckets, tiles(self.profiled))
 
     def run(self, policy: str, predictor: RuntimePredictor) -> Run:
         record = Record()
         engine = self.engine(policy, predictor=predictor, monitor=record.steps.append)
         engine.warm_up()
-        start, before = time.monotonic(), len(self.measured)
-        return Run(replay(engine, self.requests, time.monotonic, record=record), start, before)
+        start, usage = time.monotonic(), Usage()
+        replay(engine, self.requests, time.monotonic, record=record)
+        return Run(record, start, usage.others())
 
-    def factors(self, run: Run) -> tuple[float, float]:
-        """How much slower batches of decodes alone, and those with prompts, were just before and after a run."""
-        ratios: tuple[list[float], list[float]] = [], []
-        for turn in self.measured[run.before - 1 : run.before + 1]:
-            for work, seconds in turn:
-                ratios[bool(work.chunks)].append(seconds / self.predictor.seconds(work))
-        decodes, prompts = map(statistics.median, ratios)
-        return decodes, prompts
-
-    def simulate(
-        self, policy: str, factors: tuple[float, float] = (1.0, 1.0), requests: list[WorkloadRequest] | None = None
-    ) -> list[Served]:
-        """By prediction times a factor for batches of decodes alone, and for those with prompts."""
-
-        def seconds(batch: Any) -> float:
-            return factors[bool(batch.work.chunks)] * self.predictor.seconds(batch.work)
-
+    def simulate(self, policy: str, requests: list[WorkloadRequest] | None = None) -> list[Served]:
+        """By prediction."""
         config = dataclasses.replace(CONFIG, policy=policy)
-        instance = Instance(self.model.config, config, self.predictor, seconds=seconds, host=self.host)
+        instance = Instance(self.model.config, config, self.predictor, host=self.host)
         return Simulation([instance]).run(self.requests if requests is None else requests).served
 
     def simulate_measured(self, policy: str, run: Run) -> list[Served]:
@@ -167,7 +178,7 @@ class Bench:
         arrivals = [dataclasses.replace(x, arrival=clock.ideal(x.arrival)) for x in self.requests]
         due = {x.number: x.arrival for x in self.requests}
         served = []
-        for x in self.simulate(policy, requests=arrivals):
+        for x in self.simulate(policy, arrivals):
             first, last = (clock.real(at or 0.0) for at in (x.metrics.first_token, x.metrics.last_token))
             count = x.metrics.output_tokens - 1
             tpot = (last - first) / count if count else None
@@ -200,11 +211,11 @@ def compare(bench: Bench, policy: str, runs: list[Run]) -> dict[str, Any]:
     profile = bench.simulate(policy)
     kinds: dict[str, list[list[Served]]] = {
         "profile": [profile] * len(runs),
-        "at its time": [bench.simulate(policy, bench.factors(run)) for run in runs],
         "measured": [bench.simulate_measured(policy, run) for run in runs],
     }
     engine = [figures(run.record.served) for run in runs]
     found: dict[str, Any] = {"engine": of_rounds(engine), "busy": statistics.median(run.busy for run in runs)}
+    found["others"] = [run.others for run in runs]
     for kind, sides in kinds.items():
         ours = [figures(side) for side in sides]
         errors = [{name: x[name] / y[name] - 1 for name in y} for x, y in zip(ours, engine, strict=True)]
@@ -244,7 +255,8 @@ def tables(results: dict[str, dict[str, Any]], batches: list[dict[str, Any]]) ->
     ]
     for policy, found in results.items():
         told = " | ".join(f"{1e3 * x:.2f} ms" for x in found["engine"].values())
-        lines.append(f"| {policy} | engine, {found['busy']:.0%} busy | {told} | | |")
+        others = statistics.mean(found["others"])
+        lines.append(f"| {policy} | engine, {found['busy']:.0%} busy; others {others:.2f} cores | {told} | | |")
         for kind in KINDS:
             simulated, error = found[kind]["figures"], found[kind]["error"]
             told = " | ".join(f"{1e3 * x:.2f} ms ({error[name]:+.1%})" for name, x in simulated.items())
@@ -281,7 +293,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--rate", type=float, default=12.0, help="requests a second")
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each policy that count")
+    parser.add_argument("--minutes", type=float, default=4.0, help="for which runs take turns")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -293,23 +306,30 @@ def main() -> None:
     profiled.warm_up()
     bench = Bench(model, params, requests, profiled)
     bench.measure(repeats=2)
+    bench.fit(1)
     known = bench.predictor  # what the engines schedule by
-    hosts, runs = [], dict[str, list[Run]]()
-    for number in range(options.rounds):
-        hosts.append(measure_host(bench.engine("fcfs", predictor=known)))
+    hosts, turns, begin = [], dict[str, list[Run]](), time.monotonic()
+    while not turns or len(turns[POLICIES[0]]) < options.rounds or time.monotonic() - begin < 60 * options.minutes:
+        usage = Usage()
+        host = measure_host(bench.engine("fcfs", predictor=known))
+        hosts.append((usage.others(), host))
         for policy in POLICIES:
-            run = bench.run(policy, known)
             bench.measure()
-            runs.setdefault(policy, []).append(run)
+            run = bench.run(policy, known)
+            turns.setdefault(policy, []).append(run)
             ttft, _, tpot, _ = figures(run.record.served).values()
-            tell(f"round {number}, {policy}: TTFT {1e3 * ttft:.1f} ms, TPOT {1e3 * tpot:.2f} ms, {run.busy:.0%} busy")
-    medians = {name: statistics.median(getattr(x, name) for x in hosts) for name in ("request", "batch", "results")}
+            told = f"{1e3 * ttft:.1f} ms, TPOT {1e3 * tpot:.2f} ms, {run.busy:.0%} busy"
+            tell(f"{len(hosts)} {policy}: TTFT {told}; others used {run.others:.2f} processors")
+    bench.fit(2 * options.rounds)
+    runs = {name: sorted(each, key=lambda run: run.others)[: options.rounds] for name, each in turns.items()}
+    calm = [host for _, host in sorted(hosts, key=lambda x: x[0])[: options.rounds]]
+    medians = {name: statistics.median(getattr(x, name) for x in calm) for name in ("request", "batch", "results")}
     bench.host = HostTimes(**medians, shares_cores=True)
 
     results = {policy: compare(bench, policy, runs[policy]) for policy in runs}
     batches = operators(bench, [run for each in runs.values() for run in each])
     print(
-        f"{options.requests} requests, {options.rate:g} a second; {options.rounds} rounds; "
+        f"{options.requests} requests, {options.rate:g} a second; of each policy {options.rounds} of {len(hosts)} runs; "
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}; the thread: "
         + ", ".join(f"{1e6 * x:.0f} µs a {name}" for name, x in medians.items())
     )

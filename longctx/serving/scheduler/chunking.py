@@ -13,7 +13,7 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Policy, by_urgency
+from longctx.serving.scheduler.policy import Alone, Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.scheduler.tenants import TenantShares
@@ -158,7 +158,8 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = self._step(chunks).rows
+            is_one = self.plan.context == 1
+            rows = sum([chunk.num_tokens for chunk in chunks]) if is_one else self._step(chunks).rows
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
@@ -222,7 +223,9 @@ class Chunker:
         least = min(least, step.room(sequence))
         if not least and not step.has_room(sequence):
             return
-        if borrowers := self._borrowers(step, sequence, others):
+        lends = type(self.policy).share is not Alone.share
+        borrowers = self._borrowers(step, sequence, others) if lends else []
+        if borrowers:
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
