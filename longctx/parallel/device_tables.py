@@ -117,6 +117,7 @@ class Link:
       bandwidth: bytes/s that a device can send, one way. latency: seconds of a hop of few bytes.
       share: of the bandwidth, that a hop to the next device reaches, beside the computation that hides it.
       collective_share, collective_latency: of a collective that nothing runs beside; None: as of a hop.
+      reduce_latency: seconds of each hop of an all-reduce's tree over hosts; None: latency.
 
     Raises:
       ValueError: a number is out of range, or the name is no string.
@@ -128,6 +129,7 @@ class Link:
     share: float = 0.6
     collective_share: float | None = None
     collective_latency: float | None = None
+    reduce_latency: float | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -136,9 +138,9 @@ class Link:
         object.__setattr__(self, "latency", _check("latency", self.latency, may_be_zero=True))
         if self.collective_share is not None:
             object.__setattr__(self, "collective_share", _check("collective_share", self.collective_share, most=1.0))
-        if self.collective_latency is not None:
-            latency = _check("collective_latency", self.collective_latency, may_be_zero=True)
-            object.__setattr__(self, "collective_latency", latency)
+        for name in ("collective_latency", "reduce_latency"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _check(name, getattr(self, name), may_be_zero=True))
 
 
 # Dense products, memory and its bandwidth: NVIDIA's data sheets. Shares and latencies: fitted by
@@ -186,8 +188,17 @@ LINKS = {
     # 400 Gb/s for each GPU (context parallelism paper, 4.1; 50 GB/s for each pair of GPUs in Mnemosyne's hosts). A hop
     # of few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us). Hops reach 26.5 GB/s beside attention
     # (table 5's four SendRecv, less latency). All2All, alone, takes 67 to 81 us for few bytes (table 8), and with 38
-    # GB/s its times in table 5 are met within 9 and 21 %. Vidur's table has 36 GB/s for a hop that nothing runs beside.
-    "rdma-400g": Link("rdma-400g", 50e9, 35e-6, share=0.53, collective_share=0.76, collective_latency=75e-6),
+    # GB/s its times in table 5 are met within 9 and 21 %. Vidur's table of a hop between two hosts that nothing runs
+    # beside has 36 GB/s and 19 us.
+    "rdma-400g": Link(
+        "rdma-400g",
+        50e9,
+        35e-6,
+        share=0.53,
+        collective_share=0.76,
+        collective_latency=75e-6,
+        reduce_latency=19e-6,
+    ),
     # 100 Gb/s for each GPU over TCP, of which 3 GB/s are reached (context parallelism paper, 4.1 and 4.2.1). Where a
     # rank must be a GPU: if 8 GPUs of a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts.
     # Latencies are not given: RDMA's, which are the least that they can be.
@@ -195,7 +206,8 @@ LINKS = {
     # 200 Gb/s for each GPU of a DGX-A100 (Medha, 5.1: InfiniBand between Azure's servers; HDR by their data sheet).
     # Share and latency: fitted on Vidur's table of a hop between two hosts.
     "rdma-200g": Link("rdma-200g", 25e9, 28e-6, share=0.31),
-    # 800 Gb/s for each host of 8 GPUs (Mooncake, section 7's testbed): an eighth when all send at once.
+    # 800 Gb/s for each host of 8 GPUs (Mooncake, section 7's testbed): an eighth when all send at once. Share and
+    # latency are those of Meta's RDMA.
     "rdma-800g-host": Link("rdma-800g-host", 12.5e9, 35e-6, share=0.53),
     # One machine's memory, between devices made of its cores. Here and below, 60 % are a guess.
     "memory": Link("memory", 10e9, 0.0),

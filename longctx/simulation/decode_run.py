@@ -77,8 +77,8 @@ class DecodeRuns:
     def _plain_tokens(self, sequence: Sequence) -> int:
         """How many tokens a sequence can get before it ends, needs a page, or completes one."""
         size = self.core.scheduler.running.page_size
-        left = sequence.prompt_length + sequence.max_tokens - sequence.length - 1
-        room = len(sequence.pages) * size - sequence.computed - 1
+        left = sequence.prompt_length + sequence.max_tokens - sequence.length
+        room = len(sequence.pages) * size - sequence.computed
         if self.core.page_hash is not None:
             room = min(room, size - 1 - completion_of(sequence).num_known % size)
         return min(left, room)

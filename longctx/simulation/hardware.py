@@ -85,7 +85,8 @@ def all_reduce_over_hosts(topology: Topology, hosts: int, gpus_per_host: int = G
     across = 2 * (hosts - 1) / hosts / gpus_per_host
     per_byte = inside / _collective_bandwidth(inner) + across / _collective_bandwidth(outer)
     inner_latency = inner.latency if inner.collective_latency is None else inner.collective_latency
-    latency = inner_latency + 2 * math.ceil(math.log2(hosts)) * outer.latency
+    hop = outer.latency if outer.reduce_latency is None else outer.reduce_latency
+    latency = inner_latency + 2 * math.ceil(math.log2(hosts)) * hop
     link = Link(f"{inner.name} and {outer.name}, {hosts} hosts", sent / per_byte, latency, share=1.0)
     return dataclasses.replace(topology, links={**topology.links, "tensor": link})
 

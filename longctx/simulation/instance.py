@@ -44,9 +44,15 @@ class Server(Protocol):
     name: str
     num_devices: int
     keep_steps: bool
-    steps: list[StepMetrics]
-    timeline: list[tuple[float, int, int]]
-    totals: Totals
+
+    @property
+    def steps(self) -> list[StepMetrics]: ...
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int]]: ...
+
+    @property
+    def totals(self) -> Totals: ...
 
     @property
     def stats(self) -> EngineStats | None: ...
@@ -192,6 +198,7 @@ class Instance:
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
+        self._settle()
         request_id = f"request-{self._num_requests}"
         self._num_requests += 1
         if request.prompt is None:
@@ -199,12 +206,12 @@ class Instance:
             size, seed = self.config.page_size, self._seed
             sequence = make_sequence(request, request_id, order, arrival, size, seed, has_keys)
         else:
+            self.executor.has_tokens = True
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
             tokens = request.tokens(self._vocab_size, self._seed)
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
-        self._settle()
         self._entering.append(sequence)
         self._wake()
 
@@ -323,10 +330,14 @@ class _Executor(VirtualExecutor):
     ) -> None:
         super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
         self._host_seconds = host.batch
+        self.has_tokens = False  # whether any sequence has
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
         return super().submit(batch)
+
+    def run(self, batch: Batch) -> list[int]:
+        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

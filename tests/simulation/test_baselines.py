@@ -12,8 +12,8 @@ from longctx.serving.request.output import Metrics
 from longctx.simulation.baselines import BASELINES, LoongServe, make_simulation
 from longctx.simulation.baselines.decode_group import Active, DecodeGroup
 from longctx.simulation.baselines.groups import Group, plan_groups
-from longctx.simulation.baselines.predictors import make_predictor
 from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 from longctx.simulation.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, make_mix
@@ -72,7 +72,7 @@ def test_loongserve_alone_takes_the_time_of_one_sharded_batch(tokens: int, degre
     server = LoongServe(MODEL, TOPOLOGY)
     record = Simulation([server]).run([WorkloadRequest(1.0, tokens, 3)])
     seconds = {
-        n: make_predictor(MODEL, TOPOLOGY, ParallelPlan(1, n, 2), 4096).seconds(
+        n: predictor(MODEL, TOPOLOGY, ParallelPlan(1, n, 2)).seconds(
             Work().with_sharded(0, tokens, n, samples=True, exchange="pass_kv")
             if n > 1
             else Work().with_chunk(0, tokens, True)
@@ -82,7 +82,7 @@ def test_loongserve_alone_takes_the_time_of_one_sharded_batch(tokens: int, degre
     (served,) = record.served
     assert served.ttft == pytest.approx(min(seconds.values()))
     assert degree is None or served.ttft == pytest.approx(seconds[degree])
-    alone = make_predictor(MODEL, TOPOLOGY, ParallelPlan(1, 1, 2), 4096)
+    alone = predictor(MODEL, TOPOLOGY, ParallelPlan(1, 1, 2))
     decodes = sum(alone.seconds(Work(1, 1, tokens + more)) for more in (1, 2))
     assert served.tpot == pytest.approx(decodes / 2)
 
@@ -91,7 +91,7 @@ def test_a_prompt_beyond_one_instance_decodes_on_several() -> None:
     server = LoongServe(MODEL, TOPOLOGY)
     tokens = 2 * server.cost.capacity
     record = Simulation([server]).run([WorkloadRequest(0.0, tokens, 2)])
-    expected = make_predictor(MODEL, TOPOLOGY, ParallelPlan(1, 3, 2), 4096).seconds(
+    expected = predictor(MODEL, TOPOLOGY, ParallelPlan(1, 3, 2)).seconds(
         Work(1, 1, -(-(tokens + 1) // 3), replicated=1)
     )
     assert record.served[0].tpot == pytest.approx(expected)
@@ -131,8 +131,8 @@ def test_decodes_give_way_to_a_prompt_and_pay_for_the_transfer() -> None:
 def test_chunks_of_one_prompt_follow_each_other_only_in_a_sequence_pipeline() -> None:
     """Mnemosyne, 4.3: with 2 stages a prompt takes half the time, but for the last chunk's second stage."""
     prompt, plan = [WorkloadRequest(0.0, 40_960, 1)], ParallelPlan(stage=2, tensor=8)
-    predictor = make_predictor(MODEL, TOPOLOGY, plan, 512)
-    chunks = [predictor.seconds(Work().with_chunk(at, 512, at == 40_448)) for at in range(0, 40_960, 512)]
+    seconds = predictor(MODEL, TOPOLOGY, plan, max_rows=512).seconds
+    chunks = [seconds(Work().with_chunk(at, 512, at == 40_448)) for at in range(0, 40_960, 512)]
     options = {"chunking": "static", "token_budget": 512, "prefix_cache": False, "policy": "fcfs"}
     ours = make_simulation("medha", MODEL, TOPOLOGY, 16, **options).run(prompt).served[0].ttft
     sarathi = make_simulation("sarathi-512", MODEL, TOPOLOGY, 16, prefix_cache=False).run(prompt).served[0].ttft

@@ -125,7 +125,7 @@ def test_device_tables_have_what_is_fitted(capsys: pytest.CaptureFixture[str]) -
     """To two digits; rows that no fit has seen are predicted within 15 %, layers within 6 %.
 
     But for the network of H100 hosts: the context parallelism paper's figures of RDMA beside attention are in the
-    table. Latencies of a layer add up from linear layers and attention.
+    table, and of this fit the latency, for all-reduces. Latencies of a layer add up from linear layers and attention.
     """
     fits = calibration.calibrate(VIDUR)
     for fit in fits:
@@ -137,5 +137,7 @@ def test_device_tables_have_what_is_fitted(capsys: pytest.CaptureFixture[str]) -
     for device in ("A100", "H100"):
         expected = latency[f"{device}, linear layers"] + latency["A100, attention of decodes"]
         assert DEVICES[device].layer_seconds == pytest.approx(expected, rel=0.02)
+    hop = next(fit.values["latency"] for fit in fits if fit.subject.startswith("rdma-400g"))
+    assert LINKS["rdma-400g"].reduce_latency == pytest.approx(hop, rel=0.03)
     calibration.main([str(VIDUR)])
     assert len(capsys.readouterr().out.splitlines()) == 1 + sum(len(fit.values) for fit in fits)

@@ -102,10 +102,10 @@ def test_an_all_reduce_over_hosts_has_two_levels() -> None:
         size, devices = 1e9, 8 * hosts
         seconds = link.collective(2 * (devices - 1) / devices * size)
         inside = 2 * 7 / 8 * size / (450e9 * nvlink.collective_share) + nvlink.collective_latency
-        across = 2 * (hosts - 1) / hosts * size / 8 / (50e9 * network.collective_share) + hops * network.latency
+        across = 2 * (hosts - 1) / hosts * size / 8 / (50e9 * network.collective_share) + hops * 19e-6
         assert seconds == pytest.approx(inside + across)
     wide = predictor(MODELS["llama-3-405b"], topology, ParallelPlan(tensor=16))
-    assert wide.seconds(Work(1)) > 126 * 2 * (22e-6 + 70e-6)
+    assert wide.seconds(Work(1)) > 126 * 2 * (22e-6 + 38e-6)
 
 
 def test_plans_that_do_not_suit_are_refused() -> None:

@@ -179,9 +179,10 @@ class Core:
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
-        events, page_hash, receive = [], self.page_hash, self.scheduler.receive
+        events, page_hash, receive, finished = [], self.page_hash, self.scheduler.receive, State.FINISHED
+        num_tokens = 0
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
-            if sequence.state is State.FINISHED:
+            if sequence.state is finished:
                 continue  # it ended while this step was in flight
             if token < 0:
                 events.append(self._fail(sequence, _NOT_FINITE, now))
@@ -195,7 +196,8 @@ class Core:
                 events.append(completion.event(text, token))
             else:
                 events.append(self._finish(sequence, text, token, reason, now))
-            self.counts["output_tokens"] += 1
+            num_tokens += 1
+        self.counts["output_tokens"] += num_tokens
         return events
 
     def abort(self, sequence: Sequence, error: str) -> Event:

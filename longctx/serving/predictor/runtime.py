@@ -31,7 +31,7 @@ def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int],
     A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own,
     which gives the same numbers as `seconds` does. No token is sampled after the chunk.
     """
-    own = getattr(predictor, "chunk_curve", None)
+    own: Callable[[Work, int], Callable[[int], float]] | None = getattr(predictor, "chunk_curve", None)
     if own is not None:
         return own(work, start)
     return lambda count: predictor.seconds(work.with_chunk(start, count, False))

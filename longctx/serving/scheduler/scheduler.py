@@ -187,11 +187,12 @@ class Scheduler:
         page_size, ready = self._page_size, batch.index + self.plan.stage
         beside = max(self._prompts(batch), key=lambda sequence: sequence.remaining, default=None)
         sharded = self.chunker.rule.shards_decodes(len(self.running.decoding), beside)
-        is_interleaved = self.plan.shards_rows and self.plan.placement == "interleave"
+        all_ranks = self._all_ranks if self.plan.shards_rows and self.plan.placement == "interleave" else ()
+        index, chunks, decoding = batch.index, batch.chunks, State.DECODING
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):
             start = sequence.computed
-            if sequence.ready > batch.index or sequence.is_drained or sequence.state is not State.DECODING:
+            if sequence.ready > index or sequence.is_drained or sequence.state is not decoding:
                 continue  # its token is still in the stages, or all is planned, or it was preempted for one before it
             assert sequence.slot is not None
             if start == len(sequence.pages) * page_size:
@@ -200,8 +201,8 @@ class Scheduler:
                 elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
-            ranks = self._all_ranks if is_interleaved else sequence.ranks
-            batch.chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
+            ranks = all_ranks or sequence.ranks
+            chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
             sequence.computed = start + 1
             sequence.length += 1
             sequence.in_flight += 1

@@ -92,7 +92,10 @@ def figure_13(inputs: Inputs) -> Figure:
     ]  # fmt: skip
 
     def draw(axes: Any) -> None:
-        for name, label in (("TTFT, s", "queries and keys divided"), ("TTFT, queries alone divided, s", "queries alone")):
+        for name, label in (
+            ("TTFT, s", "queries and keys divided"),
+            ("TTFT, queries alone divided, s", "queries alone"),
+        ):
             axes.plot([row["chunk"] for row in table], [row[name] for row in table], "o-", label=label)
         axes.set(xscale="log", yscale="log", xlabel="chunk, tokens", ylabel="TTFT of 1M tokens, s")
         axes.legend()
@@ -111,7 +114,9 @@ def figure_21(inputs: Inputs) -> Figure:
                 if fits(model, plan, round(millions * 1e6)):
                     tpot = decode(model, 1, ranks, prompt)
                     used = mbu(model, Totals(steps=1, rows=1, keys=prompt), TOPOLOGY.device, plan, tpot)
-                    table.append({"model": name, "million tokens": millions, "ranks": ranks, "TPOT, s": tpot, "MBU": used})
+                    table.append(
+                        {"model": name, "million tokens": millions, "ranks": ranks, "TPOT, s": tpot, "MBU": used}
+                    )
     by_setting = {(row["model"], row["million tokens"], row["ranks"]): row["MBU"] for row in table}
     pairs = [(used, by_setting[m, n, 2 * r]) for (m, n, r), used in by_setting.items() if (m, n, 2 * r) in by_setting]
     statements = [
