@@ -206,7 +206,8 @@ LINKS = {
     # 200 Gb/s for each GPU of a DGX-A100 (Medha, 5.1: InfiniBand between Azure's servers; HDR by their data sheet).
     # Share and latency: fitted on Vidur's table of a hop between two hosts.
     "rdma-200g": Link("rdma-200g", 25e9, 28e-6, share=0.31),
-    # 800 Gb/s for each host of 8 GPUs (Mooncake, section 7's testbed): an eighth when all send at once.
+    # 800 Gb/s for each host of 8 GPUs (Mooncake, section 7's testbed): an eighth when all send at once. Share and
+    # latency are those of Meta's RDMA.
     "rdma-800g-host": Link("rdma-800g-host", 12.5e9, 35e-6, share=0.53),
     # One machine's memory, between devices made of its cores. Here and below, 60 % are a guess.
     "memory": Link("memory", 10e9, 0.0),

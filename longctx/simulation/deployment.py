@@ -9,9 +9,9 @@ from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.validation import check_integer
+from longctx.simulation.hardware import predictor
 from longctx.simulation.instance import Instance
 from longctx.simulation.record import Record
 from longctx.simulation.simulation import Simulation
@@ -67,15 +67,7 @@ class Deployment:
 
     def predictor(self) -> Predictor:
         """Predicts the batches of an instance, of one stage."""
-        plan = self.plan
-        return roofline(
-            self.model,
-            self.topology,
-            self.config.token_budget,
-            stage=plan.stage,
-            tensor=plan.tensor,
-            context=plan.context,
-        )
+        return predictor(self.model, self.topology, self.plan, max_rows=self.config.token_budget)
 
     def run(
         self,
@@ -99,15 +91,15 @@ class Deployment:
           ValueError: a request can't be served, such as one that is longer than the cache.
         """
         config, plan = dataclasses.replace(self.config, num_pages=self.num_pages), self.plan
-        predictor = self.predictor()
+        predicted = self.predictor()
         instances = []
         for number in range(self.instances):
             logs = []
             if traces is not None:
-                logs = [StageTrace(lambda batch: predictor.seconds(batch.work), plan.stage, plan.context)]
+                logs = [StageTrace(lambda batch: predicted.seconds(batch.work), plan.stage, plan.context)]
                 traces += logs
             instance = Instance(
-                self.model, config, predictor, plan, topology=self.topology, name=str(number), logs=logs
+                self.model, config, predicted, plan, topology=self.topology, name=str(number), logs=logs
             )
             for log in logs:
                 log.watch(instance)

@@ -19,6 +19,7 @@ from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence
+from longctx.simulation.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
@@ -42,9 +43,15 @@ class Server(Protocol):
     name: str
     num_devices: int
     keep_steps: bool
-    steps: list[StepMetrics]
-    timeline: list[tuple[float, int, int]]
-    totals: Totals
+
+    @property
+    def steps(self) -> list[StepMetrics]: ...
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int]]: ...
+
+    @property
+    def totals(self) -> Totals: ...
 
     @property
     def stats(self) -> EngineStats | None: ...
@@ -88,6 +95,8 @@ class Instance:
       topology: by which exchanges are chosen where the predictor does not know them.
       name: that no other instance of a simulation has.
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
+      skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
+        logs or host times, all steps are events.
       host: what its thread takes beside the devices. None: no time.
 
     Raises:
@@ -105,6 +114,7 @@ class Instance:
         topology: Topology | None = None,
         name: str = "0",
         logs: Iterable[DecisionLog] = (),
+        skips_decodes: bool = True,
         host: HostTimes | None = None,
     ) -> None:
         if config.num_pages is None:
@@ -119,10 +129,14 @@ class Instance:
         self.name, self.num_devices, self.plan, self.config = name, plan.num_devices, plan, config
         self._vocab_size = model.vocab_size
         self._host = host or HostTimes()
-        seconds = seconds or (lambda batch: predictor.seconds(batch.work))
-        self.executor = _Executor(seconds, model.vocab_size, plan, self._host)
+        predicted = lambda batch: predictor.seconds(batch.work)  # noqa: E731
+        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
+        runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
+        is_each = bool(seconds or host or self._logs)  # asked for each step
+        self._runs = runs if skips_decodes and not is_each else None
+        self._run: DecodeRun | None = None
         self._num_requests = 0
         self.keep_steps = True
 
@@ -130,18 +144,35 @@ class Instance:
         """See `Server.attach`."""
         self._loop, self._on_end, self._seed = loop, on_end, seed
         self.executor.now = max(self.executor.now, loop.now)
-        self.steps: list[StepMetrics] = []
-        self.timeline: list[tuple[float, int, int]] = []
-        self.totals = Totals()
+        self._steps: list[StepMetrics] = []
+        self._timeline: list[tuple[float, int, int]] = []
+        self._totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
-        self._free, self._num_entering = loop.now, 0  # when its thread is free; requests since it last planned
+        self._free = loop.now  # when its thread is
+        self._entering: list[Sequence] = []  # of requests since it last planned
         self._busy_since = loop.now
 
     @property
     def core(self) -> Core:
         """The core that decides, as it is now."""
+        self._settle()
         return self._core
+
+    @property
+    def steps(self) -> list[StepMetrics]:
+        self._settle()
+        return self._steps
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int]]:
+        self._settle()
+        return self._timeline
+
+    @property
+    def totals(self) -> Totals:
+        self._settle()
+        return self._totals
 
     @property
     def stats(self) -> EngineStats:
@@ -152,7 +183,9 @@ class Instance:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
         prompts = (scheduler.waiting, scheduler.running.prefilling)
-        return sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
+        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
@@ -162,6 +195,7 @@ class Instance:
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
+        self._settle()
         request_id = f"request-{self._num_requests}"
         self._num_requests += 1
         if request.prompt is None:
@@ -169,26 +203,33 @@ class Instance:
             size, seed = self.config.page_size, self._seed
             sequence = make_sequence(request, request_id, order, arrival, size, seed, has_keys)
         else:
+            self.executor.has_tokens = True
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
             tokens = request.tokens(self._vocab_size, self._seed)
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
         self._open[request_id] = request, sequence
-        self.core.add([sequence])
-        self._num_entering += 1
+        self._entering.append(sequence)
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
         """Cancel what has not ended, and wait for its batches."""
         core, left = self.core, []
-        for request, sequence in self._open.values():
+        self._enter()
+        self._open, is_open = {}, self._open
+        for request, sequence in is_open.values():
             assert sequence.completion is not None
             left.append((request, sequence.completion.metrics))
             core.cancel(sequence)
-        self._open.clear()
         while (step := run_step(core, self._queue, self.executor.now)) is not None:
             core.end(step.batch, step.results, step.finished, None)
         return left
+
+    def _enter(self) -> None:
+        """Let requests that have come wait in the core: like an engine's, it hears of them between steps."""
+        for sequence in self._entering:
+            self._core.add([sequence])
+        self._entering.clear()
 
     def _wake(self) -> None:
         """See to it that a step begins, after all else that happens now."""
@@ -197,39 +238,68 @@ class Instance:
             self._loop.at(max(self._loop.now, self._free), self._begin)
 
     def _begin(self) -> None:
-        """Begin what can be, and plan the end of the oldest batch."""
+        """Begin what can be, and plan what comes next: the end of the oldest batch, or of a run of batches."""
         self._is_due = False
-        if not self._queue:
-            self._busy_since = self._loop.now
-        self.executor.now = self._loop.now + self._num_entering * self._host.request
-        self._num_entering = 0
-        self._is_busy = begin_steps(self._core, self._queue, self._loop.now, self._logs)
-        for load in self.executor.poll_loads():
-            self._core.end_load(load)
-            self._wake()
-        if self._is_busy:
+        self._begin_steps(self._loop.now)
+        if not self._is_busy:
+            return
+        self._run = run = None if self._runs is None else self._runs.find()
+        if run is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
+        else:
+            self._loop.at(run.finished, lambda: self._settle() if self._run is run else None)
+
+    def _settle(self) -> None:
+        """End a run of steps now, as far as it has come: so whoever looks at the core finds it as it is."""
+        if self._run is None:
+            return
+        run, self._run, now = self._run, None, self._loop.now
+        ends = run.apply(run.periods_before(now), self._totals, self._steps if self.keep_steps else None)
+        if ends:
+            self._busy_since = ends[-1]
+            if self.keep_steps:
+                self._timeline += [self._point(end) for end in ends]
+        while (ready := self._queue.oldest.ready) < now:
+            self._end_step()
+            self._begin_steps(ready)
+        self._loop.at(max(now, self._queue.oldest.ready), self._end)
 
     def _end(self) -> None:
         """The oldest batch ends: its tokens come."""
+        self._end_step()
+        self._is_busy = False
+        self._free = self._loop.now + self._host.hidden
+        self._wake()
+
+    def _begin_steps(self, now: float) -> None:
+        if not self._queue:
+            self._busy_since = now
+        self.executor.now = now + len(self._entering) * self._host.request
+        self._enter()
+        self._is_busy = begin_steps(self._core, self._queue, now, self._logs)
+        for load in self.executor.poll_loads():
+            self._core.end_load(load)
+            self._wake()
+
+    def _end_step(self) -> None:
         stage_seconds = self._queue.oldest.seconds
         step = end_step(self._queue, self._logs)
         self._note(step, stage_seconds)
-        self._is_busy = False
         events = self._core.end(step.batch, step.results, step.finished, step.seconds)
         for event in events:
             if event.output is not None:
                 request, _ = self._open.pop(event.request_id)
                 self._on_end(request, event.output.metrics)
         if self.keep_steps:
-            scheduler = self._core.scheduler
-            self.timeline.append((step.finished, len(scheduler.running), len(scheduler.waiting)))
-        self._free = self._loop.now + self._host.hidden
-        self._wake()
+            self._timeline.append(self._point(step.finished))
+
+    def _point(self, at: float) -> tuple[float, int, int]:
+        scheduler = self._core.scheduler
+        return at, len(scheduler.running), len(scheduler.waiting)
 
     def _note(self, step: EndedStep, stage_seconds: float) -> None:
         """Count what a step has computed, whose results the core has not taken yet."""
-        batch, totals = step.batch, self.totals
+        batch, totals = step.batch, self._totals
         work = batch.work if self.plan.context == 1 else Work.of([chunk[2:5] for chunk in batch.chunks])
         totals.steps += 1
         totals.rows += work.rows
@@ -241,7 +311,7 @@ class Instance:
         totals.busy += step.finished - self._busy_since
         self._busy_since = step.finished
         if self.keep_steps:
-            self.steps.append(StepMetrics.of(step))
+            self._steps.append(StepMetrics.of(step))
 
 
 class _Executor(VirtualExecutor):
@@ -250,10 +320,14 @@ class _Executor(VirtualExecutor):
     def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan, host: HostTimes) -> None:
         super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage)
         self._host_seconds = host.batch
+        self.has_tokens = False  # whether any sequence has
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
         return super().submit(batch)
+
+    def run(self, batch: Batch) -> list[int]:
+        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

@@ -26,7 +26,8 @@ def replay(
 ) -> Record:
     """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
 
-    A request that is due while a step runs is submitted after it, but its TTFT counts from when it was due.
+    A request that is due while a step runs is submitted after it, but it arrived, for its metrics and deadline, when it
+    was due: to a server it would have come then.
 
     Args:
       clock: the engine's own.
@@ -45,8 +46,8 @@ def replay(
         while submitted < len(requests) and requests[submitted].arrival <= now:
             request = requests[submitted]
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-            request_id = engine.submit(Request(request.tokens(vocab_size, seed).tolist(), sampling))
-            open_requests[request_id] = request
+            prepared = Request(request.tokens(vocab_size, seed).tolist(), sampling)
+            open_requests[engine.submit(prepared, min(start + request.arrival, clock()))] = request
             submitted += 1
         if not engine.has_work:
             sleep(requests[submitted].arrival - now)

@@ -13,12 +13,13 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
 from longctx.serving.request.completion import Completion
 from longctx.serving.request.detokenizer import Detokenizer
-from longctx.serving.request.output import FinishReason, Metrics, Output, TokenLogprob
+from longctx.serving.request.output import Event, FinishReason, Metrics, Output, TokenLogprob
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.workloads import WorkloadRequest
 
+_A_TOKEN = Event("", 0, (0,), "")
 _PAGE_BYTES = 4  # of a key, for the number of a page of its own
 
 
@@ -98,6 +99,10 @@ class TokenlessCompletion(Completion):
         self.num_known += 1
         self.metrics.note_token(now)
         return "", "length" if self.num_known == self._last else None
+
+    def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
+        """Nobody reads the events of tokens, but the last one."""
+        return _A_TOKEN if reason is None else super().event(text, token, reason)
 
     def interrupt(self) -> str:
         return ""

@@ -41,10 +41,7 @@ def usage(record: Record, deployment: Deployment) -> dict[str, float]:
     `busy_mfu`, `busy_mbu`: while instances were busy. Causal pairs count once.
     """
     model, device, plan = deployment.model, deployment.topology.device, deployment.plan
-    done = record.totals
-    totals = utilization.Totals(
-        done.steps, done.rows, done.samples, done.pairs, getattr(done, "decode_pairs", 0), done.keys, done.busy
-    )
+    totals = record.totals
     found: dict[str, float] = {"devices": deployment.num_devices, "gpu_seconds": 0.0, "busy": 0.0}
     found |= {"mfu": 0.0, "mbu": 0.0, "busy_mfu": 0.0, "busy_mbu": 0.0}
     if record.seconds <= 0 or totals.busy <= 0:

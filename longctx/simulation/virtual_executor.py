@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
+from longctx.serving.config import MAX_RUN_AHEAD
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
@@ -34,6 +35,11 @@ class VirtualExecutor:
       seconds: that a batch takes in one stage. It is not asked about idle batches, which take no time.
       stages: of the pipeline.
 
+    Attributes:
+      now: virtual seconds.
+      free: when the last tick ends.
+      recent: the last batches that were submitted.
+
     Raises:
       ValueError: there is no stage.
     """
@@ -41,10 +47,10 @@ class VirtualExecutor:
     def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, stages: int = 1) -> None:
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
-        self.now = 0.0
+        self.now = self.free = 0.0
         self._seconds, self._vocab_size = seconds, vocab_size
         self._in_stages: deque[Pending] = deque(maxlen=stages)  # the last stage's first
-        self._free = 0.0  # when the last tick ends
+        self.recent: deque[tuple[Batch, Pending]] = deque(maxlen=2 * stages + MAX_RUN_AHEAD)
         self.sources: dict[str, PageSource] = {}
         self._loads: list[PageLoad] = []
 
@@ -59,9 +65,10 @@ class VirtualExecutor:
             raise ValueError(f"seconds must return finite seconds of at least 0, got {seconds}")
         pending = Pending(self.run(batch), seconds)
         self._in_stages.append(pending)
-        self._free = max(self.now, self._free) + max(each.seconds for each in self._in_stages)
+        self.recent.append((batch, pending))
+        self.free = max(self.now, self.free) + max(each.seconds for each in self._in_stages)
         if len(self._in_stages) == self._in_stages.maxlen:
-            self._in_stages[0].ready = self._free
+            self._in_stages[0].ready = self.free
         return pending
 
     def wait(self, pending: Pending) -> Results:

@@ -8,6 +8,7 @@ import pytest
 
 from longctx.simulation.figures import __main__ as program
 from longctx.simulation.figures import registry, style
+from longctx.simulation.figures.compute import compute
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.registry import Registered, registered
 from longctx.simulation.figures.results import read_result, write_figure
@@ -80,7 +81,7 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     monkeypatch.setitem(sys.modules, "longctx.simulation.figures.toy", ToyModule)  # type: ignore[arg-type]
     monkeypatch.setattr(registry, "PAPERS", {"meta": ["toy:figure_1", "toy:figure_2", "toy:figure_3"]})
     # In this process, as the toy is in no other.
-    monkeypatch.setattr(program, "compute_all", lambda tasks, jobs: program.compute(*tasks))
+    monkeypatch.setattr(program, "compute_all", lambda tasks, jobs: compute(*tasks))
     assert program.main(["--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "meta_figure_2 failed:" in captured.err
@@ -121,3 +122,14 @@ def test_inputs_are_checked(tmp_path: Path) -> None:
     assert Inputs(data=tmp_path).file("a.csv") == tmp_path / "a.csv"
     assert Inputs(data=tmp_path).file("b.csv") is None
     assert Inputs().file("a.csv") is None
+
+
+def test_figures_are_computed_in_processes(tmp_path: Path) -> None:
+    """As `make figures` does: processes import what they compute by themselves."""
+    figure = min(FIGURES, key=lambda figure: figure.name != "meta_table_2")
+    arguments = ["--quick", "--jobs", "2", "--only", figure.name, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", program.__spec__.name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("numeric statements are within 20 %") == 1
+    assert read_result(figure, tmp_path) is not None
+    assert figure.name in (tmp_path / f"{figure.paper}.md").read_text()

@@ -36,12 +36,25 @@ class BatchQueue:
         return iter(self._queue)
 
     @property
+    def in_stages(self) -> tuple[Batch, ...]:
+        """The last batches that began, one for each stage, the oldest first; some may have ended."""
+        return tuple(self._in_stages)
+
+    @property
     def has_room(self) -> bool:
         """Whether one more batch may be planned now."""
         later = self._stages - 1  # so many batches are in later stages: the steps in which they began have ended
         if len(self._queue) >= self._run_ahead + later:
             return False
         return sum(batch.predicted for batch in islice(self._queue, later, None)) < _AHEAD
+
+    def is_steady(self, least: float, most: float) -> bool:
+        """Whether batches that compute leave room for others alike, as long as each is predicted to take between these.
+
+        Args:
+          least, most: seconds.
+        """
+        return (self._run_ahead - 1) * most < _AHEAD or least >= _AHEAD
 
     @property
     def lacks_successors(self) -> bool:

@@ -42,6 +42,10 @@ class Core:
       page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
       sessions: remembers where conversations stop.
       run_ahead: see `BatchQueue`.
+
+    Attributes:
+      counts: of tokens, by name, see `EngineStats`.
+      now: when it was last asked for something, by its driver's clock.
     """
 
     def __init__(
@@ -52,9 +56,9 @@ class Core:
         self.page_hash = page_hash
         self.leases = Leases(scheduler.pool, scheduler.running.page_size)
         self._completing: deque[tuple[int, str, Chunk, int]] = deque()  # rows of sequences with leases, their steps
-        self._now, self._is_blocked = 0.0, False
+        self.now, self._is_blocked = 0.0, False
         names = "prompt_tokens", "output_tokens", "queried_tokens", "cached_tokens", "loaded_tokens"
-        self._counts = dict.fromkeys(names, 0)
+        self.counts = dict.fromkeys(names, 0)
 
     @property
     def pool(self) -> PagePool:
@@ -113,14 +117,14 @@ class Core:
         """End a sequence wherever it is."""
         if sequence.state is State.FINISHED:
             return []
-        return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self._now)]
+        return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self.now)]
 
     def hand_off(self, sequence: Sequence, name: str) -> list[Event]:
         """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`."""
         if sequence.state is State.FINISHED:
             return []
         self._keep_pages(sequence, completion_of(sequence).lease_under(name))
-        return [self._finish(sequence, "", None, "moved", self._now)]
+        return [self._finish(sequence, "", None, "moved", self.now)]
 
     def end_load(self, loaded: Loaded) -> Sequence | None:
         """A load has ended (`Batch.loads`): its sequence goes on, and computes what is missing; None: it is gone."""
@@ -130,8 +134,8 @@ class Core:
             gained = sequence.computed - sequence.cached if not sequence.preemptions else 0
             sequence.cached += gained
             metrics.cached_tokens, metrics.loaded_tokens = sequence.cached, metrics.loaded_tokens + gained
-            self._counts["cached_tokens"] += gained
-            self._counts["loaded_tokens"] += gained
+            self.counts["cached_tokens"] += gained
+            self.counts["loaded_tokens"] += gained
         return sequence
 
     def with_followers(self, keys: list[Key]) -> list[Key]:
@@ -151,7 +155,7 @@ class Core:
 
         A batch without chunks moves those in later stages on, or lets slots rest.
         """
-        self._now = now
+        self.now = now
         if not self.in_flight.has_room:
             return None
         batch = self.scheduler.schedule(now)
@@ -168,16 +172,17 @@ class Core:
 
     def end(self, batch: Batch, results: Results, now: float, seconds: float | None) -> list[Event]:
         """Take the results of the oldest batch; `seconds`: how long its step took, None if nobody knows."""
-        self._now = now
+        self.now = now
         if seconds is not None:
             self.scheduler.chunker.predictor.observe(self.in_flight.slowest.work, seconds)
         self.in_flight.pop(batch)
         for sequence, start, logprobs in results.prompt_logprobs:
             if sequence.state is not State.FINISHED:
                 completion_of(sequence).add_prompt_logprobs(start, list(logprobs))
-        events, page_hash, receive = [], self.page_hash, self.scheduler.receive
+        events, page_hash, receive, finished = [], self.page_hash, self.scheduler.receive, State.FINISHED
+        num_tokens = 0
         for sequence, token, logprob in zip(batch.sampled, results.tokens, results.logprobs, strict=True):
-            if sequence.state is State.FINISHED:
+            if sequence.state is finished:
                 continue  # it ended while this step was in flight
             if token < 0:
                 events.append(self._fail(sequence, _NOT_FINITE, now))
@@ -191,13 +196,14 @@ class Core:
                 events.append(completion.event(text, token))
             else:
                 events.append(self._finish(sequence, text, token, reason, now))
-            self._counts["output_tokens"] += 1
+            num_tokens += 1
+        self.counts["output_tokens"] += num_tokens
         return events
 
     def abort(self, sequence: Sequence, error: str) -> Event:
         """The last event of a sequence when a step has failed; nothing else can be done with it."""
         completion = completion_of(sequence)
-        _complete(completion.metrics, sequence, self._now)
+        _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)
 
     @property
@@ -220,7 +226,7 @@ class Core:
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             steps=scheduler.num_steps,
-            **self._counts,
+            **self.counts,
             preemptions=scheduler.num_preempted,
             pages_evicted=pool.num_evicted,
             pages_held=pool.num_held,
@@ -241,9 +247,9 @@ class Core:
             if metrics.admitted is None:
                 metrics.admitted, metrics.cached_tokens = now, sequence.cached or 0
                 metrics.slack = sequence.slack
-                self._counts["cached_tokens"] += metrics.cached_tokens
-                self._counts["queried_tokens"] += sequence.prompt_length
-        self._counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
+                self.counts["cached_tokens"] += metrics.cached_tokens
+                self.counts["queried_tokens"] += sequence.prompt_length
+        self.counts["prompt_tokens"] += sum(chunk.num_tokens for chunk in batch.chunks if not chunk.decodes)
 
     def _finish(self, sequence: Sequence, text: str, token: int | None, reason: FinishReason, now: float) -> Event:
         completion = completion_of(sequence)

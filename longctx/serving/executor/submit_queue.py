@@ -73,6 +73,22 @@ class SubmitQueue:
         """What the executor knows the oldest in-flight batch by."""
         return self._queue[0][1]
 
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the times of steps to come depend on, but for the times and numbers of those before."""
+        last = self._ticks[-1].number if self._ticks else 0
+        return self._was_late, len(self._queue), tuple((last - tick.number, tick.behind) for tick in self._ticks)
+
+    def skip(self, steps: int, now: float, predicted: Callable[[int], float]) -> None:
+        """As if so many more steps had begun and as many ended, in the same pattern; the last one at `now`.
+
+        Args:
+          predicted: seconds of the slowest batch in the stages, when the step of a number is in the first.
+        """
+        ticks = (tick._replace(number=tick.number + steps, at=now) for tick in self._ticks)
+        self._ticks = deque(tick._replace(predicted=predicted(tick.number)) for tick in ticks)
+        self._last_end = now
+
     def submit(self, batch: Batch) -> None:
         """Begin a batch. One that computes nothing has no results."""
         begun = self._clock()

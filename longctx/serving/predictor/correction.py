@@ -49,6 +49,18 @@ class Corrected:
                 window.add(ratio, predicted)
             self._correct()
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all batches that count took just what was predicted, so that nothing is corrected."""
+        windows = (self._decodes, self._prompts, self._all)
+        return self.decode_factor == self.prompt_factor == 1.0 and all(window.is_all(1.0) for window in windows)
+
+    def confirm_decodes(self, predicted: Iterable[float]) -> None:
+        """As if batches of decodes alone had taken what was predicted, where all before them did."""
+        for seconds in predicted:
+            self._all.add(1.0, seconds)
+            self._decodes.add(1.0, seconds)
+
     def _correct(self) -> None:
         of_all = self._all.median(1.0)
         self.decode_factor, self.prompt_factor = self._decodes.median(of_all), self._prompts.median(of_all)
@@ -75,6 +87,10 @@ class _Window:
     def add(self, ratio: float, weight: float) -> None:
         self._alike = self._alike + 1 if self._seen and self._seen[-1][0] == ratio else 1
         self._seen.append((ratio, weight))
+
+    def is_all(self, ratio: float) -> bool:
+        """Whether all ratios are this one."""
+        return not self._seen or (self._alike >= len(self._seen) and self._seen[-1][0] == ratio)
 
     def state(self) -> list[tuple[float, float]]:
         return list(self._seen)

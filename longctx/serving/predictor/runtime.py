@@ -31,9 +31,9 @@ def chunk_curve(predictor: Predictor, work: Work, start: int) -> Callable[[int],
     A step's chunks are found by asking for many sizes, so a predictor may have a quicker `chunk_curve` of its own,
     which gives the same numbers as `seconds` does. No token is sampled after the chunk.
     """
-    own = getattr(predictor, "chunk_curve", None)
+    own: Callable[[Work, int], Callable[[int], float]] | None = getattr(predictor, "chunk_curve", None)
     if own is not None:
-        return own(work, start)  # type: ignore[no-any-return]
+        return own(work, start)
     return lambda count: predictor.seconds(work.with_chunk(start, count, False))
 
 
@@ -284,14 +284,21 @@ class CurvePredictor:
         """See `chunk_curve`."""
         if self.exchange is not None and (work.sharded or work.replicated):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
-        rows, linear = work.rows, self._linear_seconds
-        others = self.seconds(work) - linear(rows) if rows else 0.0
-        per_pair, per_key, overlap = self.per_pair, self.per_key, self.overlap
+        rows, samples, decode_keys, chunks, pairs, keys, *_ = work
+        per_pair, per_key, overlap, linear = self.per_pair, self.per_key, self.overlap, self._linear_seconds
+        decodes, logits, keys = (per_pair + per_key) * decode_keys, self.per_sample * samples, keys + start
+        hidden = sum(self._shorter(*chunk) for chunk in chunks) if overlap else 0.0
+        if overlap:
+            decodes -= overlap * min(per_pair, per_key) * decode_keys
 
         def seconds(count: int) -> float:
-            products = per_pair * (count * start + count * (count + 1) // 2)
-            reads = per_key * (start + count)
-            return linear(rows + count) + others + products + reads - overlap * min(products, reads)
+            if count == 1:  # it counts as a decode
+                return self.seconds(work.with_chunk(start, 1, False))
+            own = count * start + count * (count + 1) // 2
+            prompts = per_pair * (pairs + own) + per_key * (keys + count)
+            if overlap:
+                prompts -= overlap * (hidden + min(per_pair * own, per_key * (start + count)))
+            return linear(rows + count) + prompts + decodes + logits
 
         return seconds
 

@@ -13,7 +13,7 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Policy, by_urgency
+from longctx.serving.scheduler.policy import Alone, Policy, by_urgency
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.scheduler.tenants import TenantShares
@@ -22,7 +22,7 @@ from longctx.serving.validation import shown
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
 # below the second, whoever else waits for it; above the last a larger one gains nothing, but keeps whoever comes
 # meanwhile waiting.
-_EFFICIENT, _GOOD, _BEST = 0.5, 0.8, 0.95
+EFFICIENT, _GOOD, _BEST = 0.5, 0.8, 0.95
 
 
 class Chunking(NamedTuple):
@@ -63,7 +63,7 @@ def limit_of_rank(predictor: Predictor, chunking: Chunking, tpot: float | None, 
       most: tokens that there may be; the result is infinite if it exceeds them, see `readable_tokens`.
     """
     alone = min(most, readable_tokens(predictor, tpot, stages, most))
-    chunk = _smallest_chunk(predictor, chunking, int(alone), _EFFICIENT) if chunking.adaptive else chunking.tokens
+    chunk = smallest_chunk(predictor, chunking, int(alone), EFFICIENT) if chunking.adaptive else chunking.tokens
     # The decode is a row of the step too: a profile predicts no more of them.
     return readable_tokens(predictor, tpot, stages, most, min(chunk, chunking.tokens - 1))
 
@@ -74,7 +74,7 @@ def _chunk_sizes(tokens: int) -> list[int]:
     return sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
 
 
-def _smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
+def smallest_chunk(predictor: Predictor, chunking: Chunking, start: int, efficient: float) -> int:
     """The smallest chunk after `start` tokens that reaches such a share of the best one's speed, read alone."""
     sizes = _chunk_sizes(chunking.tokens)
     seconds = [*map(chunk_curve(predictor, Work(), start), sizes)]
@@ -158,7 +158,8 @@ class Chunker:
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:
-            rows = self._step(chunks).rows
+            is_one = self.plan.context == 1
+            rows = sum([chunk.num_tokens for chunk in chunks]) if is_one else self._step(chunks).rows
             grows = self._bucket(rows) > self._bucket(max(self._recent, default=0))
             self._grown = -1 if grows else self._grown - 1
             self._recent.append(rows)
@@ -207,7 +208,7 @@ class Chunker:
         has_others = self.plan.context > 1 and step.has_others(head, others)
         context, spread, efficient = step.context(head), step.spread(head), 0.0
         if targets:
-            step.limit, efficient = min(targets) / self.plan.stage, _EFFICIENT
+            step.limit, efficient = min(targets) / self.plan.stage, EFFICIENT
         elif self.chunking.adaptive:
             best = self._smallest(0 if has_others else context, _BEST)
             step.tokens = min(best + step.rows, step.tokens)
@@ -222,7 +223,9 @@ class Chunker:
         least = min(least, step.room(sequence))
         if not least and not step.has_room(sequence):
             return
-        if borrowers := self._borrowers(step, sequence, others):
+        lends = type(self.policy).share is not Alone.share
+        borrowers = self._borrowers(step, sequence, others) if lends else []
+        if borrowers:
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))
         if lent > 0:
@@ -234,7 +237,7 @@ class Chunker:
         step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
 
     def _smallest(self, start: int, efficient: float) -> int:
-        return _smallest_chunk(self.predictor, self.chunking, start, efficient)
+        return smallest_chunk(self.predictor, self.chunking, start, efficient)
 
     def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
         """Who may share the ranks of a prompt: those that need less than it does."""

@@ -61,6 +61,10 @@ class PromptTime:
         tokens, seconds = self._step(start, stop, self._limit(tpot))
         return seconds * count / tokens
 
+    def next_step(self, start: int, stop: int, tpot: float | None = None) -> tuple[int, float]:
+        """The tokens of the next full step of a prompt that ends at `stop`, from `start` on, and its seconds."""
+        return self._step(start, stop, self._limit(tpot))
+
     def decode_seconds(self, context: int, tpot: float | None = None) -> float:
         """Seconds of one token after `context` others, in one stage."""
         limit, ranks = self._limit(tpot), self.placer.num_ranks

@@ -44,6 +44,7 @@ class Scheduler:
     Attributes:
       waiting: sequences that are not admitted, in order of arrival.
       running: those that hold slots and pages.
+      is_optimistic: whether prompts are admitted when they fit, and others may be preempted.
       steps_between_chunks: after how many steps the next chunk of a prompt may follow one: 1, the sequence pipeline.
     """
 
@@ -58,7 +59,7 @@ class Scheduler:
         placer: Placer | None = None,
         keeps_pages: bool = False,
     ) -> None:
-        placer, self._is_optimistic = placer or Placer(), admission == "optimistic"
+        placer, self.is_optimistic = placer or Placer(), admission == "optimistic"
         self.chunker, self.pool, self.plan = chunker, pool, chunker.plan
         self.stores = PageStores(self.plan.stage) if keeps_pages else None
         if self.stores is not None:
@@ -72,10 +73,10 @@ class Scheduler:
             placer,
             self.forecast,
             rows * (self.plan.context if self.plan.shards_rows else 1),
-            self._is_optimistic,
+            self.is_optimistic,
         )
         self._preemption = Preemption(self.running, self.growth, self.forecast, chunker.policy, self._preempt)
-        self.planner = PagePlanner(self.running, placer, self.growth, self._is_optimistic)
+        self.planner = PagePlanner(self.running, placer, self.growth, self.is_optimistic)
         self.admission = Admission(
             self.running,
             self.planner,
@@ -84,7 +85,7 @@ class Scheduler:
             self.forecast,
             self.growth,
             self._preemption,
-            self._is_optimistic,
+            self.is_optimistic,
         )
         self.waiting = self.admission.waiting
         self.loads = PageLoads(self.running, self.forecast)
@@ -186,11 +187,12 @@ class Scheduler:
         page_size, ready = self._page_size, batch.index + self.plan.stage
         beside = max(self._prompts(batch), key=lambda sequence: sequence.remaining, default=None)
         sharded = self.chunker.rule.shards_decodes(len(self.running.decoding), beside)
-        is_interleaved = self.plan.shards_rows and self.plan.placement == "interleave"
+        all_ranks = self._all_ranks if self.plan.shards_rows and self.plan.placement == "interleave" else ()
+        index, chunks, decoding = batch.index, batch.chunks, State.DECODING
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):
             start = sequence.computed
-            if sequence.ready > batch.index or sequence.is_drained or sequence.state is not State.DECODING:
+            if sequence.ready > index or sequence.is_drained or sequence.state is not decoding:
                 continue  # its token is still in the stages, or all is planned, or it was preempted for one before it
             assert sequence.slot is not None
             if start == len(sequence.pages) * page_size:
@@ -199,8 +201,8 @@ class Scheduler:
                 elif not self._preemption.make_room(sequence):
                     continue
                 self._extend_pages(batch, sequence, start + 1)
-            ranks = self._all_ranks if is_interleaved else sequence.ranks
-            batch.chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
+            ranks = all_ranks or sequence.ranks
+            chunks.append(Chunk(sequence, sequence.slot, start, 1, True, True, ranks, sharded))
             sequence.computed = start + 1
             sequence.length += 1
             sequence.in_flight += 1
@@ -219,7 +221,7 @@ class Scheduler:
                 sequence.blocked_since = None
                 continue  # preempted for another one of these, or it has what it needs
             fits = functools.partial(self.growth.could_grow, sequence)
-            if self._is_optimistic and self._preemption.make_way(sequence, now, fits) and self.growth.grow(sequence):
+            if self.is_optimistic and self._preemption.make_way(sequence, now, fits) and self.growth.grow(sequence):
                 sequence.blocked_since = None
                 continue
             if sequence.blocked_since is None:

@@ -1,5 +1,6 @@
 """A step that is being filled: what room each rank has left, in rows and in predicted seconds."""
 
+import copy
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -61,8 +62,11 @@ class StepBudget:
         self._num_ranks, self._rule = plan.context, rule or ExchangeRule(plan, tokens, page_size)
         self._shards: dict[Sequence, bool] = {}  # each is asked about several times
         self._local, self._replicated, self._sharded = [0] * plan.context, [0] * plan.context, 0
-        for chunk in decodes:
-            self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
+        if plan.context == 1:  # at once, for there are many
+            self._local[0] = sum([chunk.num_tokens for chunk in decodes])
+        else:
+            for chunk in decodes:
+                self._place(chunk.num_tokens, chunk.ranks, chunk.sharded)
         self._works = work_by_rank(decodes, plan.context, page_size)
         self._seconds = list(map(predictor.seconds, self._works))
         self._begin, self._begun = self.rows, self.seconds
@@ -145,10 +149,10 @@ class StepBudget:
 
     def beside(self, sequence: Sequence, count: int) -> "StepBudget":
         """The same step with a chunk that is not taken yet."""
-        other = StepBudget(self._plan, self._page_size, self._predictor, self.tokens, (), self._rule)
-        other.limit, other._begin, other._begun = self.limit, self._begin, self._begun
-        other._local, other._replicated, other._sharded = list(self._local), list(self._replicated), self._sharded
-        other._works, other._seconds, other._shards = list(self._works), list(self._seconds), self._shards
+        other = copy.copy(self)
+        for name in ("_local", "_replicated", "_works", "_seconds"):
+            setattr(other, name, list(getattr(self, name)))
+        other.shares = {}
         other.take(sequence, count)
         other.shares = {}
         return other

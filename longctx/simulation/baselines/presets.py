@@ -46,9 +46,9 @@ class Setting(NamedTuple):
     def engine(
         self, config: Callable[..., EngineConfig], plan: ParallelPlan, kind: type[Instance] = Instance, name: str = "0"
     ) -> Instance:
-        """An engine with a preset's rules, as many pages as fit into memory, and room for 256 requests."""
+        """An engine with a preset's rules, as many pages as fit into memory, and room for 64 requests."""
         tokens = max_tokens(self.model, plan, self.topology.device)
-        sizes = {"page_size": _PAGE, "max_running": 256, "run_ahead": 1}
+        sizes = {"page_size": _PAGE, "max_running": 64, "run_ahead": 1}
         sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
         made = config(**sizes | self.overrides)
         seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget)
@@ -69,13 +69,17 @@ def _ours(policy: str) -> Callable[[Setting], Made]:
 def _sarathi(chunk: int) -> Callable[[Setting], Made]:
     def make(setting: Setting) -> Made:
         plan = setting.plan or ParallelPlan(stage=setting.devices // setting.tensor, tensor=setting.tensor)
-        return [setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **sizes), plan, StandardPipeline)], None
+        # With one bucket no chunk is smaller than it may be: rows would have to grow again after every idle step.
+        rows = {"buckets": (chunk,)}
+        return [
+            setting.engine(lambda **sizes: EngineConfig.sarathi(chunk, **rows | sizes), plan, StandardPipeline)
+        ], None
 
     return make
 
 
 def _whole_prompts(setting: Setting, plan: ParallelPlan, name: str = "0") -> Instance:
-    rows = -(-LONGEST // plan.context) + 256  # beside them, a row for every decode
+    rows = -(-LONGEST // plan.context) + 64  # beside them, a row for every decode
     return setting.engine(lambda **sizes: EngineConfig.meta(rows, **sizes), plan, name=name)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from longctx.parallel.cost import LayerCost
 from longctx.simulation.figures import style
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
-from longctx.simulation.figures.meta_cluster import GPU, HARDWARE, K, serve
+from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, K, number, serve
 
 TREE = "3 % less here, 2 % more in the paper: all-reduces over 4 hosts take longer there"
 OUTPUTS = 8
@@ -30,8 +30,7 @@ def table_6(inputs: Inputs) -> Figure:
         names = ("TP8: TTFT", "TP8: TTIT", "CP2: TTFT", "CP2: TTIT")
         table.append({"tokens": thousand * K} | dict(zip(names, ours, strict=True)))
         for name, theirs, found in zip(names, paper, ours, strict=True):
-            why = "" if abs(found / theirs - 1) <= 0.2 else "a prefill's fixed costs count more in short prompts"
-            statements.append(Statement("table 6", f"{thousand}K, {name}", theirs, found, "ms", why))
+            statements.append(number("table 6", f"{thousand}K, {name}", theirs, found, "ms", FIXED))
     for plan in ("TP8", "CP2"):
         growth = table[-1][f"{plan}: TTIT"] / table[0][f"{plan}: TTIT"]
         text = f"{plan}: TTIT hardly grows from 8K to 128K (paper: 4 and 2 %; here: below 15 %)"
@@ -49,11 +48,11 @@ def table_7(inputs: Inputs) -> Figure:
         for name, times in found.items()
     ]
     statements = [
-        Statement("table 7", f"128K, {name}: TTFT", paper[name][0], 1e3 * found[name].ttft, "ms")
+        number("table 7", f"128K, {name}: TTFT", paper[name][0], 1e3 * found[name].ttft, "ms")
         for name in ("TP16", "CP4+TP8", "TP32")
     ]
     for name in ("CP2+TP8", "TP16", "CP4+TP8", "TP32"):
-        statements.append(Statement("table 7", f"128K, {name}: TTIT", paper[name][1], 1e3 * found[name].ttit, "ms"))
+        statements.append(number("table 7", f"128K, {name}: TTIT", paper[name][1], 1e3 * found[name].ttit, "ms"))
     ttft = {name: times.ttft for name, times in found.items()}
     ttit = {name: times.ttit for name, times in found.items()}
     statements += [
@@ -123,7 +122,7 @@ def table_8(inputs: Inputs) -> Figure:
                     continue
                 why = CALL if part.startswith("attention") else ""
                 text = f"{thousand}K, batch {batch}, {hosts} hosts: {part}"
-                statements.append(Statement("table 8", text, theirs[at], mine, "us", why))
+                statements.append(number("table 8", text, theirs[at], mine, "us", why))
     statements += list(_orderings(found))
     return Figure("meta_table_8", "Parts of a layer's attention in decode", "meta", statements, table)
 

@@ -9,7 +9,7 @@ from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_ti
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures import style
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
-from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor
+from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor, number
 
 TOTAL, HOSTS = 128_000, 4
 # New tokens of T + P = 128,000: milliseconds of TTFT by pass-KV and by pass-Q, on 4 hosts.
@@ -48,25 +48,25 @@ def table_2(inputs: Inputs) -> Figure:
     full = predict_times(TOTAL, 0, 1, LLAMA3_405B, HARDWARE)["kvp"].compute * HARDWARE.peak_flops
     model, element = 16_384, 2
     statements = [
-        Statement("table 2", "elements that TP sends for each token of a layer", 2 * 128 * 128, 2 * model),
-        Statement(
+        number("table 2", "elements that TP sends for each token of a layer", 2 * 128 * 128, 2 * model),
+        number(
             "table 2",
             "elements that CP sends for each token of a layer",
             8 * 128,
             layer.key_bytes / element,
             why="keys and values are sent: table 2 has one of the two, table 3 and the equations have both",
         ),
-        Statement("table 3", "FLOPs of full prefill, both halves of the mask", 4 * TOTAL**2 * model, 2 * full, "FLOP"),
-        Statement("table 3", "FLOPs of partial prefill at 10 % misses", 4 * new * TOTAL * model, pair, "FLOP"),
-        Statement("table 3", "bytes of Q at 10 % misses", new * model * element, new * layer.query_bytes, "bytes"),
-        Statement(
+        number("table 3", "FLOPs of full prefill, both halves of the mask", 4 * TOTAL**2 * model, 2 * full, "FLOP"),
+        number("table 3", "FLOPs of partial prefill at 10 % misses", 4 * new * TOTAL * model, pair, "FLOP"),
+        number("table 3", "bytes of Q at 10 % misses", new * model * element, new * layer.query_bytes, "bytes"),
+        number(
             "table 3",
             "bytes of KV at 10 % misses",
             2 * TOTAL * model * 8 / 128 * element,
             TOTAL * layer.key_bytes,
             "bytes",
         ),
-        Statement(
+        number(
             "eq. 1",
             "miss rate from which KV is fewer bytes than Q",
             0.125,
@@ -85,10 +85,10 @@ def table_4(inputs: Inputs) -> Figure:
         table.append({"new_tokens": new, "miss_rate": new / TOTAL, "pass_kv_ms": ours[0], "pass_q_ms": ours[1]})
         table[-1] |= {"paper_pass_kv_ms": paper[0], "paper_pass_q_ms": paper[1]}
         for name, theirs, found in zip(("pass-KV", "pass-Q"), paper, ours, strict=True):
-            statements.append(Statement("table 4", f"T = {new:,}, {name}: TTFT", theirs, found, "ms", FIXED))
+            statements.append(number("table 4", f"T = {new:,}, {name}: TTFT", theirs, found, "ms", FIXED))
     for row, paper in zip(table, TABLE_4.values(), strict=True):
         text = f"T = {row['new_tokens']:,}: TTFT of pass-KV over that of pass-Q"
-        statements.append(Statement("9", text, paper[0] / paper[1], row["pass_kv_ms"] / row["pass_q_ms"], why=FIXED))
+        statements.append(number("9", text, paper[0] / paper[1], row["pass_kv_ms"] / row["pass_q_ms"], why=FIXED))
     right = [
         (row["pass_kv_ms"] < row["pass_q_ms"]) == (paper[0] < paper[1]) or abs(paper[0] / paper[1] - 1) < TIE
         for row, paper in zip(table, TABLE_4.values(), strict=True)
@@ -105,7 +105,7 @@ def table_4(inputs: Inputs) -> Figure:
             "both grow linearly with the misses, from 10 % to 90 % (correlation above 0.99)",
             _is_linear(table),
         ),
-        Statement(
+        number(
             "table 4",
             "new tokens at the tipping point",
             6400,
@@ -174,7 +174,7 @@ def table_5(inputs: Inputs) -> Figure:
                 table.append({"new_tokens": new, "exchange": exchange, "part": part, "paper_us": theirs, "us": mine})
                 why = "the rate of All2All over RDMA, 38 GB/s, is between what this row and the other have"
                 text = f"T = {new:,}, {exchange}: {part} (the link's rates are from this table)"
-                statements.append(Statement("table 5", text, theirs, mine, "us", why))
+                statements.append(number("table 5", text, theirs, mine, "us", why))
     statements += [
         ordering(
             "table 5",

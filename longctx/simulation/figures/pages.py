@@ -105,5 +105,5 @@ def _row(figure: Result, statement: Statement) -> str:
 def _value(value: float | str, unit: str) -> str:
     if isinstance(value, str):
         return value
-    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    number = f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
     return f"{number} {unit}".rstrip()

@@ -1,0 +1,252 @@
+"""`longctx plan`: search the parallel plan of a model on so many GPUs."""
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+from typing import Any
+
+from longctx.cli.arguments.engine import flag
+from longctx.cli.config_flags import given_topology
+from longctx.cli.files import check_input, check_output
+from longctx.cli.naming import naming_flags, prefixing
+from longctx.cli.simulate_flags import named_model
+from longctx.cli.terminal import FAILED, Console
+from longctx.cli.workload_flags import MIN_RATE
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.simulation.planner.prompt import Prompt, simulate_prompt
+from longctx.simulation.planner.search import Fallen, Found, Goal, Planned, best_of_each, search
+from longctx.simulation.sweep import run_in_processes
+from longctx.simulation.usage import summarize_deployment
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, read_workload
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6}
+_NAMES = {"gpus": "--gpus", "host_gpus": "--host-gpus", "context": "--context", "ttft": "--ttft", "tpot": "--tpot"}
+
+
+def run(options: argparse.Namespace) -> int:
+    _check(options)
+    model, console = named_model(options.model), Console(options.quiet)
+    topology = given_topology(options)
+    assert topology is not None
+    requests = _requests(options)
+    with naming_flags(_NAMES | {"output_tokens": "--output-tokens"}):
+        goal = Goal(tokens(options.context), options.ttft, options.tpot, options.output_tokens)
+        with console.bar(desc="plans", unit="plan") as bar:
+
+            def progress(left: int) -> None:
+                bar.total = bar.n + 1 + left
+                bar.update()
+
+            found = search(model, topology, options.gpus, goal, options.host_gpus, progress)
+    best = best_of_each(found.plans)[: options.best]
+    served: list[dict[str, Any] | None] = [None] * len(best)
+    if requests:  # those first that keep most promises
+        served = _serve(best, requests, options, console)
+        order = sorted(range(len(best)), key=lambda at: (-((served[at] or {}).get("in_time") or 0.0), at))
+        best, served = [best[at] for at in order], [served[at] for at in order]
+    print(_table(best, served, options.price) if best else _nearest(found, options))
+    print(f"\n{_fallen(found)}")
+    checked = None
+    if best:
+        checked = None if options.no_check else _simulate(best[0], goal, console)
+        print(f"\nserve  {serve_command(best[0], options)}")
+    if options.json is not None:
+        contents = {
+            "goal": dataclasses.asdict(goal),
+            "plans": [_plain(planned, summary) for planned, summary in zip(best, served, strict=True)],
+            "simulated": None if checked is None else checked._asdict(),
+            "fallen": [_plain_fallen(each) for each in found.fallen],
+        }
+        options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    return 0 if best else FAILED
+
+
+def tokens(text: str) -> int:
+    """Tokens from `1000000`, `1M` or `128K`; ValueError if it is something else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip().upper())
+    if match is None or float(match[1]) * _UNITS[match[2]] < 1:
+        raise ValueError(f"--context must be tokens such as 1000000, 128K or 10M, got {text!r}")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def serve_command(planned: Planned, options: argparse.Namespace) -> str:
+    """The command that serves a plan."""
+    plan, config = planned.deployment.plan, planned.deployment.config
+    flags: dict[str, Any] = {name: getattr(plan, name) for name in ("stage", "context", "tensor")}
+    flags = {name: size for name, size in flags.items() if size > 1}
+    if plan.context > 1:
+        flags |= {"exchange": plan.exchange, "placement": plan.placement}
+        flags |= {} if plan.rank_tokens is None else {"rank_tokens": plan.rank_tokens}
+    if plan.num_devices > 1:
+        flags["topology"] = options.topology
+    flags |= {name: getattr(config, name) for name in ("page_size", "max_length", "token_budget", "chunking")}
+    flags |= {"tpot": config.slo.tpot, "step_seconds": config.slo.step_seconds}
+    words = ["longctx", "serve", "--model", options.model]
+    for name, value in flags.items():
+        words += [flag(name), str(value)]
+    return shlex.join(words)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("gpus", "host_gpus", "best", "jobs", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+    for name in ("ttft", "tpot", "price"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag(name)} must be above 0, got {value}")
+    if options.rate is not None and not options.rate >= MIN_RATE:
+        raise ValueError(f"--qps must be at least {MIN_RATE}, got {options.rate}")
+    if options.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    for name in ("limit", "rate"):
+        if getattr(options, name) is not None and options.workload is None:
+            raise ValueError(f"{'--qps' if name == 'rate' else flag(name)} needs --workload")
+    if options.workload is not None:
+        check_input("--workload", options.workload)
+    if options.json is not None:
+        check_output("--json", options.json)
+
+
+def _requests(options: argparse.Namespace) -> list[WorkloadRequest]:
+    if options.workload is None:
+        return []
+    requests = read_workload(options.workload, options.limit)
+    if any(request.prompt is not None for request in requests):
+        raise ValueError("--workload must have lengths, not prompts")
+    longest = max(request.length for request in requests)
+    most = tokens(options.context) + options.output_tokens
+    if longest > most:
+        raise ValueError(
+            f"--workload has a request of {longest:,} tokens, more than the {most:,} of --context and --output-tokens"
+        )
+    return requests if options.rate is None else arrive_at_rate(requests, options.rate, options.seed)
+
+
+def serve_workload(task: tuple[Planned, list[WorkloadRequest], int]) -> dict[str, Any]:
+    """Serve a workload on all instances of a plan: a summary, or the `error` that says why it can't be."""
+    planned, requests, seed = task
+    try:
+        record = planned.deployment.run(requests, seed, keep_steps=False)
+    except ValueError as error:
+        return {"error": str(error)}
+    return summarize_deployment(record, planned.deployment)
+
+
+def _serve(
+    best: list[Planned], requests: list[WorkloadRequest], options: argparse.Namespace, console: Console
+) -> list[dict[str, Any] | None]:
+    found: list[dict[str, Any] | None] = [None] * len(best)
+    tasks = [(planned, requests, options.seed) for planned in best]
+    with console.bar(total=len(best), desc="workload", unit="plan") as bar, prefixing("--workload: "):
+        for at, summary in run_in_processes(serve_workload, tasks, options.jobs or os.cpu_count() or 1):
+            found[at] = summary
+            bar.update()
+    return found
+
+
+def _simulate(planned: Planned, goal: Goal, console: Console) -> Prompt:
+    """Simulate the winner, and print it beside what was predicted."""
+    predicted = planned.prompt
+    with console.bar(desc="simulated", unit="event", unit_scale=True) as bar:
+        seen = simulate_prompt(
+            planned.deployment, goal.context, goal.output_tokens, predicted.steps, lambda record: bar.update()
+        )
+    print(
+        f"\nsimulated by the serving core, the first: TTFT {seen.ttft:.2f} s ({seen.ttft / predicted.ttft - 1:+.1%}), "
+        f"TPOT {1e3 * seen.tpot:.1f} ms ({seen.tpot / predicted.tpot - 1:+.1%}), "
+        f"of a request beside it {1e3 * seen.beside:.1f} ms on average, {seen.steps:,} steps"
+    )
+    return seen
+
+
+def describe(plan: ParallelPlan) -> str:
+    """A plan's sizes, and how its pages are placed."""
+    sizes = f"{plan.stage} x {plan.context} x {plan.tensor}"
+    if plan.context == 1:
+        return sizes
+    limit = "" if plan.rank_tokens is None else f" {plan.rank_tokens:,}"
+    return f"{sizes} {plan.exchange} {plan.placement}{limit}"
+
+
+def _table(best: list[Planned], served: list[dict[str, Any] | None], price: float | None) -> str:
+    head = ["stage x context x tensor", "GPUs", "chunks", "TTFT", "TPOT", "beside", "GB", "MFU", "GPU-s"]
+    head += ["cost"] if price is not None else []
+    head += ["TTFT p90", "TPOT p90", "in time"] if any(served) else []
+    rows = []
+    for planned, summary in zip(best, served, strict=True):
+        prompt, config = planned.prompt, planned.deployment.config
+        span = f"{prompt.smallest:,}-{prompt.largest:,}" if prompt.smallest < prompt.largest else f"{prompt.largest:,}"
+        row = [describe(planned.deployment.plan), f"{planned.devices} x {planned.deployment.instances}"]
+        row += [f"{config.chunking.partition(':')[0]} {span}", f"{prompt.ttft:.2f} s"]
+        row += [f"{1e3 * seconds:.1f} ms" for seconds in (prompt.tpot, prompt.beside)]
+        row += [f"{planned.memory / 1e9:.0f}/{planned.usable / 1e9:.0f}", f"{planned.mfu:.0%}"]
+        row += [f"{planned.gpu_seconds:,.0f}"]
+        row += [f"{planned.gpu_seconds / 3600 * price:.3g}"] if price is not None else []
+        row += _served(summary) if any(served) else []
+        rows.append(row)
+    widths = [max(len(row[at]) for row in (head, *rows) if at < len(row)) for at in range(len(head))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)) for row in (head, *rows))
+    return "\n".join(map(str.rstrip, lines))
+
+
+def _served(summary: dict[str, Any] | None) -> list[str]:
+    if summary is None or "error" in summary:
+        return [(summary or {}).get("error", "")]
+    seconds = [summary[name] for name in ("ttft", "tpot")]
+    shown = ["-" if found is None else f"{found['p90']:.3g} s" for found in seconds]
+    return [*shown, "-" if summary["in_time"] is None else f"{summary['in_time']:.1%}"]
+
+
+def _nearest(found: Found, options: argparse.Namespace) -> str:
+    """What comes nearest where no plan does."""
+    nearest, seen = [], set()
+    for each in found.fallen:
+        if each.plan not in seen:
+            nearest.append(f"  {describe(each.plan)}, {each.chunking}: {each.text}")
+        seen.add(each.plan)
+    return "\n".join(["no plan meets the target; the nearest:", *nearest[: options.best]])
+
+
+def _fallen(found: Found) -> str:
+    """How many plans fall for which reason, and the nearest of each."""
+    counts = collections.Counter(each.reason for each in found.fallen)
+    first: dict[str, Fallen] = {}
+    for each in found.fallen:
+        first.setdefault(each.reason, each)
+    lines = []
+    for reason, count in counts.most_common():
+        plan, chunking, _, text, _ = first[reason]
+        lines.append(f"  {count:>4} by {reason:<7} such as {describe(plan)}, {chunking}: {text}")
+    return "\n".join([f"{len(found.plans)} plans and ways to chunk meet the target, {len(found.fallen)} fall", *lines])
+
+
+def _plain(planned: Planned, summary: dict[str, Any] | None) -> dict[str, Any]:
+    config = planned.deployment.config
+    return {
+        "plan": dataclasses.asdict(planned.deployment.plan),
+        "instances": planned.deployment.instances,
+        "chunking": config.chunking,
+        "token_budget": config.token_budget,
+        "prompt": planned.prompt._asdict(),
+        "memory": planned.memory,
+        "mfu": planned.mfu,
+        "gpu_seconds": planned.gpu_seconds,
+        "workload": summary,
+    }
+
+
+def _plain_fallen(each: Fallen) -> dict[str, Any]:
+    return {
+        "plan": dataclasses.asdict(each.plan),
+        "chunking": each.chunking,
+        "reason": each.reason,
+        "text": each.text,
+        "excess": None if each.excess == math.inf else each.excess,
+    }

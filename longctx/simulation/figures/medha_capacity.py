@@ -1,0 +1,282 @@
+"""Medha's capacity: Llama-3 8B on 16 A100, short requests alone and with 5 % long ones; figures 1, 4, 15, 16, 21, 23."""
+
+from typing import Any
+
+import numpy as np
+
+from longctx.models.config import LlamaConfig
+from longctx.serving.predictor.work import Work
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.medha_runs import RATES, WINDOW, Outcome, serve
+from longctx.simulation.models import MODELS
+from longctx.simulation.utilization import model_flops
+
+SYSTEMS = ("medha", "medha-fcfs", "sarathi-512", "sarathi-2048", "loongserve")
+SHORT_WINDOW = WINDOW / 4  # of short requests alone, which are in a steady state after a minute
+ACCEPTABLE = 10.0  # seconds of a median TTFT that is still interactive; the paper does not say what it accepts
+SATURATED = "16 A100 are saturated by this mix from about 0.8 requests/s on"
+
+
+def cells(inputs: Inputs, mix: str) -> dict[tuple[str, float], Outcome]:
+    """All systems at all rates."""
+    window = WINDOW if mix == "long" else SHORT_WINDOW
+    return {(system, rate): serve(inputs, system, mix, rate, window) for rate in RATES for system in SYSTEMS}
+
+
+def rows_of(found: dict[tuple[str, float], Outcome], mix: str) -> list[dict[str, Any]]:
+    """A row of figures for each cell."""
+    return [
+        {
+            "mix": mix,
+            "requests/s": rate,
+            "system": system,
+            "requests": len(cell.arrival),
+            "with a first token": int(np.isfinite(cell.first).sum()),
+            "TTFT p50, s": cell.quantile(0.5),
+            "TTFT p90, s": cell.quantile(0.9),
+            "TPOT p50, ms": 1e3 * cell.tpot_quantile(0.5),
+            "TPOT p90, ms": 1e3 * cell.tpot_quantile(0.9),
+            "TPOT most, ms": 1e3 * cell.tpot_quantile(1.0),
+            "long ended": cell.long_ended,
+        }
+        for (system, rate), cell in found.items()
+    ]
+
+
+def figure_1(inputs: Inputs) -> Figure:
+    """TTFT of LoongServe and Medha with 5 % long requests: its distribution, and over time."""
+    rate = 0.75
+    medha, theirs = (serve(inputs, system, "long", rate) for system in ("medha", "loongserve"))
+    shares = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+    table = [
+        {"quantile": share, "medha TTFT, s": medha.quantile(share), "loongserve TTFT, s": theirs.quantile(share)}
+        for share in shares
+    ]
+    ratio = {share: theirs.quantile(share) / medha.quantile(share) for share in shares}
+    alone = np.median(serve(inputs, "loongserve", "short", rate, SHORT_WINDOW).waited)
+    blocked = float(np.median(theirs.waited[~theirs.is_long]))
+    statements = [
+        ordering("1a", f"8B, 16 A100, 5 % long, {rate}/s: LoongServe's TTFT is at least 30 times Medha's at P50 and P90",
+                 min(ratio[0.5], ratio[0.9]) >= 30),
+        Statement("1a", f"8B, 16 A100, 5 % long, {rate}/s: the most that LoongServe's TTFT is of Medha's, quantiles alike",
+                  174, max(ratio.values()), "x", f"{SATURATED}: LoongServe's queue grows all the hour"),
+        ordering("1b", "in LoongServe short requests wait behind long ones: 100 times longer than without these",
+                 blocked >= 100 * alone),
+    ]  # fmt: skip
+
+    def draw(left: Any, right: Any) -> None:
+        for cell, label in ((medha, "Medha"), (theirs, "LoongServe")):
+            draw_cdf(left, cell.waited, label)
+            right.plot(cell.arrival / 60, cell.waited, ".", markersize=2, label=label)
+        left.set(xscale="log", xlabel="TTFT, s", ylabel="share of requests")
+        right.set(yscale="log", xlabel="arrival, minutes", ylabel="TTFT, s")
+        left.legend()
+        right.legend(markerscale=4)
+
+    title = f"TTFT of Llama-3 8B on 16 A100 at {rate} requests/s, 5 % of them long"
+    return Figure("medha_figure_1", title, "medha", statements, table, draw, panels=2)
+
+
+def figure_4(inputs: Inputs) -> Figure:
+    """What LoongServe's pools are asked for over time: compute and memory of prompts and of decodes."""
+    rate = 0.5
+    cell, model = serve(inputs, "loongserve", "long", rate), MODELS["llama-3-8b"]
+    prefill, decode = _flops(model, cell)
+    times = np.linspace(0, cell.window, 361)[1:]
+    reads, writes = ((a[:, None] <= times) & (times < b[:, None]) for a, b in (
+        (cell.arrival, cell.first), (cell.first, cell.finished)
+    ))  # fmt: skip
+    tokens = cell.prompt + cell.output / 2
+    compute = prefill @ reads, decode @ writes
+    memory = cell.prompt @ reads, tokens @ writes
+    both = (compute[0] > 0) & (compute[1] > 0)
+    more = {"compute": compute[0][both] / compute[1][both], "memory": memory[0][both] / memory[1][both]}
+    spread = (
+        {what: float(np.quantile(x, 0.95) / np.quantile(x, 0.05)) for what, x in more.items()} if both.any() else {}
+    )
+    table = [
+        {"time, s": float(at), "prefill PFLOP": p / 1e15, "decode PFLOP": d / 1e15, "prefill tokens": float(m),
+         "decode tokens": float(n)}
+        for at, p, d, m, n in zip(times, *compute, *memory, strict=True)
+    ]  # fmt: skip
+    statements = [
+        ordering("4", f"8B, 16 A100, 5 % long, {rate}/s: what prefills ask for over what decodes do changes by more than 10 "
+                 "times, compute and memory alike", bool(spread) and min(spread.values()) > 10),
+        ordering("4", "prefills ask for more compute for their memory than decodes, at all times",
+                 bool((more["compute"] > more["memory"]).all())),
+    ]  # fmt: skip
+
+    def draw(left: Any, right: Any) -> None:
+        for axes, (read, written), what in ((left, compute, "FLOP"), (right, memory, "tokens of keys and values")):
+            axes.plot(times / 60, read, label="prefill")
+            axes.plot(times / 60, written, label="decode")
+            axes.set(yscale="log", xlabel="minutes", ylabel=f"{what} of the requests that are there")
+            axes.legend()
+
+    title = f"What LoongServe's pools are asked for: 8B, 16 A100, 5 % long, {rate} requests/s"
+    return Figure("medha_figure_4", title, "medha", statements, table, draw, panels=2)
+
+
+def _flops(model: LlamaConfig, cell: Outcome) -> tuple[np.ndarray, np.ndarray]:
+    """Of each request's prompt and of its decodes; `[requests]` each."""
+    prefill = [model_flops(model, Work.of([(0, int(tokens), True)])) for tokens in cell.prompt]
+    decode = [
+        int(count) * model_flops(model, Work(1, 1, int(tokens + count / 2)))
+        for tokens, count in zip(cell.prompt, cell.output, strict=True)
+    ]
+    return np.array(prefill), np.array(decode)
+
+
+def figure_15(inputs: Inputs) -> Figure:
+    """TTFT under load, short requests alone and with 5 % long ones."""
+    short, long = cells(inputs, "short"), cells(inputs, "long")
+    low, high = min(rate for _, rate in short), max(rate for _, rate in short)
+    medians = [short[system, low].quantile(0.5) for system in SYSTEMS]
+    p90 = {(system, rate): cell.quantile(0.9) for (system, rate), cell in short.items()}
+    at = 0.75
+    ratio = long["loongserve", at].quantile(0.5) / long["medha", at].quantile(0.5)
+    capacity = {system: max([r for s, r in long if s == system and long[s, r].quantile(0.5) <= ACCEPTABLE], default=0.0)
+                for system in SYSTEMS}  # fmt: skip
+    best = max(capacity[system] for system in SYSTEMS if system != "medha")
+    slower = {s: long[s, at].quantile(0.5) / long["medha", at].quantile(0.5) for s in SYSTEMS}
+    cut = [system for system in SYSTEMS[1:] if long[system, high].served_share < 0.9]
+    grown = {s: p90[s, high] / p90[s, low] for s in SYSTEMS}
+    statements = [
+        ordering("15a", f"8B, 16 A100, short: at {low}/s all systems have like median TTFTs (within 2 times)",
+                 max(medians) <= 2 * min(medians)),
+        ordering("15a", f"short: from {low} to {high}/s Medha's P90 stays within 1.5 times", grown["medha"] <= 1.5),
+        ordering("15a", f"short: from {low} to {high}/s LoongServe's P90 grows by more than 2 times", grown["loongserve"] > 2,
+                 f"{grown['loongserve']:.2f} times: our LoongServe pays for its prefills and for moving pages, not for a "
+                 "manager, and takes decoding instances as it needs them"),
+        ordering("15a", f"short, {high}/s: Medha's TTFT is below both Sarathis' at P50 and P90", all(
+            short["medha", high].quantile(q) < short[s, high].quantile(q)
+            for s in ("sarathi-512", "sarathi-2048") for q in (0.5, 0.9)),
+            "a pipeline's rows grow by a bucket in two steps, so a short prompt beside decodes needs more steps"),
+        Statement("15b", f"5 % long, {at}/s: LoongServe's median TTFT over Medha's", 30, ratio, "x",
+                  f"{SATURATED}, LoongServe earlier: its queue grows all the hour"),
+        Statement("15b", f"5 % long: rates at which the median TTFT is below {ACCEPTABLE:.0f} s, Medha's highest over the "
+                  "baselines' highest", 5, capacity["medha"] / best if best else 0.0 + len(SYSTEMS), "x",
+                  f"Medha's is {capacity['medha']}/s and the best baseline's {best}/s, of the paper's four rates"),
+        ordering("15b", f"5 % long, {at}/s: first come first served makes Medha's, and Sarathi's, median TTFT 10 times "
+                 "longer", all(slower[s] > 10 for s in SYSTEMS[1:4])),
+        ordering("15b", f"5 % long, {high}/s: more than a tenth of the requests get no token in an hour but with Medha",
+                 len(cut) == len(SYSTEMS) - 1 and long["medha", high].served_share > 0.9),
+    ]  # fmt: skip
+
+    def draw(*axes: Any) -> None:
+        for panel, (name, found) in zip(axes, (("short", short), ("5 % long", long)), strict=True):
+            for system in SYSTEMS:
+                rates = [r for s, r in found if s == system]
+                panel.plot(rates, [found[system, r].quantile(0.5) for r in rates], "o-", label=system)
+            panel.set(yscale="log", xlabel="requests/s", ylabel="median TTFT, s", title=name)
+        axes[0].legend()
+
+    table = rows_of(short, "short") + rows_of(long, "5 % long")
+    title = "TTFT under load: Llama-3 8B on 16 A100"
+    return Figure("medha_figure_15", title, "medha", statements, table, draw, panels=2)
+
+
+def figure_16(inputs: Inputs) -> Figure:
+    """Time per output token under load."""
+    short, long = cells(inputs, "short"), cells(inputs, "long")
+    high = max(rate for _, rate in short)
+    at = 0.75
+    ratio = short["loongserve", high].tpot_quantile(0.5) / short["medha", high].tpot_quantile(0.5)
+    most = max(long[s, r].tpot_quantile(1.0) for s, r in long if s == "sarathi-2048")
+    ours, theirs = long["medha", at], long["loongserve", at]
+    statements = [
+        Statement("16a", f"8B, 16 A100, short, {high}/s: LoongServe's median TPOT over Medha's", 5, ratio, "x",
+                  "a step of TP8 over two stages is mostly latency of kernels and all-reduces, which TP2 has too: reading "
+                  "the weights is 0.6 ms of it, and 5 ms of TP2's"),
+        Statement("16b", "5 % long: the most that a request's TPOT is with Sarathi, chunks of 2,048", 1.0, most, "s",
+                  "of the mean over a request's tokens, as TPOT is; single gaps are longer"),
+        ordering("16b", f"5 % long, {at}/s: Medha's TPOT is below LoongServe's at P90",
+                 ours.tpot_quantile(0.9) <= theirs.tpot_quantile(0.9)),
+        ordering("16b", f"5 % long, {at}/s: Medha's TPOT is below Sarathi's at P50 and P90", all(
+            ours.tpot_quantile(q) < long[s, at].tpot_quantile(q)
+            for s in ("sarathi-512", "sarathi-2048") for q in (0.5, 0.9))),
+        ordering("16b", "5 % long: Medha keeps its target of 30 ms within 10 % at P99, at all rates", all(
+            long[s, r].tpot_quantile(0.99) <= 1.1 * 0.03 for s, r in long if s == "medha")),
+    ]  # fmt: skip
+
+    def draw(*axes: Any) -> None:
+        for panel, (name, found) in zip(axes, (("short", short), ("5 % long", long)), strict=True):
+            for system in SYSTEMS:
+                rates = [r for s, r in found if s == system]
+                panel.plot(rates, [1e3 * found[system, r].tpot_quantile(0.9) for r in rates], "o-", label=system)
+            panel.set(yscale="log", xlabel="requests/s", ylabel="P90 of TPOT, ms", title=name)
+        axes[0].legend()
+
+    table = rows_of(short, "short") + rows_of(long, "5 % long")
+    return Figure(
+        "medha_figure_16", "TPOT under load: Llama-3 8B on 16 A100", "medha", statements, table, draw, panels=2
+    )
+
+
+def figure_21(inputs: Inputs) -> Figure:
+    """Requests that have come and not ended, over time."""
+    rate = 0.75
+    ours, theirs = (serve(inputs, system, "long", rate) for system in ("medha", "loongserve"))
+    times = np.linspace(0, ours.window, 361)[1:]
+    active = {cell.system: cell.active(times) for cell in (ours, theirs)}
+    settled = times > ours.window / 6
+    means = {system: float(found[settled].mean()) for system, found in active.items()}
+    # The longest span in which only new requests come, until one long prompt lets those behind it go.
+    rise = {system: float(np.max(np.diff(found)) - np.min(np.diff(found))) for system, found in active.items()}
+    statements = [
+        ordering("21", f"8B, 16 A100, 5 % long, {rate}/s: LoongServe has more active requests than Medha, on average",
+                 means["loongserve"] > means["medha"]),
+        ordering("21", "LoongServe's saw-tooth: they rise and fall by more in 10 s than Medha's",
+                 rise["loongserve"] > rise["medha"]),
+        ordering("21", "Medha's number is stable: it never is above three times its mean",
+                 float(active["medha"][settled].max()) <= 3 * means["medha"]),
+    ]  # fmt: skip
+    table = [
+        {"time, s": float(at), "medha": int(x), "loongserve": int(y)}
+        for at, x, y in zip(times, active["medha"], active["loongserve"], strict=True)
+    ]
+
+    def draw(axes: Any) -> None:
+        for system, found in active.items():
+            axes.plot(times / 60, found, label=system)
+        axes.set(xlabel="minutes", ylabel="active requests", yscale="log")
+        axes.legend()
+
+    title = f"Active requests: 8B, 16 A100, 5 % long, {rate} requests/s"
+    return Figure("medha_figure_21", title, "medha", statements, table, draw)
+
+
+def figure_23(inputs: Inputs) -> Figure:
+    """A pool that is reserved for short prompts: long ones that are read in an hour, and decodes."""
+    found = {(s, r): serve(inputs, s, "long", r) for r in RATES for s in ("medha", "loongserve", "loongserve-reserved")}
+    at = 0.75
+    ended = {s: found[s, at].long_ended for s, r in found if r == at}
+    tpot = {s: found[s, at].tpot_quantile(0.5) for s, r in found if r == at}
+    lost = ended["loongserve-reserved"]
+    statements = [
+        Statement("23a", f"8B, 16 A100, 5 % long, {at}/s: long prompts read with a reserved pool over Medha's", 0.8,
+                  lost / max(1, ended["medha"]), "x"),
+        Statement("23a", f"5 % long, {at}/s: long prompts read with a reserved pool over LoongServe's", 0.9,
+                  lost / max(1, ended["loongserve"]), "x"),
+        ordering("23b", f"5 % long, {at}/s: TPOT is slightly lower with a reserved pool than without (P50)",
+                 tpot["loongserve-reserved"] <= tpot["loongserve"]),
+        ordering("23b", f"5 % long, {at}/s: Medha's TPOT is below both LoongServes' (P50)",
+                 tpot["medha"] < min(tpot["loongserve"], tpot["loongserve-reserved"]),
+                 "Medha fills its steps up to the target of 30 ms, as it is asked to; LoongServe's decodes share no step "
+                 "with a prompt"),
+    ]  # fmt: skip
+
+    def draw(axes: Any) -> None:
+        for system in ended:
+            axes.plot(RATES, [found[system, rate].long_ended for rate in RATES], "o-", label=system)
+        axes.set(xlabel="requests/s", ylabel="long prompts read in an hour")
+        axes.legend()
+
+    title = "A reserved pool for short prompts: Llama-3 8B on 16 A100"
+    return Figure("medha_figure_23", title, "medha", statements, rows_of(found, "5 % long"), draw)
+
+
+def draw_cdf(axes: Any, values: np.ndarray, label: str) -> None:
+    """Draw the share of values up to each."""
+    values = np.sort(values)
+    axes.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)

@@ -1,0 +1,143 @@
+"""What Medha's figures are drawn from: its mixes on each system, for a window of an hour as the paper has it."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longctx.parallel.topology import Topology
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.simulation.baselines import make_simulation
+from longctx.simulation.figures.figure import Inputs
+from longctx.simulation.models import MODELS
+from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, make_mix, read_workload, scale_lengths
+
+WINDOW = 3600.0  # seconds (Medha, 5.2: "60-minute profiling window")
+RATES = (0.25, 0.75, 1.25, 1.75)  # requests a second, those of figures 15 to 18
+LONG = 100_000  # tokens of a prompt that counts as long
+QUICK = 20.0  # seconds of a window in tests
+
+# The mixes of the paper in the data folder, and the built-in ones that stand for them.
+_FILES = {
+    "short": ("mixes/merged_df_0_percent_long_context_mixed.csv", "sharegpt4"),
+    "long": ("mixes/merged_df_5_percent_long_context_mixed.csv", "sharegpt4-5-long"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the requests of a window, in the order of their arrival; all arrays are `[requests]`.
+
+    Attributes:
+      system: name of the baseline.
+      window: seconds.
+      arrival, prompt, output: seconds and tokens of each request.
+      first, finished: seconds from the beginning to the first and the last token; infinite: not in the window.
+      tpot: seconds a token of those that ended with two tokens or more; NaN of others.
+    """
+
+    system: str
+    window: float
+    arrival: np.ndarray
+    prompt: np.ndarray
+    output: np.ndarray
+    first: np.ndarray
+    finished: np.ndarray
+    tpot: np.ndarray
+
+    @property
+    def ttft(self) -> np.ndarray:
+        """Seconds to the first token; infinite: it did not come in the window."""
+        return self.first - self.arrival
+
+    @property
+    def is_long(self) -> np.ndarray:
+        return self.prompt >= LONG
+
+    @property
+    def waited(self) -> np.ndarray:
+        """Seconds to the first token; of those that have none in the window, how long they had waited when it closed.
+
+        So its quantiles are at most those of TTFT.
+        """
+        return np.where(np.isfinite(self.first), self.ttft, self.window - self.arrival)
+
+    def quantile(self, share: float) -> float:
+        """A quantile of `waited`, over all requests that came."""
+        return float(np.quantile(self.waited, share))
+
+    def tpot_quantile(self, share: float) -> float:
+        """A quantile of TPOT, over requests that ended in the window."""
+        return float(np.nanquantile(self.tpot, share))
+
+    @property
+    def served_share(self) -> float:
+        """Share of the requests that got a first token in the window."""
+        return float(np.isfinite(self.first).mean())
+
+    @property
+    def long_ended(self) -> int:
+        """Long prompts that were read in the window."""
+        return int(np.isfinite(self.first[self.is_long]).sum())
+
+    def active(self, times: np.ndarray) -> np.ndarray:
+        """Requests that had come and not ended, at some times; `[times]`."""
+        came = np.searchsorted(np.sort(self.arrival), times, side="right")
+        return came - np.searchsorted(np.sort(self.finished), times, side="right")
+
+
+def requests(inputs: Inputs, mix: str, rate: float, window: float, scale: float = 1.0) -> list[WorkloadRequest]:
+    """The requests that come in a window, as a Poisson process; the same ones for every system.
+
+    Args:
+      mix: "short", or "long" with 5 % of prompts between 100,000 and a million tokens.
+      scale: by which the lengths of long prompts are multiplied.
+    """
+    name, builtin = _FILES[mix]
+    count, file = int(2 * rate * window) + 50, inputs.file(name)
+    found = make_mix(builtin, count, inputs.seed) if file is None else read_workload(file, count)
+    if inputs.quick:
+        found = [x if x.prompt_tokens < LONG else scale_lengths([x], 0.1)[0] for x in found]
+    elif scale != 1:
+        found = [x if x.prompt_tokens < LONG else scale_lengths([x], scale)[0] for x in found]
+    return [x for x in arrive_at_rate(found, rate, inputs.seed) if x.arrival < window]
+
+
+@functools.cache
+def serve(inputs: Inputs, system: str, mix: str, rate: float, window: float = WINDOW) -> Outcome:
+    """Llama-3 8B on the two DGX-A100 (16 GPUs) of the paper's capacity evaluation (5.2)."""
+    window = QUICK if inputs.quick else window
+    return run(system, "llama-3-8b", "medha-a100", 16, requests(inputs, mix, rate, window), window)
+
+
+def run(
+    system: str,
+    model: str,
+    topology: str,
+    devices: int,
+    workload: list[WorkloadRequest],
+    window: float,
+    plan: ParallelPlan | None = None,
+    **overrides: Any,
+) -> Outcome:
+    """Serve a workload for a window, without a prefix cache: no two of its prompts share anything."""
+    overrides = {"prefix_cache": False} | overrides
+    simulation = make_simulation(system, MODELS[model], Topology.preset(topology), devices, plan, **overrides)
+    record = simulation.run(workload, until=window, keep_steps=False)
+    first, finished, tpot = (dict[int, float]() for _ in range(3))
+    for served in record.served:
+        assert served.metrics.finished is not None
+        first[served.number] = served.due + served.ttft
+        finished[served.number] = served.due + served.metrics.finished - served.metrics.arrival
+        tpot[served.number] = float("nan") if served.tpot is None else served.tpot
+    first |= {x.number: x.due + x.ttft for x in record.open if x.ttft is not None}
+
+    def column(values: dict[int, float], missing: float) -> np.ndarray:
+        return np.array([values.get(request.number, missing) for request in workload])
+
+    arrival = np.array([request.arrival for request in workload])
+    prompt = np.array([request.prompt_tokens for request in workload])
+    output = np.array([request.output_tokens for request in workload])
+    found = column(first, np.inf), column(finished, np.inf), column(tpot, np.nan)
+    return Outcome(system, window, arrival, prompt, output, *found)

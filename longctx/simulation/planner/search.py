@@ -1,0 +1,264 @@
+"""Searches plans: all layouts of stage, context and tensor with one way to chunk, then the best of them with others."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from longctx.models.config import LlamaConfig
+from longctx.parallel.device_tables import Link
+from longctx.parallel.topology import AXES, Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import check_integer, check_real
+from longctx.simulation import utilization
+from longctx.simulation.deployment import Deployment
+from longctx.simulation.planner.prompt import Prompt, PromptPredictor
+
+CHUNKS = ("adaptive", "static:256", "static:512", "static:1024", "static:2048", "static:4096")
+BUDGETS = (1024, 2048, 4096, 8192)  # rows of a step, of adaptive chunks
+_FIRST = ("adaptive", 4096)
+_PARTS = (1, 4)  # a limit of tokens on a rank is this part of its even share: smaller ones let a request grow earlier
+_REFINED = 12  # layouts that other chunks are tried with
+_PAGE, _RUNNING = 64, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What a plan is for: a request of `context` tokens, while others decode.
+
+    Attributes:
+      context: tokens of the prompt.
+      ttft, tpot: seconds at most, of that request, and the latter of those beside it too.
+      output_tokens: of the request.
+
+    Raises:
+      TypeError, ValueError: a number is out of range.
+    """
+
+    context: int
+    ttft: float
+    tpot: float
+    output_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check_integer("context", self.context, 1)
+        check_integer("output_tokens", self.output_tokens, 1)
+        for name in ("ttft", "tpot"):
+            if check_real(name, getattr(self, name), 0) == 0:
+                raise ValueError(f"{name} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A plan, and what it is predicted to do.
+
+    Attributes:
+      deployment: as many instances as there are devices for.
+      prompt: seconds of the request, alone on an instance but for another one that decodes.
+      memory: bytes on each device, of `usable`.
+      mfu: of the prompt, causal pairs counted once.
+      gpu_seconds: of the prompt: its seconds times the instance's devices.
+    """
+
+    deployment: Deployment
+    prompt: Prompt
+    memory: float
+    usable: float
+    mfu: float
+    gpu_seconds: float
+
+    @property
+    def devices(self) -> int:
+        """Of an instance."""
+        return self.deployment.plan.num_devices
+
+
+class Fallen(NamedTuple):
+    """A plan that does not do: the reason is `"memory"`, `"link"`, `"TPOT"` or `"TTFT"`."""
+
+    plan: ParallelPlan
+    chunking: str
+    reason: str
+    text: str
+    excess: float  # by which factor it misses
+
+
+class Found(NamedTuple):
+    """Plans that meet the goal, the cheapest first, and those that do not, the nearest first."""
+
+    plans: list[Planned]
+    fallen: list[Fallen]
+
+
+def search(
+    model: LlamaConfig,
+    topology: Topology,
+    gpus: int,
+    goal: Goal,
+    host_gpus: int = 8,
+    progress: Callable[[int], object] | None = None,
+) -> Found:
+    """Search the plans of a model on up to `gpus` devices for those that meet a goal with the fewest GPU-seconds.
+
+    A plan may use fewer devices, and then there are more instances of it.
+
+    Args:
+      host_gpus: devices of a host: `tensor` stays within one.
+      progress: is called with how many plans there are still to look at, as far as that is known.
+
+    Raises:
+      ValueError: a number is out of range, or no layout suits the model.
+    """
+    check_integer("gpus", gpus, 1)
+    check_integer("host_gpus", host_gpus, 1)
+    if goal.context + goal.output_tokens > model.max_positions:
+        raise ValueError(
+            f"context must be at most {model.max_positions - goal.output_tokens:,} tokens beside {goal.output_tokens} "
+            f"of output, the model's, got {goal.context:,}"
+        )
+    plans = list(layouts(model, gpus, goal.context, host_gpus))
+    if not plans:
+        raise ValueError(f"gpus must be enough for one layout of the model, got {gpus}")
+    good: list[Planned] = []
+    fallen: list[Fallen] = []
+
+    def look(plan: ParallelPlan, chunking: str, budget: int) -> None:
+        result = evaluate(model, topology, gpus, goal, plan, chunking, budget)
+        if isinstance(result, Planned):
+            good.append(result)
+        else:
+            fallen.append(result)
+
+    for number, plan in enumerate(plans):
+        look(plan, *_FIRST)
+        if progress is not None:
+            progress(len(plans) - number - 1 + _REFINED * (len(CHUNKS) + len(BUDGETS) - 2))
+    ways = [("adaptive", budget) for budget in BUDGETS if budget != _FIRST[1]]
+    ways += [(chunking, int(chunking.partition(":")[2])) for chunking in CHUNKS[1:]]
+    best = [planned.deployment.plan for planned in sorted(good, key=_cost)[:_REFINED]]
+    if not best:  # one that just misses may do with other chunks
+        missed = sorted((each for each in fallen if each.reason in ("TTFT", "TPOT")), key=lambda each: each.excess)
+        best = [each.plan for each in missed[:_REFINED]]
+    tasks = [(plan, *way) for plan in best for way in ways]
+    for number, task in enumerate(tasks):
+        look(*task)
+        if progress is not None:
+            progress(len(tasks) - number - 1)
+    return Found(sorted(good, key=_cost), sorted(fallen, key=lambda each: each.excess))
+
+
+def _cost(planned: Planned) -> tuple[float, float]:
+    return planned.gpu_seconds, planned.prompt.ttft
+
+
+def layouts(model: LlamaConfig, gpus: int, context: int, host_gpus: int) -> Iterator[ParallelPlan]:
+    """Plans that suit a model, of sizes that are powers of two or divide the devices."""
+    for tensor in _sizes(gpus, min(gpus, host_gpus)):
+        for stage in _sizes(gpus // tensor, min(gpus // tensor, model.num_layers)):
+            for ranks in _sizes(gpus // tensor // stage, gpus // tensor // stage):
+                for plan in _placements(stage, ranks, tensor, context):
+                    try:
+                        plan.check(model, gpus)
+                    except ValueError:  # heads that tensor does not divide
+                        continue
+                    yield plan
+
+
+def _sizes(devices: int, most: int) -> list[int]:
+    powers = {1 << i for i in range(most.bit_length()) if 1 << i <= most}
+    return sorted(powers | {size for size in range(1, most + 1) if devices % size == 0})
+
+
+def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[ParallelPlan]:
+    """Ways to place pages: on one rank after the other with different limits, or round robin."""
+    if ranks == 1:
+        yield ParallelPlan(stage, 1, tensor)
+        return
+    share = -(-context // ranks)
+    for part in _PARTS:
+        limit = -(-share // part // _PAGE) * _PAGE
+        if limit >= _FIRST[1]:
+            for exchange in ("kvp", "auto"):
+                yield ParallelPlan(stage, ranks, tensor, exchange, rank_tokens=limit)
+    yield ParallelPlan(stage, ranks, tensor, placement="interleave")
+
+
+def evaluate(
+    model: LlamaConfig, topology: Topology, gpus: int, goal: Goal, plan: ParallelPlan, chunking: str, budget: int
+) -> Planned | Fallen:
+    """Predict a plan, and say why it falls if it does."""
+    try:
+        topology.check(**{axis: getattr(plan, axis) for axis in AXES})
+    except ValueError as error:
+        return Fallen(plan, chunking, "link", str(error), math.inf)
+    length = goal.context + goal.output_tokens
+    memory = utilization.device_memory(model, plan, topology.device, length, budget)
+    if not memory.fits:
+        text = f"{memory.total / 1e9:,.0f} GB on each device, of {memory.usable / 1e9:.0f}"
+        return Fallen(plan, chunking, "memory", text, memory.total / memory.usable)
+    config = EngineConfig(
+        page_size=_PAGE,
+        max_running=_RUNNING,
+        max_length=length,
+        token_budget=budget,
+        chunking=chunking,
+        slo=Slo(tpot=goal.tpot, step_seconds=goal.tpot),
+    )
+    deployment = Deployment(model, topology, plan, config, gpus // plan.num_devices)
+    prompt = PromptPredictor(deployment).predict(goal.context, goal.output_tokens)
+    fallen = _why(goal, prompt)
+    if fallen is not None:
+        reason, text, excess = fallen
+        free = dataclasses.replace(topology, links=dict.fromkeys(AXES, _FREE))
+        if plan.num_devices > 1 and _why(goal, _predict(dataclasses.replace(deployment, topology=free), goal)) is None:
+            reason, text = "link", f"{text}; it would do without exchanges"
+        return Fallen(plan, chunking, reason, text, excess)
+    return Planned(
+        deployment,
+        prompt,
+        memory.total,
+        memory.usable,
+        prompt_mfu(deployment, goal.context, prompt.ttft),
+        prompt.ttft * plan.num_devices,
+    )
+
+
+_FREE = Link("free", 1e18, 0.0, share=1.0)
+
+
+def _predict(deployment: Deployment, goal: Goal) -> Prompt:
+    return PromptPredictor(deployment).predict(goal.context, goal.output_tokens)
+
+
+def _why(goal: Goal, prompt: Prompt) -> tuple[str, str, float] | None:
+    """Why a prompt does not meet a goal, in words, and by which factor; None: it does."""
+    if prompt.tpot > goal.tpot:
+        return "TPOT", f"{1e3 * prompt.tpot:.1f} ms a token after the prompt", prompt.tpot / goal.tpot
+    if prompt.beside > goal.tpot * (1 + 1e-9):
+        text = f"{1e3 * prompt.beside:.1f} ms a token beside the prompt, in chunks of {prompt.smallest} tokens or more"
+        return "TPOT", text, prompt.beside / goal.tpot
+    if prompt.ttft > goal.ttft:
+        return "TTFT", f"{prompt.ttft:,.1f} s to the first token", prompt.ttft / goal.ttft
+    return None
+
+
+def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
+    """MFU of a prompt of so many tokens in so many seconds, causal pairs counted once."""
+    totals = utilization.Totals(rows=tokens, samples=1, pairs=tokens * (tokens + 1) // 2)
+    devices = deployment.plan.num_devices
+    return utilization.mfu(deployment.model, totals, deployment.topology.device, devices, seconds)
+
+
+def best_of_each(plans: List[Planned]) -> list[Planned]:
+    """The best of each layout and placement: others differ in their chunks alone. In order."""
+    seen: set[ParallelPlan] = set()
+    best = []
+    for planned in plans:
+        plan = planned.deployment.plan
+        if plan not in seen:
+            best.append(planned)
+        seen.add(plan)
+    return best

@@ -1,0 +1,103 @@
+"""Identical steps that only decode, as one event: the same record as one by one, to the last bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.models import LlamaConfig
+from longctx.serving import EngineConfig, ParallelPlan, Slo
+from longctx.serving.predictor.roofline import GPUS, roofline
+from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.simulation import Instance, Record, Simulation
+from longctx.simulation.workloads import WorkloadRequest
+
+MODEL = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=200_000)
+
+
+def random_requests(rng: np.random.Generator, count: int, rate: float) -> list[WorkloadRequest]:
+    """Some share prefixes, some follow others; bursts, and long outputs."""
+    requests, now = list[WorkloadRequest](), 0.0
+    for number in range(count):
+        now += rng.exponential(1 / rate) * (rng.random() < 0.8)
+        prompt, family = int(rng.exponential(800)) + 1, int(rng.integers(4))
+        blocks = tuple(family * 1000 + i for i in range(int(rng.integers(prompt // 64 + 1))))
+        after = int(rng.integers(number)) if number > 4 and rng.random() < 0.2 else None
+        delay = float(rng.exponential(1.0)) if after is not None else 0.0
+        output = int(rng.exponential(200)) + 1
+        requests.append(WorkloadRequest(now, prompt, output, blocks, 64, number, after=after, delay=delay))
+    return requests
+
+
+def serve(
+    requests: list[WorkloadRequest], plan: ParallelPlan, skips: bool, until: float, predictor: Any, **options: Any
+) -> tuple[Record, Simulation]:
+    config = EngineConfig(token_budget=512, **options)
+    instances = [
+        Instance(MODEL, config, predictor, plan, name=name, skips_decodes=skips) for name in ("first", "second")
+    ]
+    simulation = Simulation(instances[: 1 + (len(requests) % 2)])
+    return simulation.run(requests, until=until), simulation
+
+
+def roofs(plan: ParallelPlan) -> Any:
+    return roofline(MODEL, GPUS["A100"], 512, stage=plan.stage, tensor=plan.tensor, overhead=1e-3)
+
+
+def programs(plan: ParallelPlan) -> Any:
+    """With steps in rows, as a compiled engine has them."""
+    rows = (1, 2, 4, 16, 128, 512)
+    return RuntimePredictor(tuple(Program(n, 1e-3 + 1e-5 * n, (1, 16), (1e-9, 2e-9), 1e-6) for n in rows))
+
+
+def slow(plan: ParallelPlan) -> Any:
+    """Steps get longer than those that are planned ahead, in the midst of runs of decodes."""
+    rows = (1, 2, 512)
+    return RuntimePredictor(tuple(Program(n, 0.045, (1,), (5e-6,), 0.0) for n in rows))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_one_event_is_the_same_as_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    plan = ParallelPlan(stage=int(rng.choice([1, 1, 2, 3, 4])), tensor=2)
+    make: Callable[[ParallelPlan], Any] = (roofs, programs, slow)[seed % 3]
+    requests = random_requests(rng, 30, float(rng.choice([0.2, 1.0, 6.0])))
+    options = {
+        "page_size": int(rng.choice([16, 64, 256])),
+        "num_pages": int(rng.choice([2000, 20_000])),
+        "max_running": int(rng.choice([2, 6, 24])),
+        "run_ahead": int(rng.choice([1, 2, 3])),
+        "prefix_cache": bool(rng.random() < 0.5),
+        "admission": str(rng.choice(["reserve", "optimistic"])),
+        "chunking": str(rng.choice(["static", "adaptive"])),
+        "policy": str(rng.choice(["fcfs", "ilrs", "edf"])),
+        "slo": Slo(tpot=float(rng.choice([0.05, 0.2]))),
+        "hash_key": b"0" * 16,
+    }
+    until = float(rng.choice([np.inf, 20.0]))
+    (one, simulation), (other, by_one) = (
+        serve(requests, plan, skips, until, make(plan), **options) for skips in (True, False)
+    )
+    assert one.served == other.served
+    assert one.open == other.open
+    assert one.steps == other.steps
+    assert one.timeline == other.timeline
+    assert one.stats == other.stats
+    assert one.totals == other.totals
+    assert one.seconds == other.seconds
+    for instance, same in zip(simulation.instances, by_one.instances, strict=True):
+        assert isinstance(instance, Instance)
+        assert isinstance(same, Instance)
+        assert instance.core.scheduler.chunker.predictor.state() == same.core.scheduler.chunker.predictor.state()
+        assert instance.core.scheduler.chunker.state() == same.core.scheduler.chunker.state()
+    assert simulation.loop.num_events <= by_one.loop.num_events
+
+
+def test_a_long_output_takes_few_events() -> None:
+    plan = ParallelPlan()
+    options = {"page_size": 256, "num_pages": 2000, "prefix_cache": False, "max_running": 4}
+    requests = [WorkloadRequest(0.0, 100, 10_000)]
+    record, simulation = serve([*requests, *requests], plan, True, np.inf, roofs(plan), **options)
+    assert record.totals.steps == 10_000
+    assert simulation.loop.num_events < 1_000
