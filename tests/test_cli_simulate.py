@@ -166,6 +166,9 @@ WRONG = [
     (["--instances", "0"], "--instances must be at least 1"),
     (["--mix", "coffee"], "--mix must be one of sharegpt4"),
     (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
+    (["--baseline", "orca"], "--baseline must be one of medha"),
+    (["--baseline", "vllm", "--instances", "2"], "--baseline has instances of its own"),
+    (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
     (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
     (["--window", "nan"], "--window must be seconds"),
     (["--capacity", "fast"], "--capacity must be ttft_p90=SECONDS"),
@@ -199,3 +202,22 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
     assert "3 in " in capsys.readouterr().out
     assert simulate(*arguments[:-1], "100000000") == 2
     assert "longer than the model's context" in capsys.readouterr().err
+
+
+def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
+    names = ["medha", "sarathi-2048", "vllm", "striped", "loongserve", "loongserve-reserved"]
+    sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
+    assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
+    assert all(0 < float(row["usage.mfu"]) < 1 for row in rows)
+    assert len({row["ttft.p90"] for row in rows}) > 3
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert simulate(*SMALL, *PLAN, "--json", str(tmp_path / name)) == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert simulate(*SMALL, *PLAN, "--seed", "1", "--json", str(tmp_path / "b")) == 0
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()

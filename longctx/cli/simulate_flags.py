@@ -10,6 +10,7 @@ from longctx.cli.config_flags import engine_config, given_topology, parallel_pla
 from longctx.cli.naming import naming_flags, prefixing
 from longctx.cli.workload_flags import check_workload, keep_fitting, read_requests, tokenise
 from longctx.models.config import LlamaConfig
+from longctx.simulation.baseline_deployment import BaselineDeployment
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
@@ -67,7 +68,10 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     assert topology is not None
     config = engine_config(options, max_length=longest)
     plan = parallel_plan(options)
-    with naming_flags({"plan's ": "--plan's ", "instances must": "--instances must"}), naming_flags(list(SIZES)):
+    names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
+    with naming_flags(names), naming_flags(list(SIZES)):
+        if options.baseline is not None:
+            return BaselineDeployment(model, topology, plan, config, options.instances, options.baseline)
         return Deployment(model, topology, plan, config, options.instances)
 
 

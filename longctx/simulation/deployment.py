@@ -60,11 +60,6 @@ class Deployment:
             device_memory(self.model, self.plan, self.topology.device, page * self.plan.context, rows).check()
         return pages
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose keys and values an instance can keep."""
-        return self.num_pages * self.config.page_size * self.plan.context
-
     def predictor(self) -> Predictor:
         """Predicts the batches of an instance, of one stage."""
         return predictor(self.model, self.topology, self.plan, max_rows=self.config.token_budget)
