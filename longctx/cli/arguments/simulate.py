@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument(
         "--baseline",
         metavar="NAME",
-        help="instead, a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
+        help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
         "striped, loongserve or loongserve-reserved",
     )
     add_scheduling_arguments(parser, has_profile=False)
