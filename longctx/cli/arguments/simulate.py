@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
         "striped, loongserve or loongserve-reserved",
     )
-    add_scheduling_arguments(parser, has_profile=False)
+    add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
     results.add_argument(
