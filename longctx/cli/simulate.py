@@ -96,8 +96,9 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
             options.seed,
             until,
             progress=lambda record: bar.update(len(record.served) - bar.n),
-            keep_steps=has_trace or options.json is not None,
+            keep_steps=options.json is not None,
             traces=traces,
+            keep_ticks=options.trace is not None,
         )
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
     print(deployment_table(summary))

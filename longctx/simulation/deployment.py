@@ -77,6 +77,7 @@ class Deployment:
         progress: Callable[[Record], object] | None = None,
         keep_steps: bool = True,
         traces: list[StageTrace] | None = None,
+        keep_ticks: bool = False,
     ) -> Record:
         """Serve requests in virtual time.
 
@@ -86,6 +87,7 @@ class Deployment:
           progress: is called after every event.
           keep_steps: whether the record has every step; they take memory.
           traces: a trace of each instance is appended to it; None: nothing is traced.
+          keep_ticks: whether these have all ticks.
 
         Raises:
           ValueError: a request can't be served, such as one that is longer than the cache.
@@ -96,7 +98,7 @@ class Deployment:
         for number in range(self.instances):
             logs = []
             if traces is not None:
-                logs = [StageTrace(lambda batch: predicted.seconds(batch.work), plan.stage, plan.context)]
+                logs = [StageTrace(lambda batch: predicted.seconds(batch.work), plan.stage, plan.context, keep_ticks)]
                 traces += logs
             instance = Instance(
                 self.model, config, predicted, plan, topology=self.topology, name=str(number), logs=logs

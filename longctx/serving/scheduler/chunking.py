@@ -13,7 +13,7 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Alone, Policy, by_urgency
+from longctx.serving.scheduler.policy import Policy, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
 from longctx.serving.scheduler.tenants import TenantShares
@@ -137,9 +137,12 @@ class Chunker:
         step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
         if step.tokens <= step.rows:
             return {}
-        head, *others = by_urgency(self.policy, prompts, now, self.tenants)
-        waiting = [(chunk.sequence, chunk.ranks) for chunk in decodes] + [(s, s.ranks) for s in in_stages]
-        least = self._set_limit(step, head, others, self._targets(step, head, waiting))
+        order = by_urgency(self.policy, prompts, now, self.tenants)
+        head = next(order)
+        # Where each has a step to itself, only those are looked at for whom it leaves something.
+        others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
+        targets = self._targets(step, head, decodes, in_stages) if self.heeds_targets else []
+        least = self._set_limit(step, head, others, targets)
         self._take(step, head, others, least, now)
         if self.plan.context > 1:
             if step.limit == math.inf:
@@ -147,13 +150,18 @@ class Chunker:
             step.limit = max(step.limit, step.seconds)  # that long all ranks wait
         elif not step.has_all(head):
             return step.shares
-        for number, other in enumerate(others, 1):
+        for number, other in enumerate(others or order, 1):
             if other in step.shares or step.take_whole(other):
                 continue
             self._take(step, other, others[number:], 0, now)
             if step.is_full or (self.plan.context == 1 and not step.has_all(other)):
                 break
         return step.shares
+
+    @property
+    def heeds_targets(self) -> bool:
+        """Whether some steps are as long as the TPOT targets of decodes allow; else those need not be known."""
+        return self.chunking.adaptive or self.plan.context > 1
 
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
@@ -188,15 +196,14 @@ class Chunker:
         return min(bisect_left(self._buckets, rows), len(self._buckets) - 1) if rows else -1
 
     def _targets(
-        self, step: StepBudget, head: Sequence, decodes: List[tuple[Sequence, tuple[int, ...]]]
+        self, step: StepBudget, head: Sequence, decodes: List[Chunk], in_stages: List[Sequence]
     ) -> list[float]:
         """TPOT targets that a step heeds, of decodes on some ranks: with static chunks those of other ranks alone."""
+        waiting = [(chunk.sequence, chunk.ranks) for chunk in decodes] + [(s, s.ranks) for s in in_stages]
         if not self.chunking.adaptive:
-            if self.plan.context == 1:
-                return []
             ranks = {*step.ranks(head)}
-            decodes = [(sequence, others) for sequence, others in decodes if ranks.isdisjoint(others)]
-        return [sequence.tpot_target for sequence, _ in decodes if sequence.tpot_target is not None]
+            waiting = [(sequence, others) for sequence, others in waiting if ranks.isdisjoint(others)]
+        return [sequence.tpot_target for sequence, _ in waiting if sequence.tpot_target is not None]
 
     def _set_limit(self, step: StepBudget, head: Sequence, others: List[Sequence], targets: List[float]) -> int:
         """Set the seconds that a step may take. Returns the smallest chunk of the most urgent prompt, even so.
@@ -223,8 +230,7 @@ class Chunker:
         least = min(least, step.room(sequence))
         if not least and not step.has_room(sequence):
             return
-        lends = type(self.policy).share is not Alone.share
-        borrowers = self._borrowers(step, sequence, others) if lends else []
+        borrowers = self._borrowers(step, sequence, others) if lends_steps(self.policy) else []
         if borrowers:
             self._find_due_shares(step, sequence, borrowers, least, now)
         lent = min(1.0, max((self.policy.share(s, now) for s in borrowers), default=0.0))

@@ -44,7 +44,7 @@ class PageLoads:
         """Begin the loads that pay, before prompts are planned."""
         batch.dropped, self.dropped = self.dropped, []
         for sequence in self._running.prefilling:
-            count = self._count(sequence)
+            count = self._count(sequence) if sequence.available > sequence.computed else 0
             if not count:
                 continue
             first = sequence.computed // self._running.page_size

@@ -230,7 +230,7 @@ class Scheduler:
 
     def _in_stages(self, batch: Batch) -> list[Sequence]:
         """Sequences whose decodes are in later stages while a batch is in the first."""
-        if self.plan.stage == 1:
+        if self.plan.stage == 1 or not self.chunker.heeds_targets:
             return []
         last = batch.index + self.plan.stage
         return [s for s in self.running.decoding if batch.index < s.ready < last and s.length > s.prompt_length + 1]

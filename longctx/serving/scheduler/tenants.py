@@ -27,6 +27,11 @@ class TenantShares:
         self._virtual = 0.0  # what an active tenant has been served at least
         self._charged: dict[Sequence, int] = {}
 
+    @property
+    def are_several(self) -> bool:
+        """Whether sequences of more than one tenant have not ended."""
+        return len(self._active) > 1
+
     def rank(self, sequence: Sequence) -> float:
         """The least comes first; the same for all sequences of a tenant."""
         return self._served[sequence.tenant] if len(self._active) > 1 else 0.0

@@ -11,7 +11,23 @@ from typing import NamedTuple
 from longctx.simulation.figures.figure import Figure, Inputs
 
 MNEMOSYNE: list[str] = [
-    # module:function
+    "mnemosyne_ranks:figure_1",
+    "mnemosyne_resources:section_2_1",
+    "mnemosyne_resources:figure_5",
+    "mnemosyne_chunks:figure_7",
+    "mnemosyne_chunks:figure_8",
+    "mnemosyne_growth:section_4_4",
+    "mnemosyne_chunks:figure_13",
+    "mnemosyne_pipeline:figure_14",
+    "mnemosyne_pipeline:figure_15",
+    "mnemosyne_pipeline:figure_16",
+    "mnemosyne_growth:section_6_3",
+    "mnemosyne_ranks:figure_17",
+    "mnemosyne_ranks:figure_18",
+    "mnemosyne_growth:figure_19",
+    "mnemosyne_pipeline:figure_20",
+    "mnemosyne_ranks:figure_21",
+    "mnemosyne_growth:figure_22",
 ]
 
 MEDHA: list[str] = [
