@@ -142,6 +142,12 @@ def serve(
     return Run(long.ttft, long.tpot, steps, chunks, record.totals)
 
 
+def doubling(axes: Any, values: List[int]) -> None:
+    """An axis of numbers that double, each of which is named."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+
+
 def lines(axes: Any, table: List[Row], x: str, y: str, by: str, label: str = "{}", marker: str = "o-") -> None:
     """Draw column `y` over column `x`, a line for each value of column `by`; rows without `y` are left out."""
     for value in dict.fromkeys(row[by] for row in table):
