@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from longctx.serving.predictor import RuntimePredictor, Work
 from longctx.serving.predictor.fit import Measurement, fit
 from longctx.serving.profiler import measure, shapes_to_measure, tiles
 from longctx.simulation import HostTimes, Instance, Record, Served, Simulation, replay
+from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize
 
 CONFIG = EngineConfig(
@@ -112,25 +113,6 @@ class Usage:
         return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), used
 
 
-class Clock:
-    """Time on a device that is always as fast as predicted, from that on the one which was measured."""
-
-    def __init__(self, run: Run, seconds: Callable[[Work], float]) -> None:
-        real, ideal = [0.0], [0.0]
-        for step in run.record.steps:
-            begin, end = step.finished - step.seconds - run.start, step.finished - run.start
-            ideal += [ideal[-1] + max(0.0, begin - real[-1]), 0.0]
-            ideal[-1] = ideal[-2] + seconds(work_of(step))
-            real += [max(begin, real[-1]), max(end, real[-1])]
-        self._real, self._ideal = np.array(real), np.array(ideal)
-
-    def ideal(self, at: float) -> float:
-        return float(np.interp(at, self._real, self._ideal)) + max(0.0, at - self._real[-1])
-
-    def real(self, at: float) -> float:
-        return float(np.interp(at, self._ideal, self._real)) + max(0.0, at - self._ideal[-1])
-
-
 @dataclasses.dataclass
 class Bench:
     """What is simulated, and how fast it is."""
@@ -142,6 +124,7 @@ class Bench:
     host: HostTimes = dataclasses.field(default_factory=HostTimes)
     measured: list[tuple[float, list[Measurement]]] = dataclasses.field(default_factory=list)
     predictor: RuntimePredictor = dataclasses.field(init=False)
+    factors: dict[bool, float] = dataclasses.field(default_factory=dict)
 
     def engine(self, policy: str, **more: Any) -> Engine:
         return Engine(self.model, self.params, dataclasses.replace(CONFIG, policy=policy), **more)
@@ -153,10 +136,24 @@ class Bench:
         self.measured.append((usage.others(), found))
 
     def fit(self, number: int) -> None:
-        """Fit the predictor to the medians of so many measurements, the least disturbed ones."""
+        """Fit the predictor to the medians of so many measurements, the least disturbed ones.
+
+        Then batches of a kind take, in sum, what they took in these measurements: where a machine is disturbed all the
+        time, the mean is larger than the median.
+        """
         calm = [found for _, found in sorted(self.measured, key=lambda x: x[0])[:number]]
         times = [(turns[0][0], statistics.median(x for _, x in turns)) for turns in zip(*calm, strict=True)]
         self.predictor = fit(times, CONFIG.row_buckets, tiles(self.profiled))
+        for kind in (False, True):
+            rows = [
+                (x, self.predictor.seconds(work)) for found in calm for work, x in found if bool(work.chunks) == kind
+            ]
+            measured, predicted = map(sum, zip(*rows, strict=True))
+            self.factors[kind] = measured / predicted
+
+    def seconds(self, work: Work) -> float:
+        """Predicted, of a batch."""
+        return self.factors[bool(work.chunks)] * self.predictor.seconds(work)
 
     def run(self, policy: str, predictor: RuntimePredictor) -> Run:
         record = Record()
@@ -166,29 +163,28 @@ class Bench:
         replay(engine, self.requests, time.monotonic, record=record)
         return Run(record, start, usage.others())
 
-    def simulate(self, policy: str, requests: list[WorkloadRequest] | None = None) -> list[Served]:
-        """By prediction."""
-        config = dataclasses.replace(CONFIG, policy=policy)
-        instance = Instance(self.model.config, config, self.predictor, host=self.host)
-        return Simulation([instance]).run(self.requests if requests is None else requests).served
+    def simulate(self, policy: str, run: Run | None = None) -> list[Served]:
+        """By prediction; of a run, with the speed that the device had at every moment of it.
 
-    def simulate_measured(self, policy: str, run: Run) -> list[Served]:
-        """With the speed that the device had at every moment of a run."""
-        clock = Clock(run, lambda work: self.predictor.seconds(work) + self.host.shared)
-        arrivals = [dataclasses.replace(x, arrival=clock.ideal(x.arrival)) for x in self.requests]
-        due = {x.number: x.arrival for x in self.requests}
-        served = []
-        for x in self.simulate(policy, arrivals):
-            first, last = (clock.real(at or 0.0) for at in (x.metrics.first_token, x.metrics.last_token))
-            count = x.metrics.output_tokens - 1
-            tpot = (last - first) / count if count else None
-            served.append(dataclasses.replace(x, due=due[x.number], ttft=first - due[x.number], tpot=tpot))
-        return served
+        What was measured of a step has the thread's work on batches and results in it.
+        """
+        config, host, speed = dataclasses.replace(CONFIG, policy=policy), self.host, None
+        if run is not None:
+            host = HostTimes(request=host.request)
+            seconds = [self.seconds(work_of(step)) for step in run.record.steps]
+            ends = [step.finished - run.start for step in run.record.steps]
+            begins = [end - step.seconds for end, step in zip(ends, run.record.steps, strict=True)]
+            speed = DeviceSpeed(zip(begins, ends, seconds, strict=True))
+        predicted = lambda batch: self.seconds(batch.work)  # noqa: E731
+        instance = Instance(
+            self.model.config, config, self.predictor, seconds=predicted, host=host, speed=speed, skips_decodes=False
+        )
+        return Simulation([instance]).run(self.requests).served
 
     def steps(self, runs: Iterable[Run]) -> np.ndarray:
         """`[steps, 3]`: measured seconds, predicted ones, and whether there were prompts, of those known exactly."""
         rows = [
-            (step.seconds, self.predictor.seconds(work_of(step)) + self.host.shared, bool(step.chunks))
+            (step.seconds, self.seconds(work_of(step)) + self.host.shared, bool(step.chunks))
             for run in runs
             for step in run.record.steps
             if step.is_exact
@@ -211,7 +207,7 @@ def compare(bench: Bench, policy: str, runs: list[Run]) -> dict[str, Any]:
     profile = bench.simulate(policy)
     kinds: dict[str, list[list[Served]]] = {
         "profile": [profile] * len(runs),
-        "measured": [bench.simulate_measured(policy, run) for run in runs],
+        "measured": [bench.simulate(policy, run) for run in runs],
     }
     engine = [figures(run.record.served) for run in runs]
     found: dict[str, Any] = {"engine": of_rounds(engine), "busy": statistics.median(run.busy for run in runs)}
@@ -329,9 +325,11 @@ def main() -> None:
     results = {policy: compare(bench, policy, runs[policy]) for policy in runs}
     batches = operators(bench, [run for each in runs.values() for run in each])
     print(
-        f"{options.requests} requests, {options.rate:g} a second; of each policy {options.rounds} of {len(hosts)} runs; "
+        f"{options.requests} requests, {options.rate:g} a second; {options.rounds} of {len(hosts)} runs each; "
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}; the thread: "
         + ", ".join(f"{1e6 * x:.0f} µs a {name}" for name, x in medians.items())
+        + "; means over medians: "
+        + ", ".join(f"{x:.2f} ({'with prompts' if kind else 'decodes'})" for kind, x in bench.factors.items())
     )
     print(f"\n{tables(results, batches)}\n")
     for kind in KINDS:

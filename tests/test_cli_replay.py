@@ -51,6 +51,17 @@ def test_a_log_is_replayed(log: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["steps"] > 50
 
 
+def test_an_incident_is_simulated(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(log), "--accuracy", "--json", str(tmp_path / "found.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "simulated from the first step on: 24 completions" in printed
+    assert {line.split("  ")[0] for line in printed.splitlines()} >= {"TTFT mean", "TTFT p90", "TPOT correlation"}
+    found = json.loads((tmp_path / "found.json").read_text())["accuracy"]["ttft"]
+    assert found["measured"]["mean"] == pytest.approx(found["recorded"]["mean"], rel=1e-6)
+    assert main(["replay", str(log), "--accuracy", "--policy", "fcfs"]) == 2
+    assert "--accuracy and --policy can't be given together" in capsys.readouterr().err
+
+
 def test_a_torn_end_is_cut_with_a_word(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "header.json").write_bytes((log / "header.json").read_bytes())
     (tmp_path / "000000.log").write_bytes((log / "000000.log").read_bytes()[:-5])

@@ -13,6 +13,7 @@ from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.serving.config import EngineConfig
 from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.scheduler.slo import Slo
+from longctx.simulation.incident.accuracy import accuracy_table, simulate_incident
 from longctx.simulation.incident.alternative import Alternative
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.compare import compare, comparison_table, describe_difference
@@ -55,6 +56,10 @@ def _replay(log: RecordedLog, options: argparse.Namespace, console: Console) -> 
     found = _summarize(log, baseline)
     counts = ", ".join(f"{found[name]:,} {name}" for name in ("steps", "decisions", "completions"))
     print(f"replayed {counts}: every decision is the same\nthe log  {found['end']}")
+    if options.accuracy:
+        found["accuracy"] = simulate_incident(log, baseline)
+        print(accuracy_table(found["accuracy"]))
+        return found
     config, num_pages = _changed(log, options)
     if config != log.header.config or num_pages != log.header.num_pages:
         with naming_flags((*SETTINGS, "buckets")):
@@ -163,6 +168,7 @@ def _check(options: argparse.Namespace) -> None:
     if given and options.model is None:
         raise ValueError(f"{flag(given[0])} needs --model: tokens are computed on that plan")
     looks = [name for name in ("until", "explain", "model") if getattr(options, name) is not None]
+    looks += ["accuracy"] * options.accuracy
     changes = [name for name in (*SETTINGS, "slo") if getattr(options, name) is not None]
     if len(looks) + bool(changes) > 1:
         both = [*looks, *changes]

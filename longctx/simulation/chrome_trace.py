@@ -9,7 +9,7 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-from longctx.simulation.record import Record, Served
+from longctx.simulation.record import Record, Served, merge_timelines
 from longctx.simulation.stage_trace import StageTrace, Tick
 
 _REQUESTS = 0  # process of requests, of all instances; instances come after it
@@ -22,7 +22,7 @@ def write_chrome_trace(record: Record, traces: List[StageTrace], path: Path) -> 
     slices of its queue, prefill and decode.
 
     Args:
-      traces: of each instance, in the record's order.
+      traces: of each instance, in the record's order, with all ticks.
 
     Raises:
       OSError: the file can't be written.
@@ -40,7 +40,8 @@ def _events(record: Record, traces: List[StageTrace]) -> Iterator[dict[str, Any]
     yield _named("process_name", "requests", _REQUESTS)
     for served in record.served:
         yield from _request(served)
-    for seconds, running, waiting in record.timeline:
+    timelines = [[(load.time, load.running, load.waiting) for load in trace.loads.values] for trace in traces]
+    for seconds, running, waiting in merge_timelines(timelines):
         yield _counter("requests", seconds, {"running": running, "waiting": waiting}, _REQUESTS)
     for process, (instance, trace) in enumerate(zip(record.instances, traces, strict=True), 1):
         yield _named("process_name", f"instance {instance.name}", process)
@@ -49,10 +50,11 @@ def _events(record: Record, traces: List[StageTrace]) -> Iterator[dict[str, Any]
         for tick in trace.ticks:
             yield from _tick(tick, process)
         before: tuple[int, ...] = ()
-        for seconds, pages in trace.pages:
-            if pages != before:
-                yield _counter("pages", seconds, {f"rank {rank}": held for rank, held in enumerate(pages)}, process)
-            before = pages
+        for load in trace.loads.values:
+            if load.pages != before:
+                held = {f"rank {rank}": count for rank, count in enumerate(load.pages)}
+                yield _counter("pages", load.time, held, process)
+            before = load.pages
 
 
 def _tick(tick: Tick, process: int) -> Iterator[dict[str, Any]]:

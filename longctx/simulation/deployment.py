@@ -27,6 +27,7 @@ class Deployment:
     Attributes:
       config: of each engine; without `num_pages` there are as many as fit beside weights and activations.
       instances: engines, each with devices of its own; a request goes to the one with least to prefill.
+      measured: predicts batches, such as a profile's; None: they are predicted from the topology.
 
     Raises:
       ValueError: the plan doesn't suit the model or the topology, or its weights don't fit into the devices' memory.
@@ -37,6 +38,7 @@ class Deployment:
     plan: ParallelPlan
     config: EngineConfig
     instances: int = 1
+    measured: Predictor | None = None
 
     def __post_init__(self) -> None:
         check_integer("instances", self.instances, 1)
@@ -60,13 +62,10 @@ class Deployment:
             device_memory(self.model, self.plan, self.topology.device, page * self.plan.context, rows).check()
         return pages
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose keys and values an instance can keep."""
-        return self.num_pages * self.config.page_size * self.plan.context
-
     def predictor(self) -> Predictor:
         """Predicts the batches of an instance, of one stage."""
+        if self.measured is not None:
+            return self.measured
         return predictor(self.model, self.topology, self.plan, max_rows=self.config.token_budget)
 
     def run(
@@ -77,6 +76,7 @@ class Deployment:
         progress: Callable[[Record], object] | None = None,
         keep_steps: bool = True,
         traces: list[StageTrace] | None = None,
+        keep_ticks: bool = False,
     ) -> Record:
         """Serve requests in virtual time.
 
@@ -86,6 +86,7 @@ class Deployment:
           progress: is called after every event.
           keep_steps: whether the record has every step; they take memory.
           traces: a trace of each instance is appended to it; None: nothing is traced.
+          keep_ticks: whether these have all ticks.
 
         Raises:
           ValueError: a request can't be served, such as one that is longer than the cache.
@@ -96,7 +97,7 @@ class Deployment:
         for number in range(self.instances):
             logs = []
             if traces is not None:
-                logs = [StageTrace(lambda batch: predicted.seconds(batch.work), plan.stage, plan.context)]
+                logs = [StageTrace(lambda batch: predicted.seconds(batch.work), plan.stage, plan.context, keep_ticks)]
                 traces += logs
             instance = Instance(
                 self.model, config, predicted, plan, topology=self.topology, name=str(number), logs=logs

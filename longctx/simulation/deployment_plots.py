@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.simulation.figures.style import COLORS, MARKERS, drawing, save, style
-from longctx.simulation.plots import plot_chunks, plot_ranks, plot_requests, plot_slack, thinned
-from longctx.simulation.record import Record
-from longctx.simulation.stage_trace import StageTrace
+from longctx.simulation.plots import plot_chunks, plot_requests, plot_slack, plot_timeline
+from longctx.simulation.record import Record, merge_timelines
+from longctx.simulation.stage_trace import StageTrace, Tick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHOWN = 120  # ticks of a Gantt chart
 SWEPT = (("ttft", "TTFT"), ("tpot", "TPOT"))
 
 
@@ -25,8 +24,7 @@ def plot_deployment(record: Record, traces: List[StageTrace], path: Path) -> Non
     charts of the first instance, of its stages and of its context ranks, if there are several.
 
     Args:
-      record: with its steps.
-      traces: of each instance.
+      traces: of each instance, at least one.
     """
     with style():
         save(_draw(record, traces), path)
@@ -62,42 +60,28 @@ def _to_svg(figure: "Figure") -> str:
 
 
 def _draw(record: Record, traces: List[StageTrace]) -> "Figure":
-    first = traces[0] if traces else None
-    charts = [trace for trace in (first,) if trace is not None and trace.ticks]
-    steps = record.instances[0].steps if record.instances else []
-    has_ranks = first is not None and first.num_ranks > 1 and any(len(step.rank_seconds) > 1 for step in steps)
-    heights = [3.2, 3.2] + [0.8 + 0.35 * trace.num_stages for trace in charts]
-    heights += [0.8 + 0.35 * first.num_ranks] if has_ranks and first is not None else []
+    first = traces[0]
+    has_ranks = any(tick.ranks for tick in first.busiest)
+    heights = [3.2, 3.2, 0.8 + 0.35 * first.num_stages, *([0.8 + 0.35 * first.num_ranks] * has_ranks)]
     figure, _ = drawing(0, 13.2, sum(heights))
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(2)]
-    plot_requests(record, *axes[0])
-    if record.steps:
-        plot_chunks(record, axes[1][0])
-        plot_slack(record, axes[1][1])
-    if first is not None:
-        plot_pages(first, axes[1][2])
-    for row, trace in enumerate(charts, 2):
-        plot_stages(trace, figure.add_subplot(grid[row, :]))
+    plot_requests(record, *axes[0][:2])
+    timelines = [[(load.time, load.running, load.waiting) for load in trace.loads.values] for trace in traces]
+    plot_timeline(merge_timelines(timelines), axes[0][2])
+    plot_chunks([chunk for trace in traces for chunk in trace.chunks.values], axes[1][0])
+    plot_slack(record, 0.0, axes[1][1])
+    plot_pages(first, axes[1][2])
+    if first.busiest:
+        plot_stages(first, figure.add_subplot(grid[2, :]))
     if has_ranks:
-        shown = steps[_busiest([step.prompt_tokens for step in steps])]
-        plot_ranks(shown, figure.add_subplot(grid[len(heights) - 1, :]))
+        plot_rank_times(first, figure.add_subplot(grid[3, :]))
     return figure
-
-
-def _busiest(tokens: List[int]) -> slice:
-    """Those `_SHOWN` steps, of prompts' tokens in each, in which most have some."""
-    starts = range(0, max(1, len(tokens) - _SHOWN), _SHOWN)
-    start = max(starts, key=lambda start: sum(map(bool, tokens[start : start + _SHOWN])))
-    return slice(start, start + _SHOWN)
 
 
 def plot_stages(trace: StageTrace, axes: Any) -> None:
     """Draw the Gantt chart of stages: bars of batches with prompts and of decodes alone; grey: waiting for a stage."""
-    prompts = [sum(batch.prompt_tokens for batch in tick.stages if batch is not None) for tick in trace.ticks]
-    ticks = trace.ticks[_busiest(prompts)]
-    start = ticks[0].start
-    edge = {"edgecolor": "white", "linewidth": 0.4}
+    ticks = trace.busiest
     kinds = (("with prompts", COLORS[0]), ("decodes alone", COLORS[1]))
     for stage in range(trace.num_stages):
         spans = [(tick.start, tick.seconds, tick.stages[stage]) for tick in ticks]
@@ -108,22 +92,38 @@ def plot_stages(trace: StageTrace, axes: Any) -> None:
                 for at, _, batch in spans
                 if batch is not None and bool(batch.prompt_tokens) == has_prompt
             ]
-            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, label=label if stage == 0 else None, **edge)
-    part = "" if len(ticks) == len(trace.ticks) else f", {len(ticks)} of {len(trace.ticks):,} steps"
-    axes.set(
-        title=f"Stages of the first instance{part}", xlabel="seconds", xlim=(start, ticks[-1].start + ticks[-1].seconds)
-    )
+            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, label=label if stage == 0 else None, **_EDGE)
+    _finish_chart(ticks, f"Stages of the first instance, {len(ticks)} steps in its busiest time", axes)
     axes.set_yticks(range(trace.num_stages), [f"stage {stage}" for stage in range(trace.num_stages)])
-    axes.invert_yaxis()
     axes.legend(loc="upper right", ncols=2)
+
+
+def plot_rank_times(trace: StageTrace, axes: Any) -> None:
+    """Draw the Gantt chart of context ranks: when each computes in the first stage, by prediction; grey: it waits."""
+    ticks = [tick for tick in trace.busiest if tick.ranks]
+    for rank in range(trace.num_ranks):
+        axes.broken_barh([(tick.start, tick.seconds) for tick in ticks], (rank - 0.4, 0.8), facecolor="0.88")
+        bars = [(tick.start, min(tick.ranks[rank], tick.seconds)) for tick in ticks]
+        axes.broken_barh(bars, (rank - 0.4, 0.8), facecolor=COLORS[rank % len(COLORS)], **_EDGE)
+    _finish_chart(ticks, "Context ranks: compute, and wait (grey)", axes)
+    axes.set_yticks(range(trace.num_ranks), [f"rank {rank}" for rank in range(trace.num_ranks)])
+
+
+_EDGE = {"edgecolor": "white", "linewidth": 0.4}
+
+
+def _finish_chart(ticks: List[Tick], title: str, axes: Any) -> None:
+    axes.set(title=title, xlabel="seconds", xlim=(ticks[0].start, ticks[-1].start + ticks[-1].seconds))
+    axes.invert_yaxis()
+    axes.grid(visible=False)
 
 
 def plot_pages(trace: StageTrace, axes: Any) -> None:
     """Draw the pages that sequences hold on each context rank, over time."""
-    shown = thinned(trace.pages)
+    loads = trace.loads.values
     for rank in range(trace.num_ranks):
-        held = [pages[rank] for _, pages in shown]
-        axes.step([at for at, _ in shown], held, where="post", label=f"rank {rank}")
+        held = [load.pages[rank] for load in loads]
+        axes.step([load.time for load in loads], held, where="post", label=f"rank {rank}")
     axes.set(title="Pages held on each rank of the first instance", xlabel="seconds", ylabel="pages")
     if trace.num_ranks > 1:
         axes.legend()
@@ -136,6 +136,8 @@ def _draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
     along = numeric[-1] if numeric else varied[-1]
     others = [name for name in varied if name != along]
     figure, axes = drawing(3)
+    last = "capacity" if any("capacity" in row["summary"] for row in rows) else "in_time"
+    title_of = {"capacity": ("Capacity", "requests/s"), "in_time": ("In time", "share of requests")}
     series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         series.setdefault(tuple(row[name] for name in others), []).append(row)
@@ -148,11 +150,11 @@ def _draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
                 values = [row["summary"][name][quantile] for row in known]
                 shown = label if quantile == "p50" else None
                 panel.plot([row[along] for row in known], values, line, label=shown, **look)
-        known = [row for row in own if row["summary"]["in_time"] is not None]
-        axes[2].plot([row[along] for row in known], [row["summary"]["in_time"] for row in known], label=label, **look)
+        known = [row for row in own if row["summary"].get(last) is not None]
+        axes[2].plot([row[along] for row in known], [row["summary"][last] for row in known], label=label, **look)
     for panel, (_, title) in zip(axes, SWEPT, strict=False):
         panel.set(title=f"{title}, median and P99 (dashed)", xlabel=along, ylabel="seconds", yscale="log")
-    axes[2].set(title="In time", xlabel=along, ylabel="share of requests")
+    axes[2].set(title=title_of[last][0], xlabel=along, ylabel=title_of[last][1])
     if others:
         axes[0].legend()
     return figure

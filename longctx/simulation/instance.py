@@ -21,6 +21,7 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.decode_run import DecodeRun, DecodeRuns
+from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
@@ -101,6 +102,7 @@ class Instance:
         logs or host times, all steps are events.
       host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
       host: what its thread takes beside the devices. None: no time.
+      speed: at which the devices do what takes `seconds`, where it was measured. None: always as fast.
 
     Raises:
       ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
@@ -119,6 +121,7 @@ class Instance:
         logs: Iterable[DecisionLog] = (),
         skips_decodes: bool = True,
         host: HostTimes | None = None,
+        speed: DeviceSpeed | None = None,
         host_bandwidth: float = HOST_BANDWIDTH,
     ) -> None:
         if config.num_pages is None:
@@ -134,11 +137,11 @@ class Instance:
         self._vocab_size = model.vocab_size
         self._host = host or HostTimes()
         predicted = lambda batch: predictor.seconds(batch.work)  # noqa: E731
-        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host)
+        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host, speed)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
-        is_each = bool(seconds or host or self._logs)  # asked for each step
+        is_each = bool(seconds or host or speed or self._logs)  # asked for each step
         self._runs = runs if skips_decodes and not is_each else None
         self._run: DecodeRun | None = None
         self._checked = 0  # tokens of the longest request that could be served
@@ -343,8 +346,15 @@ class Instance:
 class _Executor(VirtualExecutor):
     """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
 
-    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, plan: ParallelPlan, host: HostTimes) -> None:
-        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage)
+    def __init__(
+        self,
+        seconds: Callable[[Batch], float],
+        vocab_size: int,
+        plan: ParallelPlan,
+        host: HostTimes,
+        speed: DeviceSpeed | None,
+    ) -> None:
+        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
         self._host_seconds = host.batch
         self.has_tokens = False  # whether any sequence has
         self._moves: list[Batch] = []

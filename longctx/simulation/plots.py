@@ -43,7 +43,8 @@ def plot(record: Record, path: Path) -> None:
     figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(rows)]
-    plot_requests(record, *axes[0])
+    plot_requests(record, *axes[0][:2])
+    plot_timeline(record.timeline, axes[0][2])
     if record.steps:
         _plot_steps(record, *axes[1])
     if num_ranks > 1:
@@ -56,45 +57,47 @@ def plot(record: Record, path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any, time_axes: Any) -> None:
-    """Draw cumulative distributions of TTFT and TPOT, and running and waiting requests over time."""
+def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any) -> None:
+    """Draw cumulative distributions of TTFT and TPOT."""
     tpots = [served.tpot for served in record.served if served.tpot is not None]
     for axes, name, values in ((ttft_axes, "TTFT", [s.ttft for s in record.served]), (tpot_axes, "TPOT", tpots)):
         if values:
             axes.ecdf(values)
         is_wide = bool(values) and max(values) > _WIDE * max(min(values), 1e-9)
         axes.set(title=name, xlabel="seconds", ylabel="share of requests", xscale="log" if is_wide else "linear")
-    if record.timeline:
-        seconds, running, waiting = zip(*thinned(record.timeline), strict=True)
-        time_axes.step(seconds, running, where="post", label="running")
-        time_axes.step(seconds, waiting, where="post", label="waiting")
-    time_axes.set(title="Requests", xlabel="seconds", ylabel="requests")
-    time_axes.legend()
+
+
+def plot_timeline(timeline: List[tuple[float, int, int]], axes: Any) -> None:
+    """Draw running and waiting requests over time."""
+    if timeline:
+        seconds, running, waiting = zip(*thinned(timeline), strict=True)
+        axes.step(seconds, running, where="post", label="running")
+        axes.step(seconds, waiting, where="post", label="waiting")
+        axes.legend()
+    axes.set(title="Requests", xlabel="seconds", ylabel="requests")
 
 
 def _plot_steps(record: Record, chunk_axes: Any, step_axes: Any, slack_axes: Any) -> None:
-    plot_chunks(record, chunk_axes)
+    start = record.steps[0].finished - record.steps[0].seconds
+    plot_chunks([(step.finished - start, count) for step in record.steps for _, count in step.chunks], chunk_axes)
     steps = [step for step in record.steps if step.is_exact] or record.steps
     predicted, measured = ([getattr(step, name) for step in steps] for name in ("predicted", "seconds"))
     step_axes.plot(measured, predicted, ".", markersize=3)
     ends = min(*predicted, *measured), max(*predicted, *measured)
     step_axes.plot(ends, ends, color="grey", linewidth=1)
     step_axes.set(title="Steps", xlabel="seconds, measured", ylabel="seconds, predicted", xscale="log", yscale="log")
-    plot_slack(record, slack_axes)
+    plot_slack(record, start, slack_axes)
 
 
-def plot_chunks(record: Record, axes: Any) -> None:
-    """Draw the chunks of prompts over time."""
-    start = record.steps[0].finished - record.steps[0].seconds
-    chunks = [(step.finished - start, count) for step in record.steps for _, count in step.chunks]
+def plot_chunks(chunks: List[tuple[float, int]], axes: Any) -> None:
+    """Draw chunks of prompts, (seconds, tokens), over time."""
     if chunks:
-        axes.plot(*zip(*chunks, strict=True), ".", markersize=3, rasterized=len(chunks) > _POINTS)
+        axes.plot(*zip(*chunks, strict=True), ".", markersize=3, rasterized=len(chunks) > _POINTS // 2)
     axes.set(title="Chunks of prompts", xlabel="seconds", ylabel="tokens")
 
 
-def plot_slack(record: Record, axes: Any) -> None:
-    """Draw the relative slack of requests at their admission and with their first token."""
-    start = record.steps[0].finished - record.steps[0].seconds
+def plot_slack(record: Record, start: float, axes: Any) -> None:
+    """Draw the relative slack of requests at their admission and with their first token; `start`: of the workload."""
     metrics = [served.metrics for served in record.served]
     admitted = [(m.admitted - start, m.slack) for m in metrics if m.admitted is not None and m.slack is not None]
     first = [
@@ -104,10 +107,11 @@ def plot_slack(record: Record, axes: Any) -> None:
     ]
     for values, marker, label in ((admitted, "o", "at admission"), (first, "x", "with the first token")):
         if values:
-            axes.plot(*zip(*values, strict=True), marker, markersize=4, label=label)
+            axes.plot(*zip(*values, strict=True), marker, markersize=4, label=label, rasterized=len(values) > _POINTS)
     axes.axhline(0, color="grey", linewidth=1)
     axes.set(title="Relative slack", xlabel="seconds", ylabel="of the time to the deadline")
-    axes.legend()
+    if admitted or first:
+        axes.legend()
 
 
 def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:

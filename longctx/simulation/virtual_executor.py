@@ -12,6 +12,7 @@ from longctx.serving.executor.interface import Progress, Results, ignore_progres
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.device_speed import DeviceSpeed
 
 
 @dataclass
@@ -34,6 +35,7 @@ class VirtualExecutor:
     Args:
       seconds: that a batch takes in one stage. It is not asked about idle batches, which take no time.
       stages: of the pipeline.
+      speed: at which the devices do what takes `seconds`, where it was measured.
 
     Attributes:
       now: virtual seconds.
@@ -44,11 +46,17 @@ class VirtualExecutor:
       ValueError: there is no stage.
     """
 
-    def __init__(self, seconds: Callable[[Batch], float], vocab_size: int, stages: int = 1) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[Batch], float],
+        vocab_size: int,
+        stages: int = 1,
+        speed: DeviceSpeed | None = None,
+    ) -> None:
         if stages < 1:
             raise ValueError(f"stages must be at least 1, got {stages}")
         self.now = self.free = 0.0
-        self._seconds, self._vocab_size = seconds, vocab_size
+        self._seconds, self._vocab_size, self._speed = seconds, vocab_size, speed
         self._in_stages: deque[Pending] = deque(maxlen=stages)  # the last stage's first
         self.recent: deque[tuple[Batch, Pending]] = deque(maxlen=2 * stages + MAX_RUN_AHEAD)
         self.sources: dict[str, PageSource] = {}
@@ -66,7 +74,8 @@ class VirtualExecutor:
         pending = Pending(self.run(batch), seconds)
         self._in_stages.append(pending)
         self.recent.append((batch, pending))
-        self.free = max(self.now, self.free) + max(each.seconds for each in self._in_stages)
+        begin, tick = max(self.now, self.free), max(each.seconds for each in self._in_stages)
+        self.free = begin + (tick if self._speed is None else self._speed.seconds(begin, tick))
         if len(self._in_stages) == self._in_stages.maxlen:
             self._in_stages[0].ready = self.free
         return pending

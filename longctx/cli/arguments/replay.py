@@ -21,6 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="REQUEST", help="why a request waited; REQUEST/N: its completion of this number"
     )
 
+    looking.add_argument(
+        "--accuracy", action="store_true", help="simulate it with measured and with predicted step times, and compare"
+    )
+
     other = parser.add_argument_group("the same requests under other settings")
     other.add_argument("--policy", help="fcfs, edf, srpf, lrs, lrs_relative or ilrs")
     other.add_argument("--chunking", help="static, static:N or adaptive")

@@ -5,6 +5,7 @@ The core that serves runs in virtual time. Source: Mnemosyne, 6.1.
 
 import dataclasses
 from collections.abc import Sequence as List
+from typing import Any
 
 import numpy as np
 
@@ -24,21 +25,24 @@ from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import device_memory
 from longctx.simulation.workloads import WorkloadRequest
 
-TOPOLOGY = Topology.preset("h100-rdma")
-TOPOLOGY = dataclasses.replace(TOPOLOGY, device=dataclasses.replace(TOPOLOGY.device, attention_share=0.35))
-TPOT_TARGET = 0.03  # Mnemosyne, 6.3
-CHUNK = 4096  # 6.2
-PAGE = 1024  # tokens
+TOPOLOGY = Topology.preset("mnemosyne-h100")
+DEVICE = TOPOLOGY.device
+TPOT_TARGET = 0.03  # seconds; Mnemosyne, 6.3
+CHUNK = 4096  # tokens; 6.2
 SHORT = 1000  # tokens of a short request's prompt (figure 22)
+PAGE = 1024  # tokens
 M = 1_000_000
 B8, B70 = MODELS["llama-3-8b"], MODELS["llama-3-70b"]
 MODELS_BY_NAME = {"8B": B8, "70B": B70}
-SHRINK = 64  # by which --quick shortens prompts
+HOST = ParallelPlan.medha(tensor=8)
+_SHRINK = 64  # by which quick figures have shorter prompts
+
+Row = dict[str, Any]
 
 
 def tokens(inputs: Inputs, millions: float) -> int:
     """Tokens of a long prompt; fewer where it has to be quick."""
-    return round(millions * M) // (SHRINK if inputs.quick else 1)
+    return round(millions * M) // (_SHRINK if inputs.quick else 1)
 
 
 def predict(model: LlamaConfig, plan: ParallelPlan, rows: int = CHUNK) -> CurvePredictor:
@@ -46,15 +50,16 @@ def predict(model: LlamaConfig, plan: ParallelPlan, rows: int = CHUNK) -> CurveP
     return predictor(model, TOPOLOGY, plan, max_rows=rows)
 
 
-def fits(model: LlamaConfig, plan: ParallelPlan, prompt: int) -> bool:
-    """Whether weights, keys and values fit into the memory of a plan's devices."""
-    return device_memory(model, plan, TOPOLOGY.device, prompt, CHUNK).fits
+def fits(model: LlamaConfig, plan: ParallelPlan, millions: float) -> bool:
+    """Whether weights, keys and values of so many million tokens fit into the memory of a plan's devices."""
+    return device_memory(model, plan, DEVICE, round(millions * M), CHUNK).fits
 
 
 def static(rows: int, target: float | None = None) -> EngineConfig:
     """As many rows in every step, decodes among them, first come first served.
 
-    `target`: seconds between tokens; a request grows onto another rank so that it is kept.
+    Args:
+      target: seconds between tokens; a request grows onto another rank so that it is kept.
     """
     return EngineConfig.sarathi(rows, slo=Slo(tpot=target, step_seconds=None), max_running=1)
 
@@ -71,7 +76,6 @@ class Run:
     Attributes:
       ttft, tpot: seconds of the long request. tpot is None if it had one token of output.
       steps: of the engine while the long prompt was computed; chunks: tokens of the prompt in each.
-      gaps: seconds between tokens of the short requests meanwhile.
       totals: what was computed from the beginning to the end, short requests' prompts and decodes too.
     """
 
@@ -81,13 +85,13 @@ class Run:
     chunks: List[int]
     totals: Totals
 
-    @property
-    def gaps(self) -> list[float]:
-        return [gap for step in self.steps for gap in step.gaps]
-
     def gap(self, share: float) -> float:
         """Seconds between tokens of short requests that such a share of them does not exceed."""
-        return float(np.quantile(self.gaps, share))
+        return float(np.quantile([gap for step in self.steps for gap in step.gaps], share))
+
+    @property
+    def longest_step(self) -> float:
+        return max(step.seconds for step in self.steps)
 
 
 def ranks_of(step: StepMetrics) -> int:
@@ -112,14 +116,18 @@ def serve(
       memory: tokens that a rank has room for; None: all that there are.
     """
     arrival = 0.05 * short
-    # So many tokens that they don't run out of them: an adaptive chunk has at least 32 tokens in these figures, and a
-    # step takes a millisecond.
+    # They must not run out of tokens meanwhile: adaptive chunks have at least 32 tokens in these figures, and a step
+    # takes at least a millisecond.
     chunk = 32 if config.chunking == "adaptive" else config.token_budget - short
     decoded = prompt // chunk + round(arrival / 1e-3) + 64
     pages = -(-(prompt + outputs) // PAGE) + short * (-(-(SHORT + decoded) // PAGE) + 1) + 2
-    pages = pages if memory is None else -(-memory // PAGE)
     config = dataclasses.replace(
-        config, page_size=PAGE, num_pages=pages, max_running=short + 1, prefix_cache=False, run_ahead=1
+        config,
+        page_size=PAGE,
+        num_pages=pages if memory is None else -(-memory // PAGE),
+        max_running=short + 1,
+        prefix_cache=False,
+        run_ahead=1,
     )
     instance = Instance(model, config, predict(model, plan, config.token_budget), plan, topology=TOPOLOGY)
     requests = [WorkloadRequest(0.0, SHORT, decoded, number=number) for number in range(short)]
@@ -132,3 +140,17 @@ def serve(
             steps.append(step)
             chunks.append(rows)
     return Run(long.ttft, long.tpot, steps, chunks, record.totals)
+
+
+def doubling(axes: Any, values: List[int]) -> None:
+    """An axis of numbers that double, each of which is named."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+
+
+def lines(axes: Any, table: List[Row], x: str, y: str, by: str, label: str = "{}", marker: str = "o-") -> None:
+    """Draw column `y` over column `x`, a line for each value of column `by`; rows without `y` are left out."""
+    for value in dict.fromkeys(row[by] for row in table):
+        rows = [row for row in table if row[by] == value and row.get(y) is not None]
+        axes.plot([row[x] for row in rows], [row[y] for row in rows], marker, label=label.format(value))
+    axes.legend()

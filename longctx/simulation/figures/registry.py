@@ -11,11 +11,35 @@ from typing import NamedTuple
 from longctx.simulation.figures.figure import Figure, Inputs
 
 MNEMOSYNE: list[str] = [
-    # module:function
+    "mnemosyne_ranks:figure_1",
+    "mnemosyne_resources:section_2_1",
+    "mnemosyne_resources:figure_5",
+    "mnemosyne_chunks:figure_7",
+    "mnemosyne_chunks:figure_8",
+    "mnemosyne_growth:section_4_4",
+    "mnemosyne_chunks:figure_13",
+    "mnemosyne_pipeline:figure_14",
+    "mnemosyne_pipeline:figure_15",
+    "mnemosyne_pipeline:figure_16",
+    "mnemosyne_growth:section_6_3",
+    "mnemosyne_ranks:figure_17",
+    "mnemosyne_ranks:figure_18",
+    "mnemosyne_growth:figure_19",
+    "mnemosyne_pipeline:figure_20",
+    "mnemosyne_ranks:figure_21",
+    "mnemosyne_growth:figure_22",
 ]
 
 MEDHA: list[str] = [
-    # module:function
+    "medha_capacity:figure_1",
+    "medha_capacity:figure_4",
+    "medha_capacity:figure_15",
+    "medha_capacity:figure_16",
+    "medha_ranks:figure_17",
+    "medha_ranks:figure_18",
+    "medha_capacity:figure_21",
+    "medha_capacity:figure_22",
+    "medha_capacity:figure_23",
 ]
 
 META: list[str] = [
@@ -34,9 +58,10 @@ META: list[str] = [
 
 PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META}
 TITLES = {
-    "mnemosyne": "Mnemosyne: parallelization for multi-million context length LLM inference (arXiv 2409.17264v1)",
-    "medha": "Medha: efficient LLM inference with multi-million context lengths (arXiv 2409.17264v2 and later)",
-    "meta": "Context parallelism for scalable million-token inference (arXiv 2411.01783)",
+    "mnemosyne": "Mnemosyne: Parallelization Strategies for Efficiently Serving Multi-Million Context Length LLM "
+    "Inference Requests Without Approximations",
+    "medha": "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation",
+    "meta": "Context Parallelism for Scalable Million-Token Inference",
 }
 
 

@@ -43,7 +43,8 @@ def style() -> Iterator[None]:
     import matplotlib as mpl
     from cycler import cycler
 
-    with mpl.rc_context({**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}):
+    settings: Any = {**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}
+    with mpl.rc_context(settings):
         yield
 
 

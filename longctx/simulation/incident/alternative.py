@@ -49,6 +49,8 @@ class Alternative:
     Args:
       predicts_from: the number of a decision that counts as different though it is not: with the recorded settings,
         what is predicted of them.
+      measured: once a decision differs, the device is at every moment as fast as it was then, relative to what is
+        predicted, so that the same steps take what was measured.
 
     Attributes:
       difference: see there; None: there is none.
@@ -63,6 +65,7 @@ class Alternative:
         num_pages: int,
         predictor: Predictor | None = None,
         predicts_from: int | None = None,
+        measured: bool = False,
     ) -> None:
         self._log, self._baseline, self._predicts_from = log, baseline, predicts_from
         self.engine = Rebuilt(
@@ -74,7 +77,9 @@ class Alternative:
             outcomes=baseline.outcomes,
             seconds=self._seconds,
             logs=[self],
+            speed=baseline.speed if measured else None,
         )
+        self._is_measured = measured
         self.difference: Difference | None = None
         self.outputs: dict[int, Output] = {}
         self._wanted = {
@@ -130,8 +135,10 @@ class Alternative:
                 engine.core.end_load(loaded)
             if step is not None:
                 self._note(engine.end(step))
+                executor.now += self._baseline.host_seconds
             elif isinstance(record, Arrived | Cancelled):
-                executor.now = max(executor.now, record.now)
+                entry = self._baseline.entry_seconds if isinstance(record, Arrived) else 0.0
+                executor.now = max(executor.now, record.now + entry)
             elif record is None:
                 return
 
@@ -165,7 +172,8 @@ class Alternative:
             self.engine.executor.recorded = None  # else the step's results, of a batch before it, are those recorded
 
     def _seconds(self, batch: Batch) -> float:
-        measured = self._baseline.durations.get(batch.index) if self.difference is None else None
+        is_known = self.difference is None and not self._is_measured  # else `speed` stretches what is predicted
+        measured = self._baseline.durations.get(batch.index) if is_known else None
         return self._baseline.times.seconds(batch.work) if measured is None else measured
 
     # What a core tells of its decisions.

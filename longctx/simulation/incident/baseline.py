@@ -1,5 +1,7 @@
 """What happened: a log replayed once, with all that a replay under other settings goes by."""
 
+import functools
+from statistics import median
 from typing import NamedTuple
 
 from longctx.serving.predictor.runtime import Predictor
@@ -7,8 +9,9 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.recording.records import NOT_FINITE, STOP
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
+from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.incident.executor import Outcome
-from longctx.simulation.incident.replayer import Replayer
+from longctx.simulation.incident.replayer import Moment, Replayer
 
 
 class Decision(NamedTuple):
@@ -23,6 +26,15 @@ class Decision(NamedTuple):
             tuple((chunk.sequence.order, chunk.start, chunk.num_tokens, chunk.ranks) for chunk in batch.chunks),
             tuple(sequence.order for sequence in batch.admitted),
         )
+
+
+class _Span(NamedTuple):
+    """When a step ran, which took so many seconds of it: stages were idle in others."""
+
+    begin: float
+    end: float
+    seconds: float
+    work: Work
 
 
 class StepTimes:
@@ -72,6 +84,9 @@ class Baseline:
       outcomes: see `ReplayExecutor`.
       times: see `StepTimes`.
       start: when the first step was planned.
+      host_seconds: from the end of a step until the next is planned, the median: what the engine's thread does then.
+      entry_seconds: from the arrival at an idle engine until its first step is planned, the median.
+      speed: the device's at every moment, relative to `times`.
     """
 
     def __init__(self, replayer: Replayer) -> None:
@@ -82,23 +97,49 @@ class Baseline:
         self.outputs: dict[int, Output] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.times = StepTimes(replayer.engine.predictor)
-        self.start = 0.0
+        self.start = self.host_seconds = self.entry_seconds = 0.0
+        self._spans: list[_Span] = []
 
     def run(self) -> None:
         """Replay all of it; errors as of `Replayer.run`."""
+        gaps, entries = list[float](), list[float]()
+        ended: float | None = None  # when the step before ended, if requests were open then
         for moment in self.replayer.run():
             if moment.number is not None:
+                if ended is not None:
+                    gaps.append(moment.now - ended)
+                elif moment.plans and moment.plans[0].chunks:
+                    entries.append(moment.now - min(c.sequence.arrival for c in moment.plans[0].chunks))
                 self.decisions += [hash(Decision.of(batch)) for batch in moment.plans]
                 if not self.decisions_until:
                     self.start = moment.now
                 self.decisions_until.append(len(self.decisions))
+                is_open = moment.ended is not None and bool(self.replayer.engine.open)
+                ended = moment.ended.finished if moment.ended is not None and is_open else None
             if moment.ended is not None:
                 self.durations[moment.ended.batch.index] = moment.ended.duration
+                self._note_span(moment)
                 if moment.ended.is_exact:
                     self.times.note(moment.work, moment.ended.duration)
             for event in moment.events:
                 self._note(event)
         self.times.fit()
+        self.host_seconds, self.entry_seconds = (max(0.0, median(x)) if x else 0.0 for x in (gaps, entries))
+
+    def _note_span(self, moment: Moment) -> None:
+        """Note when a step ran. Ticks of a pipeline that brought it to its end were as fast as it."""
+        step = moment.ended
+        assert step is not None
+        begin = step.finished - step.duration
+        if self.replayer.log.header.plan.stage > 1:
+            is_new = any(batch is step.batch for batch in moment.plans)
+            begin = moment.now if is_new or not self._spans else self._spans[-1].end
+        self._spans.append(_Span(begin, step.finished, step.duration, moment.work))
+
+    @functools.cached_property
+    def speed(self) -> DeviceSpeed:
+        steps = ((x, self.times.seconds(x.work)) for x in self._spans if x.seconds > 0)
+        return DeviceSpeed((x.begin, x.end, (x.end - x.begin) / x.seconds * predicted) for x, predicted in steps)
 
     def _note(self, event: Event) -> None:
         output = event.output

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from longctx.serving.executor.interface import Results
 from longctx.serving.recording.records import NOT_FINITE, STOP, Ended
 from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.virtual_executor import Pending, VirtualExecutor
 
 GOES_ON, STOPS = 0, 1
@@ -26,15 +27,20 @@ class ReplayExecutor(VirtualExecutor):
     Args:
       outcomes: of completions, by the numbers of their sequences, where no record says it.
       seconds: that batches take, where no record says it; None: what their plan predicted.
+      speed: see `VirtualExecutor`.
 
     Attributes:
       recorded: the results of the batch that is waited for next; None: they follow from `outcomes`.
     """
 
     def __init__(
-        self, stages: int, outcomes: Mapping[int, Outcome], seconds: Callable[[Batch], float] | None = None
+        self,
+        stages: int,
+        outcomes: Mapping[int, Outcome],
+        seconds: Callable[[Batch], float] | None = None,
+        speed: DeviceSpeed | None = None,
     ) -> None:
-        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages)
+        super().__init__(seconds or (lambda batch: batch.predicted), 2, stages, speed)
         self._outcomes = outcomes
         self.recorded: Ended | None = None
 

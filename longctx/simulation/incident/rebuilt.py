@@ -25,6 +25,7 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.incident.contents import Contents, RecordedHash, RecordedSessions
 from longctx.simulation.incident.executor import STOPS, Outcome, ReplayExecutor
 
@@ -36,7 +37,7 @@ class Rebuilt:
       config, num_pages: other ones than the header's.
       predictor, policy: must be given if the engine had custom ones, which a log does not hold.
       contents: of its requests, if they are known already.
-      outcomes, seconds: see `ReplayExecutor`.
+      outcomes, seconds, speed: see `ReplayExecutor`.
       logs: hear of the decisions.
 
     Attributes:
@@ -58,6 +59,7 @@ class Rebuilt:
         outcomes: Mapping[int, Outcome] | None = None,
         seconds: Callable[[Batch], float] | None = None,
         logs: Iterable[DecisionLog] = (),
+        speed: DeviceSpeed | None = None,
     ) -> None:
         predictor = predictor or header.predictor
         if predictor is None:
@@ -82,7 +84,7 @@ class Rebuilt:
         self._max_length = header.max_length
         self._config, self._num_sequences = config, 0
         self._header, self._logs = header, tuple(logs)
-        self._make_executor = functools.partial(ReplayExecutor, plan.stage, outcomes or {}, seconds)
+        self._make_executor = functools.partial(ReplayExecutor, plan.stage, outcomes or {}, seconds, speed)
         self._build()
         self.orders: dict[tuple[str, int], int] = {}
         self._names: dict[str, str] = {}  # of the last request of each recorded id
