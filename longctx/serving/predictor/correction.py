@@ -36,6 +36,8 @@ class Corrected:
         """See `chunk_curve`."""
         seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
+        if prompts == alone == 1.0:
+            return seconds
         return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
