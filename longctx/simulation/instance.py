@@ -207,24 +207,40 @@ class Instance:
         """Begin what can be, and plan what comes next: the end of the oldest batch, or of a run of batches."""
         self._is_due = False
         self._begin_steps(self._loop.now)
-        if not self._is_busy:
-            return
+        if self._is_busy:
+            self._plan_end()
+
+    def _plan_end(self) -> None:
         self._run = run = None if self._runs is None else self._runs.find()
         if run is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:
-            self._loop.at(run.finished, lambda: self._settle() if self._run is run else None)
+            self._loop.at(run.finished, lambda: self._end_run(run))
+
+    def _end_run(self, run: DecodeRun) -> None:
+        """A run has come to its end, unless it was settled before."""
+        if self._run is not run:
+            return
+        if self._loop.is_last_now and (periods := run.periods_until(self._loop.now, included=True)):
+            self._run = None
+            self._move_past(run, periods)
+            self._plan_end()
+        else:
+            self._settle()
+
+    def _move_past(self, run: DecodeRun, periods: int) -> None:
+        ends = run.apply(periods, self._totals, self._steps if self.keep_steps else None)
+        if ends:
+            self._busy_since = ends[-1]
+            if self.keep_steps:
+                self._timeline += [self._point(end) for end in ends]
 
     def _settle(self) -> None:
         """End a run of steps now, as far as it has come: so whoever looks at the core finds it as it is."""
         if self._run is None:
             return
         run, self._run, now = self._run, None, self._loop.now
-        ends = run.apply(run.periods_before(now), self._totals, self._steps if self.keep_steps else None)
-        if ends:
-            self._busy_since = ends[-1]
-            if self.keep_steps:
-                self._timeline += [self._point(end) for end in ends]
+        self._move_past(run, run.periods_until(now))
         while (ready := self._queue.oldest.ready) < now:
             self._end_step()
             self._begin_steps(ready)
