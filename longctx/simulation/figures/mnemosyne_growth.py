@@ -23,6 +23,7 @@ from longctx.simulation.figures.mnemosyne_runs import (
     M,
     Row,
     Run,
+    doubling,
     lines,
     predict,
     ranks_of,
@@ -174,7 +175,8 @@ def figure_22(inputs: Inputs) -> Figure:
 
     def draw(axes: Any) -> None:
         lines(axes, table, "chunk", "p95_s", by="decodes", label="{} decodes")
-        axes.set(xscale="log", yscale="log", xlabel="chunk, tokens", ylabel="P95 of batches, s")
+        doubling(axes, SIZES)
+        axes.set(yscale="log", xlabel="chunk, tokens", ylabel="P95 of batches, s")
 
     title = "Decodes cost little beside a chunk of a long prompt: Llama-3 8B, 1M tokens, 8 H100"
     return Figure("mnemosyne_figure_22", title, "mnemosyne", statements, table, draw)

@@ -31,7 +31,15 @@ MNEMOSYNE: list[str] = [
 ]
 
 MEDHA: list[str] = [
-    # module:function
+    "medha_capacity:figure_1",
+    "medha_capacity:figure_4",
+    "medha_capacity:figure_15",
+    "medha_capacity:figure_16",
+    "medha_ranks:figure_17",
+    "medha_ranks:figure_18",
+    "medha_capacity:figure_21",
+    "medha_capacity:figure_22",
+    "medha_capacity:figure_23",
 ]
 
 META: list[str] = [
