@@ -124,6 +124,7 @@ class Bench:
     host: HostTimes = dataclasses.field(default_factory=HostTimes)
     measured: list[tuple[float, list[Measurement]]] = dataclasses.field(default_factory=list)
     predictor: RuntimePredictor = dataclasses.field(init=False)
+    factors: dict[bool, float] = dataclasses.field(default_factory=dict)
 
     def engine(self, policy: str, **more: Any) -> Engine:
         return Engine(self.model, self.params, dataclasses.replace(CONFIG, policy=policy), **more)
@@ -135,10 +136,24 @@ class Bench:
         self.measured.append((usage.others(), found))
 
     def fit(self, number: int) -> None:
-        """Fit the predictor to the medians of so many measurements, the least disturbed ones."""
+        """Fit the predictor to the medians of so many measurements, the least disturbed ones.
+
+        Then batches of a kind take, in sum, what they took in these measurements: where a machine is disturbed all the
+        time, the mean is larger than the median.
+        """
         calm = [found for _, found in sorted(self.measured, key=lambda x: x[0])[:number]]
         times = [(turns[0][0], statistics.median(x for _, x in turns)) for turns in zip(*calm, strict=True)]
         self.predictor = fit(times, CONFIG.row_buckets, tiles(self.profiled))
+        for kind in (False, True):
+            rows = [
+                (x, self.predictor.seconds(work)) for found in calm for work, x in found if bool(work.chunks) == kind
+            ]
+            measured, predicted = map(sum, zip(*rows, strict=True))
+            self.factors[kind] = measured / predicted
+
+    def seconds(self, work: Work) -> float:
+        """Predicted, of a batch."""
+        return self.factors[bool(work.chunks)] * self.predictor.seconds(work)
 
     def run(self, policy: str, predictor: RuntimePredictor) -> Run:
         record = Record()
@@ -156,17 +171,20 @@ class Bench:
         config, host, speed = dataclasses.replace(CONFIG, policy=policy), self.host, None
         if run is not None:
             host = HostTimes(request=host.request)
-            seconds = [self.predictor.seconds(work_of(step)) for step in run.record.steps]
+            seconds = [self.seconds(work_of(step)) for step in run.record.steps]
             ends = [step.finished - run.start for step in run.record.steps]
             begins = [end - step.seconds for end, step in zip(ends, run.record.steps, strict=True)]
             speed = DeviceSpeed(zip(begins, ends, seconds, strict=True))
-        instance = Instance(self.model.config, config, self.predictor, host=host, speed=speed)
+        predicted = lambda batch: self.seconds(batch.work)  # noqa: E731
+        instance = Instance(
+            self.model.config, config, self.predictor, seconds=predicted, host=host, speed=speed, skips_decodes=False
+        )
         return Simulation([instance]).run(self.requests).served
 
     def steps(self, runs: Iterable[Run]) -> np.ndarray:
         """`[steps, 3]`: measured seconds, predicted ones, and whether there were prompts, of those known exactly."""
         rows = [
-            (step.seconds, self.predictor.seconds(work_of(step)) + self.host.shared, bool(step.chunks))
+            (step.seconds, self.seconds(work_of(step)) + self.host.shared, bool(step.chunks))
             for run in runs
             for step in run.record.steps
             if step.is_exact
@@ -310,6 +328,8 @@ def main() -> None:
         f"{options.requests} requests, {options.rate:g} a second; {options.rounds} of {len(hosts)} runs each; "
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}; the thread: "
         + ", ".join(f"{1e6 * x:.0f} µs a {name}" for name, x in medians.items())
+        + "; means over medians: "
+        + ", ".join(f"{x:.2f} ({'with prompts' if kind else 'decodes'})" for kind, x in bench.factors.items())
     )
     print(f"\n{tables(results, batches)}\n")
     for kind in KINDS:

@@ -137,7 +137,8 @@ class Alternative:
                 self._note(engine.end(step))
                 executor.now += self._baseline.host_seconds
             elif isinstance(record, Arrived | Cancelled):
-                executor.now = max(executor.now, record.now)
+                entry = self._baseline.entry_seconds if isinstance(record, Arrived) else 0.0
+                executor.now = max(executor.now, record.now + entry)
             elif record is None:
                 return
 

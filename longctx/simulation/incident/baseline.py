@@ -85,6 +85,7 @@ class Baseline:
       times: see `StepTimes`.
       start: when the first step was planned.
       host_seconds: from the end of a step until the next is planned, the median: what the engine's thread does then.
+      entry_seconds: from the arrival at an idle engine until its first step is planned, the median.
       speed: the device's at every moment, relative to `times`.
     """
 
@@ -96,16 +97,19 @@ class Baseline:
         self.outputs: dict[int, Output] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.times = StepTimes(replayer.engine.predictor)
-        self.start = self.host_seconds = 0.0
+        self.start = self.host_seconds = self.entry_seconds = 0.0
         self._spans: list[_Span] = []
 
     def run(self) -> None:
         """Replay all of it; errors as of `Replayer.run`."""
-        gaps, ended = list[float](), None  # when the step before ended, if requests were open then
+        gaps, entries = list[float](), list[float]()
+        ended: float | None = None  # when the step before ended, if requests were open then
         for moment in self.replayer.run():
             if moment.number is not None:
                 if ended is not None:
                     gaps.append(moment.now - ended)
+                elif moment.plans and moment.plans[0].chunks:
+                    entries.append(moment.now - min(c.sequence.arrival for c in moment.plans[0].chunks))
                 self.decisions += [hash(Decision.of(batch)) for batch in moment.plans]
                 if not self.decisions_until:
                     self.start = moment.now
@@ -120,7 +124,7 @@ class Baseline:
             for event in moment.events:
                 self._note(event)
         self.times.fit()
-        self.host_seconds = max(0.0, median(gaps)) if gaps else 0.0
+        self.host_seconds, self.entry_seconds = (max(0.0, median(x)) if x else 0.0 for x in (gaps, entries))
 
     def _note_span(self, moment: Moment) -> None:
         """Note when a step ran. Ticks of a pipeline that brought it to its end were as fast as it."""
