@@ -144,6 +144,7 @@ class Instance:
         is_each = bool(seconds or host or speed or self._logs)  # asked for each step
         self._runs = runs if skips_decodes and not is_each else None
         self._run: DecodeRun | None = None
+        self._checked = 0  # tokens of the longest request that could be served
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
@@ -193,16 +194,19 @@ class Instance:
     def prefill_seconds(self) -> float:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
-        prompts = (scheduler.waiting, scheduler.running.prefilling)
-        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum([sequence.prefill_remaining for sequence in scheduler.waiting])
+        known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
         predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
-        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
+        return known + sum([predictor.prefill_seconds(0, each.prompt_length, rows) for each in self._entering])
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
+        if request.length <= self._checked:
+            return  # as a longer one was
         if request.length > self._max_length:
             raise ValueError(f"has {request.length} tokens, more than the {self._max_length} of the longest")
         self._core.scheduler.check(request.prompt_tokens, request.output_tokens)
+        self._checked = request.length
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
@@ -284,7 +288,10 @@ class Instance:
         self._end_step()
         self._is_busy = False
         self._free = self._loop.now + self._host.hidden
-        self._wake()
+        if self._free == self._loop.now and self._loop.is_last_now:
+            self._begin()  # as the event would
+        else:
+            self._wake()
 
     def _begin_steps(self, now: float) -> None:
         if not self._queue:
