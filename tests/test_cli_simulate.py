@@ -12,6 +12,9 @@ import pytest
 
 from longctx.cli import main
 from longctx.models.builtin import TINY
+from longctx.models.config import LlamaConfig
+from longctx.serving.predictor.file import save_profile
+from longctx.serving.predictor.runtime import Program, RuntimePredictor
 from longctx.simulation.capacity import PRECISION, search
 from longctx.simulation.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
@@ -166,6 +169,9 @@ WRONG = [
     (["--instances", "0"], "--instances must be at least 1"),
     (["--mix", "coffee"], "--mix must be one of sharegpt4"),
     (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
+    (["--baseline", "orca"], "--baseline must be one of medha"),
+    (["--baseline", "vllm", "--instances", "2"], "--baseline has instances of its own"),
+    (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
     (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
     (["--window", "nan"], "--window must be seconds"),
     (["--capacity", "fast"], "--capacity must be ttft_p90=SECONDS"),
@@ -199,3 +205,51 @@ def test_a_checkpoint_s_configuration_is_simulated(capsys: pytest.CaptureFixture
     assert "3 in " in capsys.readouterr().out
     assert simulate(*arguments[:-1], "100000000") == 2
     assert "longer than the model's context" in capsys.readouterr().err
+
+
+def test_baselines_are_swept_on_the_same_devices(tmp_path: Path) -> None:
+    names = ["medha", "sarathi-2048", "vllm", "striped", "loongserve", "loongserve-reserved"]
+    sweep = ["--sweep", f"baseline={','.join(names)}", "--jobs", "1", "--out", str(tmp_path)]
+    assert simulate(*SMALL, "--plan", "stage=2,tensor=8", "--topology", "medha-a100", *sweep) == 0
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["baseline"], row["error"], row["requests"]) for row in rows] == [(name, "", "12") for name in names]
+    assert all(0 < float(row["usage.mfu"]) < 1 for row in rows)
+    assert len({row["ttft.p90"] for row in rows}) > 3
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert simulate(*SMALL, *PLAN, "--json", str(tmp_path / name)) == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert simulate(*SMALL, *PLAN, "--seed", "1", "--json", str(tmp_path / "b")) == 0
+    assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()
+
+
+def test_a_measured_engine_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step of 8 rows takes 10 ms, one of 16 rows 20 ms: a prompt of 40 tokens 20 + 20 + 10."""
+    profile, results, model = (
+        tmp_path / "profile.json",
+        tmp_path / "all.json",
+        LlamaConfig.from_hf(TINY / "config.json"),
+    )
+    programs = tuple(Program(rows, rows / 800, (1,), (0.0,), 0.0) for rows in (8, 16))
+    subject = {
+        "num_layers": model.num_layers,
+        "device": "abacus",
+        "page_size": 16,
+        "max_running": 4,
+        "buckets": [8, 16],
+    }
+    save_profile(profile, RuntimePredictor(programs), subject)
+    sizes = ["--page-size", "16", "--max-running", "4", "--token-budget", "16", "--topology", "cpu"]
+    workload = ["--requests", "1", "--prompt-tokens", "40", "--output-tokens", "3"]
+    arguments = ["--model", str(TINY), *workload, *sizes, "--profile", str(profile)]
+    assert simulate(*arguments, "--json", str(results)) == 0
+    summary = json.loads(results.read_text())["summary"]
+    assert summary["ttft"]["p50"] == pytest.approx(0.05)
+    assert summary["tpot"]["p50"] == pytest.approx(0.01)
+    assert simulate(*arguments, "--page-size", "32") == 2
+    assert "was measured on another engine: --page-size is 16 there, 32 here" in capsys.readouterr().err
+    assert simulate(*arguments, "--plan", "tensor=2") == 2
+    assert "was measured on one device" in capsys.readouterr().err

@@ -30,6 +30,8 @@ from longctx.simulation.targets import Target, parse_targets
 from longctx.simulation.usage import deployment_table, summarize_deployment
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
 
+_SPAN = 20  # times a target's seconds, for which arrivals have to last until a queue that grows is seen
+
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
@@ -60,6 +62,10 @@ def _check(options: argparse.Namespace) -> None:
         for name in ("rate", "users", "window"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--capacity contradicts {flag(name)}: it searches a rate for all requests")
+    if options.sweep is None and options.baseline is not None:
+        for name in ("plot", "trace", "out"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{flag(name)} contradicts --baseline: it has no trace of stages and pages")
     if options.sweep is not None and options.trace is not None:
         raise ValueError("--trace contradicts --sweep: it is of one simulation")
 
@@ -86,6 +92,7 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
             )
             return
         print(f"capacity  {capacity.rate:.4g} requests/s meet {options.capacity}\n")
+        _note_short(len(requests) / capacity.rate, _targets(options), console)
         requests = arrive_at_rate(requests, capacity.rate, options.seed)
     has_trace = any(getattr(options, name) is not None for name in ("plot", "trace", "out"))
     traces: list[StageTrace] | None = [] if has_trace else None
@@ -120,6 +127,13 @@ def _search(
             bar.update()
 
         return find_capacity(deployment, requests, _targets(options), options.seed, progress)
+
+
+def _note_short(seconds: float, targets: list[Target], console: Console) -> None:
+    """Say so if arrivals last little longer than what a queue may take by the targets."""
+    longest = max((target.seconds for target in targets if target.name != "tpot"), default=0.0)
+    if longest < math.inf and seconds < _SPAN * longest:
+        console.note(f"note     requests arrive for {seconds:.3g} s: a longer workload would have a lower capacity")
 
 
 def _settings(options: argparse.Namespace, deployment: Deployment) -> dict[str, Any]:

@@ -1,15 +1,22 @@
 """What `longctx simulate` and `longctx plan` make from their flags: deployments and workloads. It loads no JAX."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from longctx.cli.arguments.engine import SIZES, flag
 from longctx.cli.arguments.simulate import SWEPT
 from longctx.cli.config_flags import engine_config, given_topology, parallel_plan
+from longctx.cli.files import check_input
 from longctx.cli.naming import naming_flags, prefixing
 from longctx.cli.workload_flags import check_workload, keep_fitting, read_requests, tokenise
 from longctx.models.config import LlamaConfig
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.file import read_profile
+from longctx.serving.predictor.runtime import Predictor
+from longctx.simulation.baseline_deployment import BaselineDeployment
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
@@ -67,8 +74,29 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     assert topology is not None
     config = engine_config(options, max_length=longest)
     plan = parallel_plan(options)
-    with naming_flags({"plan's ": "--plan's ", "instances must": "--instances must"}), naming_flags(list(SIZES)):
-        return Deployment(model, topology, plan, config, options.instances)
+    names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
+    with naming_flags(names), naming_flags(list(SIZES)):
+        if options.baseline is not None:
+            return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
+        measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
+        return Deployment(model, topology, plan, config, options.instances, measured)
+
+
+def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: ParallelPlan) -> Predictor:
+    """The predictor of a profile; ValueError if it was measured on another engine, whatever its devices were."""
+    predictor, subject = read_profile(path)
+    given = dataclasses.asdict(model) | dataclasses.asdict(config) | {"buckets": list(config.row_buckets)}
+    sizes = dataclasses.asdict(plan) if plan.num_devices > 1 else None
+    for name, value in subject.items():
+        if name == "plan":
+            there, here = value, None if sizes is None else {axis: sizes[axis] for axis in value}
+        else:
+            there, here = value, given.get(name, value)
+        if there != here:
+            raise ValueError(f"--profile: {path} was measured on another engine: {name} is {there} there, {here} here")
+    if sizes is not None and "plan" not in subject:
+        raise ValueError(f"--profile: {path} was measured on one device")
+    return predictor
 
 
 def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list[WorkloadRequest], int]:
@@ -100,6 +128,10 @@ def check_simulation(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise ValueError(f"{flag(name)} contradicts --mix")
     check_workload(options)
+    if options.profile is not None:
+        check_input("--profile", options.profile)
+        if options.baseline is not None:
+            raise ValueError("--profile contradicts --baseline: systems are compared on predicted devices")
     for name in ("instances", "users", "jobs"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -155,6 +155,9 @@ _ON_AMPERE = {"flops_share": 0.74, "memory_share": 0.80, "element_share": 0.55, 
 DEVICES = {
     "H200": Device("H200", _HOPPER, 4.8e12, 141e9, **_ON_HOPPER, **_ATTENTION),
     "H100": Device("H100", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_ATTENTION),
+    # With kernels of FlashAttention-2's generation, as FlashInfer had them in 2024 (Mnemosyne, 5; Medha, 4.4):
+    # "FlashAttention-2 achieves only 35 % utilization on the H100" (FlashAttention-3, Shah et al. 2024, abstract).
+    "H100-FA2": Device("H100-FA2", _HOPPER, 3.35e12, 80e9, **_ON_HOPPER, **_ATTENTION | {"attention_share": 0.35}),
     # The H100 of Meta's Grand Teton hosts: 500 W, 96 GB of HBM2e; 502 of 800 TFLOP/s are reached (context parallelism
     # paper, 4.1 and appendix A), by attention too (500 and 496: table 5's ATTN). Contention is what makes tables 4 and
     # 5 agree at T = 3200 and 4160. The other shares are the H100's.
@@ -230,6 +233,7 @@ PRESETS = {
     "h200-rdma": ("H200", "nvlink-h100", "rdma-400g", "rdma-400g"),
     "h100-tcp": ("H100", "nvlink-h100", "tcp-100g", "tcp-100g"),
     "a100-800g": ("A100", "nvlink-a800", "rdma-800g-host", "rdma-800g-host"),
+    "mnemosyne-h100": ("H100-FA2", "nvlink-h100", "rdma-400g", "rdma-400g"),
     "meta-gtt": ("H100-500W", "nvlink-h100", "rdma-400g", "rdma-400g"),
     "meta-gti": ("H100-500W", "nvlink-h100", "tcp-100g", "tcp-100g"),
     "medha-a100": ("A100", "nvlink-a100", "rdma-200g", "rdma-200g"),

@@ -18,9 +18,10 @@ class Topology:
     """A device, and the link of each mesh axis over which there are several devices.
 
     Presets: `h100-nvlink`, `h200-nvlink`, `a100-nvlink`: one host. `h100-rdma`, `h200-rdma`, `h100-tcp`: `tensor`
-    within hosts, `context` and `stage` across them, over RDMA of 400 Gb/s a GPU, which are Mnemosyne's hosts too, or
-    TCP. `meta-gtt`, `meta-gti`: the context parallelism paper's two clusters. `medha-a100`: Medha's two DGX-A100.
-    `a100-800g`: Mooncake's hosts, of 8 A800 and 800 Gb/s. `cpu`: devices made of one machine's cores.
+    within hosts, `context` and `stage` across them, over RDMA of 400 Gb/s a GPU, or TCP. `mnemosyne-h100`: Mnemosyne's
+    and Medha's hosts, `h100-rdma` with attention kernels of their time. `meta-gtt`, `meta-gti`: the context parallelism
+    paper's two clusters. `medha-a100`: Medha's two DGX-A100. `a100-800g`: Mooncake's hosts, of 8 A800 and 800 Gb/s.
+    `cpu`: devices made of one machine's cores.
 
     Attributes:
       links: by axis, `"tensor"`, `"context"` and `"stage"`.

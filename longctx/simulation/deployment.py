@@ -27,6 +27,7 @@ class Deployment:
     Attributes:
       config: of each engine; without `num_pages` there are as many as fit beside weights and activations.
       instances: engines, each with devices of its own; a request goes to the one with least to prefill.
+      measured: predicts batches, such as a profile's; None: they are predicted from the topology.
 
     Raises:
       ValueError: the plan doesn't suit the model or the topology, or its weights don't fit into the devices' memory.
@@ -37,6 +38,7 @@ class Deployment:
     plan: ParallelPlan
     config: EngineConfig
     instances: int = 1
+    measured: Predictor | None = None
 
     def __post_init__(self) -> None:
         check_integer("instances", self.instances, 1)
@@ -60,13 +62,10 @@ class Deployment:
             device_memory(self.model, self.plan, self.topology.device, page * self.plan.context, rows).check()
         return pages
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose keys and values an instance can keep."""
-        return self.num_pages * self.config.page_size * self.plan.context
-
     def predictor(self) -> Predictor:
         """Predicts the batches of an instance, of one stage."""
+        if self.measured is not None:
+            return self.measured
         return predictor(self.model, self.topology, self.plan, max_rows=self.config.token_budget)
 
     def run(

@@ -136,6 +136,8 @@ def _draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
     along = numeric[-1] if numeric else varied[-1]
     others = [name for name in varied if name != along]
     figure, axes = drawing(3)
+    last = "capacity" if any("capacity" in row["summary"] for row in rows) else "in_time"
+    title_of = {"capacity": ("Capacity", "requests/s"), "in_time": ("In time", "share of requests")}
     series: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         series.setdefault(tuple(row[name] for name in others), []).append(row)
@@ -148,11 +150,11 @@ def _draw_sweep(rows: List[Mapping[str, Any]], names: List[str]) -> "Figure":
                 values = [row["summary"][name][quantile] for row in known]
                 shown = label if quantile == "p50" else None
                 panel.plot([row[along] for row in known], values, line, label=shown, **look)
-        known = [row for row in own if row["summary"]["in_time"] is not None]
-        axes[2].plot([row[along] for row in known], [row["summary"]["in_time"] for row in known], label=label, **look)
+        known = [row for row in own if row["summary"].get(last) is not None]
+        axes[2].plot([row[along] for row in known], [row["summary"][last] for row in known], label=label, **look)
     for panel, (_, title) in zip(axes, SWEPT, strict=False):
         panel.set(title=f"{title}, median and P99 (dashed)", xlabel=along, ylabel="seconds", yscale="log")
-    axes[2].set(title="In time", xlabel=along, ylabel="share of requests")
+    axes[2].set(title=title_of[last][0], xlabel=along, ylabel=title_of[last][1])
     if others:
         axes[0].legend()
     return figure

@@ -11,6 +11,7 @@ from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.engine.run_step import DecisionLog, begin_steps, end_step, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
+from longctx.serving.kv_cache.connector import Loaded
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.predictor.work import Work
@@ -21,11 +22,12 @@ from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.device_speed import DeviceSpeed
-from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
 from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
 from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
 from longctx.simulation.workloads import WorkloadRequest
 
 OnEnd = Callable[[WorkloadRequest, Metrics], object]
@@ -98,6 +100,7 @@ class Instance:
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
       skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
         logs or host times, all steps are events.
+      host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
       host: what its thread takes beside the devices. None: no time.
       speed: at which the devices do what takes `seconds`, where it was measured. None: always as fast.
 
@@ -119,6 +122,7 @@ class Instance:
         skips_decodes: bool = True,
         host: HostTimes | None = None,
         speed: DeviceSpeed | None = None,
+        host_bandwidth: float = HOST_BANDWIDTH,
     ) -> None:
         if config.num_pages is None:
             raise ValueError("num_pages must be given: there is no device whose memory would say it")
@@ -140,7 +144,11 @@ class Instance:
         is_each = bool(seconds or host or speed or self._logs)  # asked for each step
         self._runs = runs if skips_decodes and not is_each else None
         self._run: DecodeRun | None = None
-        self._num_requests = 0
+        self._checked = 0  # tokens of the longest request that could be served
+        self._num_requests, self._host_bandwidth = 0, host_bandwidth
+        tiers = config.tiers
+        kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
+        self._tier = VirtualTier(kept, page_bytes(model, config.page_size)) if kept else None
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
@@ -152,6 +160,7 @@ class Instance:
         self._totals = Totals()
         self._open: dict[str, tuple[WorkloadRequest, Sequence]] = {}
         self._is_due = self._is_busy = False  # whether a step is about to begin; whether one is under way
+        self._link = Link(loop, self._host_bandwidth * self.num_devices)
         self._free = loop.now  # when its thread is
         self._entering: list[Sequence] = []  # of requests since it last planned
         self._busy_since = loop.now
@@ -185,16 +194,19 @@ class Instance:
     def prefill_seconds(self) -> float:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
-        prompts = (scheduler.waiting, scheduler.running.prefilling)
-        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum([sequence.prefill_remaining for sequence in scheduler.waiting])
+        known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
         predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
-        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
+        return known + sum([predictor.prefill_seconds(0, each.prompt_length, rows) for each in self._entering])
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
+        if request.length <= self._checked:
+            return  # as a longer one was
         if request.length > self._max_length:
             raise ValueError(f"has {request.length} tokens, more than the {self._max_length} of the longest")
         self._core.scheduler.check(request.prompt_tokens, request.output_tokens)
+        self._checked = request.length
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
@@ -226,11 +238,15 @@ class Instance:
             core.cancel(sequence)
         while (step := run_step(core, self._queue, self.executor.now)) is not None:
             core.end(step.batch, step.results, step.finished, None)
+        # The next run begins when the devices are free.
+        self._loop.now = max(self._loop.now, self.executor.now, self.executor.free)
         return left
 
     def _enter(self) -> None:
         """Let requests that have come wait in the core: like an engine's, it hears of them between steps."""
         for sequence in self._entering:
+            if self._tier is not None:
+                self._core.look_up([sequence], self._tier)
             self._core.add([sequence])
         self._entering.clear()
 
@@ -272,7 +288,10 @@ class Instance:
         self._end_step()
         self._is_busy = False
         self._free = self._loop.now + self._host.hidden
-        self._wake()
+        if self._free == self._loop.now and self._loop.is_last_now:
+            self._begin()  # as the event would
+        else:
+            self._wake()
 
     def _begin_steps(self, now: float) -> None:
         if not self._queue:
@@ -280,9 +299,16 @@ class Instance:
         self.executor.now = now + len(self._entering) * self._host.request
         self._enter()
         self._is_busy = begin_steps(self._core, self._queue, now, self._logs)
-        for load in self.executor.poll_loads():
-            self._core.end_load(load)
-            self._wake()
+        for batch in self.executor.take_moves():
+            assert self._tier is not None
+            self._tier.put(store.key for store in batch.stores)
+            for load in batch.loads:
+                self._tier.load(load, self._loop, self._link, self._end_load)
+
+    def _end_load(self, loaded: Loaded) -> None:
+        """Pages have come from the host's memory: their sequence goes on."""
+        self.core.end_load(loaded)
+        self._wake()
 
     def _end_step(self) -> None:
         stage_seconds = self._queue.oldest.seconds
@@ -331,10 +357,18 @@ class _Executor(VirtualExecutor):
         super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
         self._host_seconds = host.batch
         self.has_tokens = False  # whether any sequence has
+        self._moves: list[Batch] = []
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
+        if batch.loads or batch.stores:
+            self._moves.append(batch)
         return super().submit(batch)
+
+    def take_moves(self) -> list[Batch]:
+        """Batches since the last call that load or store pages."""
+        moves, self._moves = self._moves, []
+        return moves
 
     def run(self, batch: Batch) -> list[int]:
         return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)

@@ -46,12 +46,14 @@ def usage(record: Record, deployment: Deployment) -> dict[str, float]:
     found |= {"mfu": 0.0, "mbu": 0.0, "busy_mfu": 0.0, "busy_mbu": 0.0}
     if record.seconds <= 0 or totals.busy <= 0:
         return found
-    found["gpu_seconds"] = utilization.gpu_seconds(record.seconds, deployment.num_devices)
-    found["busy"] = totals.busy / (record.seconds * deployment.instances)
-    # Busy seconds are summed over instances, each of which has the devices of one plan.
-    found["busy_mfu"] = utilization.mfu(model, totals, device, plan.num_devices)
-    found["busy_mbu"] = utilization.mbu(model, totals, device, plan)
-    return found | {"mfu": found["busy_mfu"] * found["busy"], "mbu": found["busy_mbu"] * found["busy"]}
+    devices, seconds = deployment.num_devices, record.seconds
+    found["gpu_seconds"] = utilization.gpu_seconds(seconds, devices)
+    busy = sum(instance.totals.busy * instance.num_devices for instance in record.instances) / (seconds * devices)
+    found["busy"] = busy
+    found["mfu"] = utilization.mfu(model, totals, device, devices, seconds)
+    # All bytes over the bandwidth of all devices.
+    found["mbu"] = utilization.mbu(model, totals, device, plan, seconds * deployment.instances)
+    return found | {"busy_mfu": found["mfu"] / busy, "busy_mbu": found["mbu"] / busy}
 
 
 def deployment_table(summary: dict[str, Any]) -> str:

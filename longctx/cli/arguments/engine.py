@@ -105,7 +105,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, topology: str | None = N
     )
 
 
-def add_scheduling_arguments(parser: argparse.ArgumentParser, has_profile: bool = True) -> None:
+def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
     scheduling = parser.add_argument_group("scheduling")
     scheduling.add_argument(
         "--preset", choices=list(PRESETS), help="a paper's scheduling, placement and exchange; other flags come before"
@@ -133,7 +133,6 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser, has_profile: bool 
         scheduling.add_argument(
             flag(name), type=float, default=default, metavar="X", help=f"{about}; default: {default}"
         )
-    if has_profile:
-        scheduling.add_argument(
-            "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
-        )
+    scheduling.add_argument(
+        "--profile", type=Path, metavar="FILE", help="profile of this engine, from `longctx profile`"
+    )

@@ -9,7 +9,18 @@ from longctx.cli.arguments.workload import add_workload_arguments
 SUMMARY = "Serve a workload in virtual time, on devices that need not be there."
 MODEL, TOPOLOGY = "llama-3-8b", "h100-rdma"
 SWEPT = (
-    *("model", "topology", "instances", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
+    *(
+        "model",
+        "topology",
+        "baseline",
+        "instances",
+        "stage",
+        "context",
+        "tensor",
+        "rank_tokens",
+        "placement",
+        "exchange",
+    ),
     *("policy", "chunking", "max_share", "token_budget", "max_running", "page_size", "admission"),
     *("ttft_factor", "ttft_least", "tpot", "step_seconds", "qps", "users", "requests", "seed"),
 )
@@ -39,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = parser.add_argument_group("more about the devices")
     more.add_argument("--plan", metavar="NAME=N,..", help="as --stage, --context and others: stage=2,tensor=8")
     more.add_argument("--instances", type=int, default=1, metavar="N", help="engines, each on devices of its own")
-    add_scheduling_arguments(parser, has_profile=False)
+    more.add_argument(
+        "--baseline",
+        metavar="NAME",
+        help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
+        "striped, loongserve or loongserve-reserved",
+    )
+    add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")
     results.add_argument(

@@ -16,7 +16,7 @@ from collections import deque
 from longctx.serving.engine.batch_queue import BatchQueue
 from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.executor.interface import Results
-from longctx.serving.kv_cache.connector import Loaded, PageKeeper
+from longctx.serving.kv_cache.connector import Loaded, PageFinder
 from longctx.serving.kv_cache.leases import Leases
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.prefix import PageHash
@@ -64,7 +64,7 @@ class Core:
     def pool(self) -> PagePool:
         return self.scheduler.pool
 
-    def look_up(self, sequences: list[Sequence], store: PageKeeper) -> None:
+    def look_up(self, sequences: list[Sequence], store: PageFinder) -> None:
         """Note how much of the prompt of a request, which is about to be added, can be loaded."""
         keys = sequences[0].keys if sequences[0].may_share else []
         found = self.scheduler.count_cached(keys) // self.scheduler.running.page_size

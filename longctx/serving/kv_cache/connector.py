@@ -139,12 +139,16 @@ class PageSink(Protocol):
         ...
 
 
-class PageKeeper(PageSink, PageSource, Protocol):
-    """What keeps pages beyond the devices of an engine."""
+class PageFinder(Protocol):
+    """What knows which pages are kept."""
 
     def look_up(self, keys: List[Key]) -> int:
         """How many leading pages it has, as far as is known without waiting. It begins to fetch those that are slow."""
         ...
+
+
+class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
+    """What keeps pages beyond the devices of an engine."""
 
     def ask_ahead(self, keys: List[Key]) -> "Future[None] | None":
         """Find out what `look_up` will say; None: nothing is to be waited for."""

@@ -32,6 +32,24 @@ def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor | M
       OSError: the file can't be read.
       ValueError: it is not a profile, or it is of another subject; the message names the difference.
     """
+    predictor, measured = read_profile(path)
+    expected = json.loads(json.dumps(dict(subject)))
+    for name in sorted(measured.keys() | expected.keys()):
+        if measured.get(name) != expected.get(name):
+            raise ValueError(
+                f"{path} was measured on another engine: {name} is {measured.get(name)} there and "
+                f"{expected.get(name)} here; `longctx profile` measures this one"
+            )
+    return predictor
+
+
+def read_profile(path: Path) -> tuple[RuntimePredictor | MeshPredictor, dict[str, Any]]:
+    """Read the predictor of a profile, and the subject that it was measured on.
+
+    Raises:
+      OSError: the file can't be read.
+      ValueError: it is not a profile.
+    """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
         if contents["format"] != _FORMAT:
@@ -44,14 +62,7 @@ def load_profile(path: Path, subject: Mapping[str, Any]) -> RuntimePredictor | M
             predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
-    expected = json.loads(json.dumps(dict(subject)))
-    for name in sorted(measured.keys() | expected.keys()):
-        if measured.get(name) != expected.get(name):
-            raise ValueError(
-                f"{path} was measured on another engine: {name} is {measured.get(name)} there and "
-                f"{expected.get(name)} here; `longctx profile` measures this one"
-            )
-    return predictor
+    return predictor, measured
 
 
 def _program(fields: dict[str, Any]) -> Program:

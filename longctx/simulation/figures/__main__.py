@@ -10,7 +10,7 @@ from longctx.simulation.figures import style
 from longctx.simulation.figures.compute import Task, compute_all
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.figures.pages import count, write_pages
-from longctx.simulation.figures.registry import PAPERS, registered
+from longctx.simulation.figures.registry import PAPERS, Registered, registered
 from longctx.simulation.figures.results import Result, read_result
 
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if not style.can_draw():
         print("figures: nothing is drawn: it needs matplotlib: pip install 'longctx-jax[docs]'", file=sys.stderr)
-    modules = [list(group) for _, group in groupby(figures, key=lambda figure: (figure.paper, figure.module))]
+    modules = [list(group) for _, group in groupby(sorted(figures, key=_module), key=_module)]
     tasks = [Task(group, inputs, options.out, options.png) for group in modules]
     done = compute_all(tasks, options.jobs) if tasks else []
     results: dict[str, list[Result]] = {paper: [] for paper in PAPERS}
@@ -47,6 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"figures: {name} does not say why it differs: {statement.text}", file=sys.stderr)
     print(count([statement for _, statement in statements]))
     return 1 if any(each.error for each in done) else 0
+
+
+def _module(figure: Registered) -> tuple[str, str]:
+    return figure.paper, figure.module
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -8,15 +8,18 @@ import numpy as np
 
 from longctx.parallel.topology import Topology
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.work import Work
 from longctx.simulation.baselines import make_simulation
 from longctx.simulation.figures.figure import Inputs
+from longctx.simulation.hardware import predictor
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, make_mix, read_workload, scale_lengths
 
 WINDOW = 3600.0  # seconds (Medha, 5.2: "60-minute profiling window")
 RATES = (0.25, 0.75, 1.25, 1.75)  # requests a second, those of figures 15 to 18
 LONG = 100_000  # tokens of a prompt that counts as long
-QUICK = 20.0  # seconds of a window in tests
+CHUNK = 4096  # tokens, the largest of Medha's adaptive chunks
+QUICK = 8.0  # seconds of a window in tests
 
 # The mixes of the paper in the data folder, and the built-in ones that stand for them.
 _FILES = {
@@ -68,8 +71,9 @@ class Outcome:
         return float(np.quantile(self.waited, share))
 
     def tpot_quantile(self, share: float) -> float:
-        """A quantile of TPOT, over requests that ended in the window."""
-        return float(np.nanquantile(self.tpot, share))
+        """A quantile of TPOT, over requests that ended in the window; 0 if there is none."""
+        known = self.tpot[np.isfinite(self.tpot)]
+        return float(np.quantile(known, share)) if len(known) else 0.0
 
     @property
     def served_share(self) -> float:
@@ -105,7 +109,7 @@ def requests(inputs: Inputs, mix: str, rate: float, window: float, scale: float 
 
 
 @functools.cache
-def serve(inputs: Inputs, system: str, mix: str, rate: float, window: float = WINDOW) -> Outcome:
+def serve(inputs: Inputs, system: str, mix: str, rate: float, window: float) -> Outcome:
     """Llama-3 8B on the two DGX-A100 (16 GPUs) of the paper's capacity evaluation (5.2)."""
     window = QUICK if inputs.quick else window
     return run(system, "llama-3-8b", "medha-a100", 16, requests(inputs, mix, rate, window), window)
@@ -141,3 +145,34 @@ def run(
     output = np.array([request.output_tokens for request in workload])
     found = column(first, np.inf), column(finished, np.inf), column(tpot, np.nan)
     return Outcome(system, window, arrival, prompt, output, *found)
+
+
+def alone(prompts: np.ndarray) -> np.ndarray:
+    """TTFT of prompts of so many tokens with nobody else on the 16 A100, in chunks of 4,096; `[prompts]`, seconds.
+
+    A tick of the pipeline takes as long as the slower of the chunks in its two stages.
+    """
+    plan = ParallelPlan.medha(stage=2, tensor=8)
+    device = predictor(MODELS["llama-3-8b"], "medha-a100", plan)
+    whole = [device.seconds(Work().with_chunk(at, CHUNK, False)) for at in range(0, int(prompts.max()), CHUNK)]
+    full = np.concatenate([[0.0], np.cumsum(whole)])
+    found = []
+    for tokens in map(int, prompts):
+        count, rest = divmod(tokens - 1, CHUNK)
+        last = device.seconds(Work().with_chunk(tokens - 1 - rest, rest + 1, True))
+        # Chunks take longer one after the other: the last but one is in the second stage beside the last.
+        ticks = max(last, whole[count - 1]) if count else last
+        found.append(full[count] + ticks + last)
+    return np.array(found)
+
+
+def full_rate(inputs: Inputs) -> float:
+    """Requests a second, 5 % of them long, that the 16 A100 can read in chunks of 4,096 if they do nothing else."""
+    prompts = [x.prompt_tokens for x in requests(inputs, "long", RATES[-1], WINDOW)]
+    return float(1 / alone(np.array(prompts)).mean())
+
+
+def draw_cdf(axes: Any, values: np.ndarray, label: str) -> None:
+    """Draw the share of values up to each."""
+    values = np.sort(values)
+    axes.plot(values, np.arange(1, len(values) + 1) / len(values), label=label)

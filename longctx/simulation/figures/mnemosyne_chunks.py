@@ -17,6 +17,7 @@ from longctx.simulation.figures.mnemosyne_runs import (
     Row,
     Run,
     adaptive,
+    doubling,
     lines,
     predict,
     serve,
@@ -66,8 +67,10 @@ def figure_7(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         left.plot(SIZES, list(attention.values()), "o-")
         right.plot(SIZES, list(ttft.values()), "o-")
-        left.set(xscale="log", xlabel="chunk, tokens", ylabel="70B: attention, s", ylim=(0, None))
-        right.set(xscale="log", xlabel="chunk, tokens", ylabel="8B: TTFT, s", ylim=(0, None))
+        for axes, what in ((left, "70B: attention, s"), (right, "8B: TTFT, s")):
+            doubling(axes, SIZES)
+            axes.set(xlabel="chunk, tokens", ylabel=what)
+            axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
 
     title = "Small chunks cost attention little, and the rest more: 1M tokens on 8 H100"
     return Figure("mnemosyne_figure_7", title, "mnemosyne", statements, table, draw, panels=2)
@@ -157,7 +160,8 @@ def figure_13(inputs: Inputs) -> Figure:
     def draw(axes: Any) -> None:
         axes.plot(SIZES[2:], [row["ttft_s"] for row in table], "o-", label="queries and keys divided")
         axes.plot(SIZES[2:], [row["queries_alone_s"] for row in table], "o-", label="queries alone")
-        axes.set(xscale="log", yscale="log", xlabel="chunk, tokens", ylabel="TTFT of 1M tokens, s")
+        doubling(axes, SIZES[2:])
+        axes.set(yscale="log", xlabel="chunk, tokens", ylabel="TTFT of 1M tokens, s")
         axes.legend()
 
     title = "Kernels that divide queries alone are slow in small chunks: Llama-3 8B, 8 H100"

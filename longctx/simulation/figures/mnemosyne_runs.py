@@ -25,11 +25,7 @@ from longctx.simulation.simulation import Simulation
 from longctx.simulation.utilization import device_memory
 from longctx.simulation.workloads import WorkloadRequest
 
-# Mnemosyne and Medha have FlashInfer's kernels of 2024 (Mnemosyne, 5; Medha, 4.4), of FlashAttention-2's generation,
-# and "FlashAttention-2 achieves only 35 % utilization on the H100" (FlashAttention-3, abstract; Shah et al. 2024).
-# Vidur's tables, which the other shares are fitted to, have attention on A100 alone.
-_H100 = Topology.preset("h100-rdma")
-TOPOLOGY = dataclasses.replace(_H100, device=dataclasses.replace(_H100.device, attention_share=0.35))
+TOPOLOGY = Topology.preset("mnemosyne-h100")
 DEVICE = TOPOLOGY.device
 TPOT_TARGET = 0.03  # seconds; Mnemosyne, 6.3
 CHUNK = 4096  # tokens; 6.2
@@ -146,9 +142,16 @@ def serve(
     return Run(long.ttft, long.tpot, steps, chunks, record.totals)
 
 
+def doubling(axes: Any, values: List[int]) -> None:
+    """An axis of numbers that double, each of which is named."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+
+
 def lines(axes: Any, table: List[Row], x: str, y: str, by: str, label: str = "{}", marker: str = "o-") -> None:
     """Draw column `y` over column `x`, a line for each value of column `by`; rows without `y` are left out."""
-    for value in dict.fromkeys(row[by] for row in table):
-        rows = [row for row in table if row[by] == value and row.get(y) is not None]
+    drawn = [row for row in table if row.get(y) is not None]
+    for value in dict.fromkeys(row[by] for row in drawn):
+        rows = [row for row in drawn if row[by] == value]
         axes.plot([row[x] for row in rows], [row[y] for row in rows], marker, label=label.format(value))
     axes.legend()

@@ -17,13 +17,16 @@ _LIMITS = """\
 
 The scheduler, the page pool, the placement and the plans here are the code that serves: what they decide, and in which
 order, is not modelled but run. So orderings of policies, where one plan overtakes another, how a queue grows, and what
-a chunk or a rank's share comes to are found, as far as the times of steps are right. Those times are predicted: from
-operations and bytes, data sheets, and shares of these that are reached, which were fitted on measured operators of
-other engines. No number of a figure was used to fit anything for that figure. A simulation cannot show that a kernel
-reaches such a share, that two transfers do not disturb each other, what the host adds when it is late, clocks that fall
-with heat, or failures; and it knows of a paper's setting only what the paper says: neither its requests nor its kernels
-were published. Ratios between two settings are therefore worth more than seconds, orderings more than ratios, and all
-of them less than one measurement on the devices themselves."""
+a chunk or a rank's share comes to are found, as far as the seconds of steps are right. Those are predicted: from
+operations and bytes, data sheets, and the shares of these that are reached, which were fitted once, for all models and
+plans, on half of the measured operators of other engines ([simulation_hardware.md](../simulation_hardware.md) has the
+errors on the other half). No constant was fitted to a figure's result. The network of Meta's hosts is known from that
+paper's own micro-measurements (attention, SendRecv and All2All of its tables 5 and 8), so rows of these two tables show
+that the model agrees with itself, not that it predicts. A simulation cannot show that a kernel reaches such a share,
+that two transfers leave each other alone, what a host adds that is late, clocks that fall with heat, or failures; and
+it knows of a paper's setting only what the paper says: neither its requests nor its kernels were published. So ratios
+between two settings are worth more than seconds, orderings more than ratios, and all of them less than one measurement
+on the devices themselves."""
 
 
 def write_pages(results: dict[str, list[Result]], out: Path) -> None:

@@ -31,7 +31,15 @@ MNEMOSYNE: list[str] = [
 ]
 
 MEDHA: list[str] = [
-    # module:function
+    "medha_capacity:figure_1",
+    "medha_capacity:figure_4",
+    "medha_capacity:figure_15",
+    "medha_capacity:figure_16",
+    "medha_ranks:figure_17",
+    "medha_ranks:figure_18",
+    "medha_capacity:figure_21",
+    "medha_capacity:figure_22",
+    "medha_capacity:figure_23",
 ]
 
 META: list[str] = [
@@ -50,9 +58,10 @@ META: list[str] = [
 
 PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META}
 TITLES = {
-    "mnemosyne": "Mnemosyne: parallelization for multi-million context length LLM inference (arXiv 2409.17264v1)",
-    "medha": "Medha: efficient LLM inference with multi-million context lengths (arXiv 2409.17264v2 and later)",
-    "meta": "Context parallelism for scalable million-token inference (arXiv 2411.01783)",
+    "mnemosyne": "Mnemosyne: Parallelization Strategies for Efficiently Serving Multi-Million Context Length LLM "
+    "Inference Requests Without Approximations",
+    "medha": "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation",
+    "meta": "Context Parallelism for Scalable Million-Token Inference",
 }
 
 
