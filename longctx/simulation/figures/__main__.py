@@ -10,7 +10,7 @@ from longctx.simulation.figures import style
 from longctx.simulation.figures.compute import Task, compute_all
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.figures.pages import count, write_pages
-from longctx.simulation.figures.registry import PAPERS, registered
+from longctx.simulation.figures.registry import PAPERS, Registered, registered
 from longctx.simulation.figures.results import Result, read_result
 
 
