@@ -16,6 +16,7 @@ from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
     arrive_at_rate,
+    closed_loop,
     read_workload,
     scale_lengths,
     synthesize,
@@ -254,3 +255,18 @@ def test_ttft_counts_from_the_due_time() -> None:
     record = replay(engine, requests, device.clock, sleep)
     assert [(served.due, served.ttft) for served in record.served] == [(0.25, 1.0), (0.75, 1.5), (9, 1.0)]
     assert record.seconds == 10.0
+
+
+def test_follow_ups_come_after_the_answer() -> None:
+    """In virtual time a step takes a second: a prompt and one more token, then a second's thought, then the next."""
+    device = VirtualExecutor(lambda batch: 1.0, 50)
+    engine = Engine(MODEL, None, EngineConfig(page_size=4, run_ahead=1), executor=device, clock=device.clock)
+
+    def sleep(seconds: float) -> None:
+        device.now += seconds
+
+    requests = closed_loop([WorkloadRequest(0.0, 8, 2, number=number) for number in range(3)], users=1, delay=1.0)
+    record = replay(engine, requests, device.clock, sleep)
+    assert [(served.due, served.ttft) for served in record.served] == [(0, 1), (3, 1), (6, 1)]
+    with pytest.raises(ValueError, match="request 1 follows request 0, which is not in the workload"):
+        replay(engine, requests[1:], device.clock, sleep)

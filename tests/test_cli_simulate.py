@@ -59,6 +59,13 @@ def test_a_workload_is_simulated_without_jax(folder: Path) -> None:
     assert contents["config"]["num_pages"] > 0
 
 
+def test_looking_at_a_simulation_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SMALL, *PLAN, "--instances", "2") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 10
+    assert set(printed) <= set((folder / "printed.txt").read_text().splitlines())
+
+
 def test_requests_are_written_with_the_columns_of_vidur(folder: Path) -> None:
     with (folder / "request_metrics.csv").open() as file:
         rows = list(csv.DictReader(file))

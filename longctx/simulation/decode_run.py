@@ -23,7 +23,6 @@ from longctx.simulation.virtual_executor import VirtualExecutor
 
 _LEAST = 4  # periods for which computing arrays pays
 _ROUNDING = 4e-7  # by which a measured step may differ from its prediction, and still count as equal
-_CORRECTED_BY = 32  # batches, at most
 
 
 class DecodeRuns:
@@ -57,13 +56,7 @@ class DecodeRuns:
         ):
             self._seen.clear()
             return None
-        step, stage = scheduler.num_steps, scheduler.plan.stage
-        in_flight = tuple((step - batch.index, len(batch.chunks)) for batch in core.in_flight)
-        groups = tuple(len(batch.chunks) for batch in stages)
-        shape = self.queue.shape, in_flight, groups, tuple(running.decoding)
-        seen = dict(self._seen).get(step - stage)
-        self._seen.append((step, shape))
-        if seen != shape or sum(groups) != len(running.decoding):
+        if not self._repeats() or sum(len(batch.chunks) for batch in stages) != len(running.decoding):
             return None
         batches = (*stages, *core.in_flight)
         if any(batch.blocked for batch in batches) or not all(c.decodes for batch in batches for c in batch.chunks):
@@ -73,6 +66,19 @@ class DecodeRuns:
             return None
         run = DecodeRun(self, periods)
         return run if run.is_even else None
+
+    def _repeats(self) -> bool:
+        """Whether the step that has begun is like the one `stage` steps before, and all that is in flight too."""
+        core, scheduler = self.core, self.core.scheduler
+        step, stage = scheduler.num_steps, scheduler.plan.stage
+        if stage == 1 and core.in_flight.run_ahead == 1:
+            return True  # all others have ended
+        in_flight = tuple((step - batch.index, len(batch.chunks)) for batch in core.in_flight)
+        groups = tuple(len(batch.chunks) for batch in core.in_flight.in_stages)
+        shape = self.queue.shape, in_flight, groups, tuple(scheduler.running.decoding)
+        seen = dict(self._seen).get(step - stage)
+        self._seen.append((step, shape))
+        return seen == shape
 
     def _plain_tokens(self, sequence: Sequence) -> int:
         """How many tokens a sequence can get before it ends, needs a page, or completes one."""
@@ -172,7 +178,7 @@ class DecodeRun:
         self._runs.queue.skip(count, float(ends[-1]), lambda number: self._tick(number - self._stage + 1))
         scheduler, chunker = core.scheduler, core.scheduler.chunker
         scheduler.num_steps += count
-        chunker.predictor.confirm_decodes(self._ticks[busy[-_CORRECTED_BY:]].tolist())
+        chunker.predictor.confirm_decodes(self._ticks[busy].tolist())
         if self._stage > 1:  # else it remembers nothing
             recent, grown = chunker.state()
             chunker.restore(recent, grown - (count - self._stage))
@@ -198,7 +204,7 @@ class DecodeRun:
                 since = since + ticks[:, other]
             shares[:, place], before = ticks[:, place] / since, place
         predicted = self._ticks[busy]
-        self._durations = np.diff(self._finished[busy], prepend=self._begin) * shares.reshape(-1)[busy]
+        self._durations = _gaps(self._begin, self._finished[busy]) * shares.reshape(-1)[busy]
         if np.any(np.abs(self._durations / predicted - 1) > _ROUNDING):
             return False
         seconds = self._seconds[self._rows > 0]
@@ -217,7 +223,7 @@ class DecodeRun:
         totals.keys += keys
         totals.decode_pairs += keys
         totals.stage_seconds = _add_up(totals.stage_seconds, self._seconds[busy])
-        totals.busy = _add_up(totals.busy, np.diff(ends, prepend=self._begin))
+        totals.busy = _add_up(totals.busy, _gaps(self._begin, ends))
 
     def _add_steps(self, steps: list[StepMetrics], busy: np.ndarray, ends: np.ndarray) -> None:
         rows = [tuple((completion_of(s).request_id, 1, True) for s in batch.sampled) for batch in self._groups]
@@ -235,7 +241,7 @@ class DecodeRun:
         count = periods * self._stage
         for place, batch in enumerate(self._groups):
             ends = self._finished[place : count : self._stage]
-            longest = float(np.diff(ends).max()) if periods > 1 else 0.0
+            longest = float((ends[1:] - ends[:-1]).max()) if periods > 1 else 0.0
             for sequence in batch.sampled:
                 sequence.computed += periods
                 sequence.length += periods
@@ -273,6 +279,14 @@ class DecodeRun:
 
 def _sliding_max(values: np.ndarray, size: int) -> np.ndarray:
     return values if size == 1 else np.lib.stride_tricks.sliding_window_view(values, size).max(axis=1)
+
+
+def _gaps(begin: float, ends: np.ndarray) -> np.ndarray:
+    """Seconds since the end before, or since `begin`."""
+    gaps = ends.copy()
+    gaps[0] -= begin
+    gaps[1:] -= ends[:-1]
+    return gaps
 
 
 def _add_up(total: float, values: np.ndarray) -> float:

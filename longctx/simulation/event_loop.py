@@ -30,6 +30,11 @@ class EventLoop:
             raise ValueError(f"time must be finite and not before now={self.now}, got {time}")
         heapq.heappush(self._heap, (time, next(self._order), action))
 
+    @property
+    def is_last_now(self) -> bool:
+        """Whether nothing else is planned for now."""
+        return not self._heap or self._heap[0][0] > self.now
+
     def run(self, until: float = math.inf, after: Callable[[], object] | None = None) -> None:
         """Run all actions up to a time, this included; `after` is called after each.
 

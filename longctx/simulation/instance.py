@@ -1,7 +1,6 @@
 """An engine in virtual time: the core that serves, driven by events. No JAX, no device."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
@@ -18,70 +17,18 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
-from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.server import OnEnd
+from longctx.simulation.tokenless import make_sequence
+from longctx.simulation.tokenless_executor import TokenlessExecutor
 from longctx.simulation.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
 from longctx.simulation.workloads import WorkloadRequest
-
-OnEnd = Callable[[WorkloadRequest, Metrics], object]
-
-
-class Server(Protocol):
-    """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
-
-    Attributes:
-      name: that no other one of a simulation has.
-      num_devices: GPUs.
-      keep_steps: whether `steps` and `timeline` are wanted; set before `attach`.
-      steps, timeline, totals, stats: see `Record`. Times are those of the loop.
-    """
-
-    name: str
-    num_devices: int
-    keep_steps: bool
-
-    @property
-    def steps(self) -> list[StepMetrics]: ...
-
-    @property
-    def timeline(self) -> list[tuple[float, int, int]]: ...
-
-    @property
-    def totals(self) -> Totals: ...
-
-    @property
-    def stats(self) -> EngineStats | None: ...
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Predicted seconds of all prompts that it has not computed, by which requests are routed."""
-        ...
-
-    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
-
-        Records of the run before are dropped.
-        """
-        ...
-
-    def check(self, request: WorkloadRequest) -> None:
-        """ValueError if a request can never be served."""
-        ...
-
-    def add(self, request: WorkloadRequest, arrival: float) -> None:
-        """A request comes at `loop.now`; it was due at `arrival`."""
-        ...
-
-    def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """End the run: forget the requests that have not ended, which are returned."""
-        ...
 
 
 class Instance:
@@ -99,7 +46,7 @@ class Instance:
       name: that no other instance of a simulation has.
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
       skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
-        logs or host times, all steps are events.
+        logs, host times or `speed`, all steps are events.
       host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
       host: what its thread takes beside the devices. None: no time.
       speed: at which the devices do what takes `seconds`, where it was measured. None: always as fast.
@@ -137,13 +84,14 @@ class Instance:
         self._vocab_size = model.vocab_size
         self._host = host or HostTimes()
         predicted = lambda batch: predictor.seconds(batch.work)  # noqa: E731
-        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host, speed)
+        self.executor = TokenlessExecutor(seconds or predicted, model.vocab_size, plan, self._host, speed)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
         is_each = bool(seconds or host or speed or self._logs)  # asked for each step
         self._runs = runs if skips_decodes and not is_each else None
         self._run: DecodeRun | None = None
+        self._checked = 0  # tokens of the longest request that could be served
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
@@ -193,16 +141,19 @@ class Instance:
     def prefill_seconds(self) -> float:
         """Predicted seconds of all prompts that it has not computed."""
         scheduler = self._core.scheduler
-        prompts = (scheduler.waiting, scheduler.running.prefilling)
-        known = sum(sequence.prefill_remaining for sequences in prompts for sequence in sequences)
+        known = sum([sequence.prefill_remaining for sequence in scheduler.waiting])
+        known += sum([sequence.prefill_remaining for sequence in scheduler.running.prefilling])
         predictor, rows = scheduler.chunker.predictor, scheduler.chunker.chunking.tokens
-        return known + sum(predictor.prefill_seconds(0, sequence.prompt_length, rows) for sequence in self._entering)
+        return known + sum([predictor.prefill_seconds(0, each.prompt_length, rows) for each in self._entering])
 
     def check(self, request: WorkloadRequest) -> None:
         """ValueError if a request is longer than the longest sequence, or than the cache."""
+        if request.length <= self._checked:
+            return  # as a longer one was
         if request.length > self._max_length:
             raise ValueError(f"has {request.length} tokens, more than the {self._max_length} of the longest")
         self._core.scheduler.check(request.prompt_tokens, request.output_tokens)
+        self._checked = request.length
 
     def add(self, request: WorkloadRequest, arrival: float) -> None:
         """A request comes at `loop.now`; it was due at `arrival`."""
@@ -284,7 +235,10 @@ class Instance:
         self._end_step()
         self._is_busy = False
         self._free = self._loop.now + self._host.hidden
-        self._wake()
+        if self._free == self._loop.now and self._loop.is_last_now:
+            self._begin()  # as the event would
+        else:
+            self._wake()
 
     def _begin_steps(self, now: float) -> None:
         if not self._queue:
@@ -334,37 +288,3 @@ class Instance:
         self._busy_since = step.finished
         if self.keep_steps:
             self._steps.append(StepMetrics.of(step))
-
-
-class _Executor(VirtualExecutor):
-    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
-
-    def __init__(
-        self,
-        seconds: Callable[[Batch], float],
-        vocab_size: int,
-        plan: ParallelPlan,
-        host: HostTimes,
-        speed: DeviceSpeed | None,
-    ) -> None:
-        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
-        self._host_seconds = host.batch
-        self.has_tokens = False  # whether any sequence has
-        self._moves: list[Batch] = []
-
-    def submit(self, batch: Batch) -> Pending:
-        self.now += self._host_seconds
-        if batch.loads or batch.stores:
-            self._moves.append(batch)
-        return super().submit(batch)
-
-    def take_moves(self) -> list[Batch]:
-        """Batches since the last call that load or store pages."""
-        moves, self._moves = self._moves, []
-        return moves
-
-    def run(self, batch: Batch) -> list[int]:
-        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
-
-    def _token(self, chunk: Chunk) -> int:
-        return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

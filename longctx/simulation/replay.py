@@ -1,5 +1,6 @@
 """Sends a workload to an engine, each request when it is due, and keeps what came of it."""
 
+import heapq
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -9,7 +10,7 @@ from longctx.serving.engine.metrics import EngineStats
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.simulation.record import Record, Served
-from longctx.simulation.workloads import WorkloadRequest
+from longctx.simulation.workloads import WorkloadRequest, check_followers
 
 if TYPE_CHECKING:
     from longctx.serving.engine.engine import Engine
@@ -24,8 +25,9 @@ def replay(
     progress: Callable[[Record, EngineStats], object] | None = None,
     record: Record | None = None,
 ) -> Record:
-    """Serve requests, which are in order of arrival; greedy, and every output as long as asked for.
+    """Serve requests; greedy, and every output as long as asked for.
 
+    Those that follow another one (`WorkloadRequest.after`) come after its end, and not at all if it ends with an error.
     A request that is due while a step runs is submitted after it, but it arrived, for its metrics and deadline, when it
     was due: to a server it would have come then.
 
@@ -37,27 +39,35 @@ def replay(
       record: is filled, so that an interrupt leaves what came until then; the engine's monitor may append to its
         `steps`. None: a new one.
     """
+    check_followers(requests)
     record = Record() if record is None else record
-    open_requests: dict[str, WorkloadRequest] = {}
+    open_requests: dict[str, tuple[float, WorkloadRequest]] = {}
     vocab_size = engine.model.config.vocab_size
-    start, submitted = clock(), 0
-    while submitted < len(requests) or engine.has_work:
+    due = [(request.arrival, order, request) for order, request in enumerate(requests) if request.after is None]
+    heapq.heapify(due)
+    followers: dict[int, list[tuple[int, WorkloadRequest]]] = {}
+    for order, request in enumerate(requests):
+        if request.after is not None:
+            followers.setdefault(request.after, []).append((order, request))
+    start = clock()
+    while due or engine.has_work:
         now = clock() - start
-        while submitted < len(requests) and requests[submitted].arrival <= now:
-            request = requests[submitted]
+        while due and due[0][0] <= now:
+            arrival, _, request = heapq.heappop(due)
             sampling = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
             prepared = Request(request.tokens(vocab_size, seed).tolist(), sampling)
-            open_requests[engine.submit(prepared, min(start + request.arrival, clock()))] = request
-            submitted += 1
+            open_requests[engine.submit(prepared, min(start + arrival, clock()))] = arrival, request
         if not engine.has_work:
-            sleep(requests[submitted].arrival - now)
+            sleep(due[0][0] - now)
             continue
         for event in engine.step():
             if event.output is not None and event.output.finish_reason == "error":
                 record.failed += 1
             elif event.output is not None:
-                request = open_requests.pop(event.request_id)
-                record.served.append(Served.of(event.output.metrics, request.arrival, start, request.number))
+                arrival, request = open_requests.pop(event.request_id)
+                record.served.append(Served.of(event.output.metrics, arrival, start, request.number))
+                for order, follower in followers.get(request.number, ()):
+                    heapq.heappush(due, (max(follower.arrival, clock() - start + follower.delay), order, follower))
         record.stats, record.seconds = engine.stats(), clock() - start
         record.timeline.append((record.seconds, record.stats.running, record.stats.waiting))
         if progress is not None:

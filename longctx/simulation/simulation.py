@@ -6,8 +6,8 @@ from collections.abc import Sequence as List
 
 from longctx.serving.request.output import Metrics
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.instance import Server
 from longctx.simulation.record import InstanceRecord, Open, Record, Served, merge_timelines, sum_stats
+from longctx.simulation.server import Server
 from longctx.simulation.workloads import WorkloadRequest
 
 Route = Callable[[WorkloadRequest, List[Server], float], Server]

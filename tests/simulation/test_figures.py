@@ -1,5 +1,6 @@
 """The papers' figures: each is computed with tiny workloads, and its files are the same every time."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,18 @@ def test_figures_are_computed_in_processes(tmp_path: Path) -> None:
     assert done.stdout.count("numeric statements are within 20 %") == 1
     assert read_result(figure, tmp_path) is not None
     assert figure.name in (tmp_path / f"{figure.paper}.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_figures_are_byte_equal_in_other_processes(tmp_path: Path) -> None:
+    """Nothing depends on the order of sets, on what was cached before, or on which process computes what."""
+    written = []
+    for jobs in ("1", "2"):
+        folder, environment = tmp_path / jobs, os.environ | {"PYTHONHASHSEED": jobs}
+        command = [sys.executable, "-m", program.__spec__.name, "--quick", "--jobs", jobs, "--out", str(folder)]
+        subprocess.run(command, capture_output=True, timeout=900, check=True, env=environment)
+        written.append({path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()})
+    one, other = written
+    assert len(one) > 2 * len(FIGURES)
+    assert one.keys() == other.keys()
+    assert [name for name, contents in one.items() if contents != other[name]] == []

@@ -20,12 +20,13 @@ class BatchQueue:
       run_ahead: steps that are planned before the results of the first of them are there, at most.
 
     Attributes:
+      run_ahead: see above.
       num_idle: stages that had nothing to do in a step, summed over steps.
     """
 
     def __init__(self, run_ahead: int, stages: int) -> None:
         self.num_idle = 0
-        self._run_ahead, self._stages = run_ahead, stages
+        self.run_ahead, self._stages = run_ahead, stages
         self._queue: deque[Batch] = deque()
         self._in_stages: deque[Batch] = deque(maxlen=stages)
 
@@ -44,7 +45,7 @@ class BatchQueue:
     def has_room(self) -> bool:
         """Whether one more batch may be planned now."""
         later = self._stages - 1  # so many batches are in later stages: the steps in which they began have ended
-        if len(self._queue) >= self._run_ahead + later:
+        if len(self._queue) >= self.run_ahead + later:
             return False
         return sum(batch.predicted for batch in islice(self._queue, later, None)) < _AHEAD
 
@@ -54,7 +55,7 @@ class BatchQueue:
         Args:
           least, most: seconds.
         """
-        return (self._run_ahead - 1) * most < _AHEAD or least >= _AHEAD
+        return (self.run_ahead - 1) * most < _AHEAD or least >= _AHEAD
 
     @property
     def lacks_successors(self) -> bool:

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as List
 
 from longctx.serving.predictor.runtime import Predictor, chunk_curve
 from longctx.serving.predictor.work import Work
@@ -35,6 +36,8 @@ class Corrected:
         """See `chunk_curve`."""
         seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
+        if prompts == alone == 1.0:
+            return seconds
         return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
@@ -55,11 +58,10 @@ class Corrected:
         windows = (self._decodes, self._prompts, self._all)
         return self.decode_factor == self.prompt_factor == 1.0 and all(window.is_all(1.0) for window in windows)
 
-    def confirm_decodes(self, predicted: Iterable[float]) -> None:
+    def confirm_decodes(self, predicted: List[float]) -> None:
         """As if batches of decodes alone had taken what was predicted, where all before them did."""
-        for seconds in predicted:
-            self._all.add(1.0, seconds)
-            self._decodes.add(1.0, seconds)
+        self._all.add_alike(1.0, predicted)
+        self._decodes.add_alike(1.0, predicted)
 
     def _correct(self) -> None:
         of_all = self._all.median(1.0)
@@ -87,6 +89,11 @@ class _Window:
     def add(self, ratio: float, weight: float) -> None:
         self._alike = self._alike + 1 if self._seen and self._seen[-1][0] == ratio else 1
         self._seen.append((ratio, weight))
+
+    def add_alike(self, ratio: float, weights: List[float]) -> None:
+        """Add batches of one ratio, which is that of all before them."""
+        self._alike += len(weights)
+        self._seen.extend([(ratio, weight) for weight in weights[-_WINDOW:]])
 
     def is_all(self, ratio: float) -> bool:
         """Whether all ratios are this one."""

@@ -12,6 +12,8 @@ from typing import Protocol
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.work import Work
 
+_REMEMBERED = 2**16  # numbers of rows
+
 
 class Predictor(Protocol):
     """Predicts the time of batches; both methods are pure functions."""
@@ -236,6 +238,7 @@ class CurvePredictor:
         knots = zip(self.rows, self.rows[1:], self.linear, self.linear[1:], strict=False)
         slopes = [(after - before) / (end - start) for start, end, before, after in knots]
         object.__setattr__(self, "_slopes", (0.0, *slopes))  # of the line that ends at each knot
+        object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
     def seconds(self, work: Work) -> float:
         rows, samples, decode_keys, _, pairs, keys, *_ = work
@@ -303,10 +306,12 @@ class CurvePredictor:
         return seconds
 
     def _linear_seconds(self, rows: int) -> float:
-        knots = self.rows
-        at = bisect_left(knots, rows)
-        if at == 0:
-            return self.linear[0]
-        if at == len(knots):
-            at -= 1
-        return self.linear[at] + self._slopes[at] * (rows - knots[at])  # type: ignore[attr-defined]
+        known: dict[int, float] = self._known  # type: ignore[attr-defined]
+        seconds = known.get(rows)
+        if seconds is None:
+            at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+            slope = self._slopes[at]  # type: ignore[attr-defined]
+            seconds = self.linear[at] + slope * (rows - self.rows[at])
+            if len(known) < _REMEMBERED:
+                known[rows] = seconds
+        return seconds

@@ -179,6 +179,8 @@ class StepBudget:
     def room(self, sequence: Sequence, count: int | None = None) -> int:
         """Rows that there are for a prompt, which needs no more than `count`, or than it may compute now."""
         count = sequence.plannable if count is None else count
+        if self._num_ranks == 1:
+            return min(count, max(0, self.tokens - self._local[0]))
         while count > 0:
             _, ranks, sharded = self.share(sequence, count)
             room = self._room(ranks, sharded)
@@ -277,6 +279,9 @@ class StepBudget:
         """The work of each rank that computes a share of a prompt, with that share."""
         start, count, ranks = sequence.computed, share.num_tokens, share.ranks
         samples, works, predict = count == sequence.remaining, self._works, self._predictor.seconds
+        if self._num_ranks == 1:
+            work = works[0].with_chunk(start, count, samples)
+            return [_RankWork(0, work, predict(work))]
         if share.sharded:
             rows = sharded_rows(count, self._sharded, self._num_ranks)
             # About: chunks of several sequences may have most of their keys on different ranks.

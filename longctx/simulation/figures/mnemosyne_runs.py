@@ -150,7 +150,8 @@ def doubling(axes: Any, values: List[int]) -> None:
 
 def lines(axes: Any, table: List[Row], x: str, y: str, by: str, label: str = "{}", marker: str = "o-") -> None:
     """Draw column `y` over column `x`, a line for each value of column `by`; rows without `y` are left out."""
-    for value in dict.fromkeys(row[by] for row in table):
-        rows = [row for row in table if row[by] == value and row.get(y) is not None]
+    drawn = [row for row in table if row.get(y) is not None]
+    for value in dict.fromkeys(row[by] for row in drawn):
+        rows = [row for row in drawn if row[by] == value]
         axes.plot([row[x] for row in rows], [row[y] for row in rows], marker, label=label.format(value))
     axes.legend()
