@@ -19,6 +19,7 @@ from longctx.simulation.capacity import PRECISION, search
 from longctx.simulation.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
 from longctx.simulation.targets import parse_targets
+from longctx.simulation.workloads.arrivals import MAX_RATE
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 # Long and short prompts on two ranks and two stages of a pipeline.
@@ -141,6 +142,7 @@ def test_a_search_finds_where_a_target_is_missed(limit: float) -> None:
     found = search(lambda rate: rate <= limit, 1.0)
     assert limit / (1 + PRECISION) <= found.rate <= limit
     assert search(lambda rate: False, 1.0).rate == 0
+    assert 0.5 * MAX_RATE < search(lambda rate: True, 1e4).rate <= MAX_RATE  # no rate misses it
 
 
 def test_users_wait_for_answers_and_windows_close(capsys: pytest.CaptureFixture[str]) -> None:
