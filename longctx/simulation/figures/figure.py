@@ -1,9 +1,9 @@
 """What a figure of a paper is here: statements beside the paper's own values, a table, and a drawing."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from longctx.serving.validation import check_integer
 
 HOLDS, FAILS = "holds", "does not hold"
 NEAR = 0.2  # of the paper's value, within which ours counts as the same
+BASES = ("predicted", "arithmetic", "fitted")
 Cell = str | int | float | bool | None
 
 
@@ -25,9 +26,12 @@ class Statement:
       ours: our number; "holds" or "does not hold" for an ordering, by a comparison (`ordering`).
       unit: of both numbers.
       why: one line that says where a difference comes from; needed where ours is not `is_near`.
+      basis: of our number. `"predicted"`: it could have been wrong. `"arithmetic"`: it follows from sizes and settings
+        alone. `"fitted"`: a number of the cost model was taken from what the paper measured here.
 
     Raises:
-      ValueError: a number is not finite, the paper's is 0, a text is empty, or an ordering has another value.
+      ValueError: the basis is none of these, a number is not finite, the paper's is 0, a text is empty, or an ordering
+        has another value.
     """
 
     figure: str
@@ -36,8 +40,11 @@ class Statement:
     ours: float | str
     unit: str = ""
     why: str = ""
+    basis: str = "predicted"
 
     def __post_init__(self) -> None:
+        if self.basis not in BASES:
+            raise ValueError(f"basis must be one of {', '.join(BASES)}, got {self.basis!r}")
         for name in ("figure", "text"):
             if not getattr(self, name).strip():
                 raise ValueError(f"{name} must say something")
@@ -72,6 +79,11 @@ class Statement:
 def ordering(figure: str, text: str, holds: bool, why: str = "") -> Statement:
     """A statement of the paper that holds here or does not, by a comparison of computed values."""
     return Statement(figure, text, HOLDS, HOLDS if holds else FAILS, why=why)
+
+
+def based_on(basis: str, statements: Iterable[Statement]) -> list[Statement]:
+    """Statements whose numbers have another basis; orderings stay as they are."""
+    return [each if each.ratio is None else replace(each, basis=basis) for each in statements]
 
 
 @dataclass(frozen=True)

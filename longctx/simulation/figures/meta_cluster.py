@@ -36,9 +36,11 @@ FIXED = (
 )
 
 
-def number(figure: str, text: str, paper: float, ours: float, unit: str = "", why: str = "") -> Statement:
+def number(
+    figure: str, text: str, paper: float, ours: float, unit: str = "", why: str = "", basis: str = "predicted"
+) -> Statement:
     """A statement, which says why only where the two differ."""
-    stated = Statement(figure, text, paper, ours, unit, why)
+    stated = Statement(figure, text, paper, ours, unit, why, basis)
     return dataclasses.replace(stated, why="") if stated.is_near else stated
 
 

@@ -122,7 +122,8 @@ def table_8(inputs: Inputs) -> Figure:
                     continue
                 why = CALL if part.startswith("attention") else ""
                 text = f"{thousand}K, batch {batch}, {hosts} hosts: {part}"
-                statements.append(number("table 8", text, theirs[at], mine, "us", why))
+                basis = "fitted" if part in ("SendRecv", "All2All") else "predicted"  # latencies of the link
+                statements.append(number("table 8", text, theirs[at], mine, "us", why, basis))
     statements += list(_orderings(found))
     return Figure("meta_table_8", "Parts of a layer's attention in decode", "meta", statements, table)
 

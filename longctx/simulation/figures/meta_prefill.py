@@ -6,7 +6,7 @@ from longctx.parallel.device_tables import DEVICES
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures import style
-from longctx.simulation.figures.figure import Figure, Inputs, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, LLAMA, K, M, number, serve
 from longctx.simulation.utilization import max_tokens, model_flops
 
@@ -134,14 +134,17 @@ def appendix_a(inputs: Inputs) -> Figure:
     total = model_flops(LLAMA, prompt)
     seconds = serve(M, 16).ttft
     reached, peak = total / seconds / 128, DEVICES["H100-500W"].flops["bfloat16"]
-    statements = [
+    counted = [
         number("A", "FLOPs of the products with weights, 1M tokens", 8.1e17, total - attention, "FLOP"),
         number("A", "FLOPs of attention, half of the pairs", 4.1e18, attention, "FLOP"),
         number("A", "FLOPs in all", 4.9e18, total, "FLOP"),
         number("A", "FLOPs in all over the paper's 77 s and 128 GPUs", 502.0, total / 77 / 128 / 1e12, "TFLOP/s"),
+    ]
+    reaching = [  # 502 of 800 TFLOP/s is what the cost model was given
         number("A", "FLOP/s of each GPU, 1M on 16 hosts", 502.0, reached / 1e12, "TFLOP/s"),
         number("A", "of the 540 TFLOP/s of attention alone on one GPU", 0.93, reached / 540e12),
         number("A", "of the 800 TFLOP/s of the data sheet (MFU)", 0.63, reached / peak),
     ]
+    statements = [*based_on("arithmetic", counted), *based_on("fitted", reaching)]
     table = [{"statement": each.text, "paper": each.paper, "ours": each.ours, "unit": each.unit} for each in statements]
     return Figure("meta_appendix_a", "FLOPs of 1M tokens on 128 GPUs", "meta", statements, table)

@@ -125,7 +125,7 @@ def figure_19(inputs: Inputs) -> Figure:
             middle = (quarter + 0.5) * prompt / 4
             gpus = 32 * max(row["ranks"] for row in rows if row["tokens_before"] <= middle)
             about = f"{name}: GPUs in the {which} quarter of 2M tokens"
-            statements.append(Statement("19", about, 32 * (quarter + 1), gpus, "GPUs"))
+            statements.append(Statement("19", about, 32 * (quarter + 1), gpus, "GPUs", basis="arithmetic"))
         grown = [row["step_s"] for row in rows[:-1] if row["ranks"] > 1]  # the last chunk is shorter
         longest = max(row["step_s"] for row in rows if row["ranks"] == 1)
         is_even = max(grown) < 1.2 * min(min(grown), longest)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longctx.models.footprint import cache_bytes, weight_bytes
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from longctx.simulation.figures.mnemosyne_runs import B8, B70, DEVICE, M, Row, lines
 from longctx.simulation.record import Totals
 from longctx.simulation.utilization import model_flops
@@ -55,7 +55,7 @@ def section_2_1(inputs: Inputs) -> Figure:
         {"quantity": "tokens of a chunk that reach it", "paper": 40, "ours": chunk},
     ]
     title = "What a million tokens of Llama-3 70B take"
-    return Figure("mnemosyne_section_2_1", title, "mnemosyne", statements, table)
+    return Figure("mnemosyne_section_2_1", title, "mnemosyne", based_on("arithmetic", statements), table)
 
 
 def figure_5(inputs: Inputs) -> Figure:
@@ -105,4 +105,5 @@ def figure_5(inputs: Inputs) -> Figure:
         right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="H100 needed")
 
     title = "Which resource limits the context: Llama-3 8B, TTFT 30 s, TPOT 20 ms"
+    statements = based_on("arithmetic", statements)
     return Figure("mnemosyne_figure_5", title, "mnemosyne", statements, table, draw, panels=2)
