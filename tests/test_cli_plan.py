@@ -176,6 +176,7 @@ def test_tokens_are_parsed() -> None:
 
 WRONG = [
     (["--gpus", "0"], "--gpus must be at least 1"),
+    (["--gpus", "1000000000"], "--gpus must be at most 65,536"),
     (["--context", "many"], "--context must be tokens such as"),
     (["--context", "100M"], "--context must be at most"),
     (["--ttft", "0"], "--ttft must be above 0"),

@@ -19,6 +19,7 @@ from longctx.simulation.capacity import PRECISION, search
 from longctx.simulation.request_metrics import COLUMNS
 from longctx.simulation.sweep import parse_grid, points
 from longctx.simulation.targets import parse_targets
+from longctx.simulation.workloads.arrivals import MAX_RATE
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 # Long and short prompts on two ranks and two stages of a pipeline.
@@ -56,6 +57,13 @@ def test_a_workload_is_simulated_without_jax(folder: Path) -> None:
     assert 0 < summary["usage"]["mbu"] <= summary["usage"]["busy_mbu"] < 1
     assert summary["usage"]["gpu_seconds"] == pytest.approx(32 * summary["seconds"])
     assert contents["config"]["num_pages"] > 0
+
+
+def test_looking_at_a_simulation_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(*SMALL, *PLAN, "--instances", "2") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) > 10
+    assert set(printed) <= set((folder / "printed.txt").read_text().splitlines())
 
 
 def test_requests_are_written_with_the_columns_of_vidur(folder: Path) -> None:
@@ -134,6 +142,7 @@ def test_a_search_finds_where_a_target_is_missed(limit: float) -> None:
     found = search(lambda rate: rate <= limit, 1.0)
     assert limit / (1 + PRECISION) <= found.rate <= limit
     assert search(lambda rate: False, 1.0).rate == 0
+    assert 0.5 * MAX_RATE < search(lambda rate: True, 1e4).rate <= MAX_RATE  # no rate misses it
 
 
 def test_users_wait_for_answers_and_windows_close(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +151,18 @@ def test_users_wait_for_answers_and_windows_close(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert "open requests" in printed
     assert "2 had not ended when the window closed" in printed
+
+
+def test_requests_that_a_window_cuts_off_count(tmp_path: Path) -> None:
+    """They are those that wait longest: to leave them out would make an overloaded engine look well."""
+    workload = ["--requests", "200", "--qps", "40", "--prompt-tokens", "5000", "--output-tokens", "2", "--window", "3"]
+    assert simulate(*workload, "--json", str(tmp_path / "all.json")) == 0
+    contents = json.loads((tmp_path / "all.json").read_text())
+    summary, ended = contents["summary"], contents["requests"]
+    assert summary["open"] > summary["requests"] == len(ended)
+    assert summary["ttft"]["p99"] > max(request["ttft"] for request in ended)
+    in_time = sum(request["ttft"] <= request["ttft_deadline"] for request in ended)
+    assert 0 < summary["in_time"] < 0.5 * in_time / len(ended)
 
 
 def test_targets_and_grids_are_parsed() -> None:
@@ -167,6 +188,8 @@ WRONG = [
     (["--plan", "tensor=3"], "--plan's tensor must divide"),
     (["--qps", "-1"], "--rate must be at least"),
     (["--instances", "0"], "--instances must be at least 1"),
+    (["--instances", "1000000000"], "--instances and --plan must have at most 65,536 devices together"),
+    (["--plan", "context=1000000000"], "--instances and --plan must have at most 65,536 devices together"),
     (["--mix", "coffee"], "--mix must be one of sharegpt4"),
     (["--mix", "sharegpt4", "--workload", "x.csv"], "--workload contradicts --mix"),
     (["--baseline", "orca"], "--baseline must be one of medha"),
@@ -174,6 +197,7 @@ WRONG = [
     (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
     (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
     (["--window", "nan"], "--window must be seconds"),
+    (["--window", "0"], "--window must be seconds, above 0"),
     (["--capacity", "fast"], "--capacity must be ttft_p90=SECONDS"),
     (["--capacity", "in_time=2"], "--capacity must have positive seconds, and a share of at most 1"),
     (["--capacity", "ttft_p90=1", "--qps", "2"], "--capacity contradicts --rate"),

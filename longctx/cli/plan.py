@@ -14,7 +14,7 @@ from longctx.cli.arguments.engine import flag
 from longctx.cli.config_flags import given_topology
 from longctx.cli.files import check_input, check_output
 from longctx.cli.naming import naming_flags, prefixing
-from longctx.cli.simulate_flags import named_model
+from longctx.cli.simulate_flags import MAX_DEVICES, named_model
 from longctx.cli.terminal import FAILED, Console
 from longctx.cli.workload_flags import MIN_RATE
 from longctx.serving.parallel_plan import ParallelPlan
@@ -97,6 +97,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag(name)} must be at least 1, got {value}")
+    if options.gpus > MAX_DEVICES:
+        raise ValueError(f"--gpus must be at most {MAX_DEVICES:,}, got {options.gpus}")
     for name in ("ttft", "tpot", "price"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

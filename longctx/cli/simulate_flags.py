@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from longctx.simulation.baseline_deployment import BaselineDeployment
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.models import MODELS
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate, closed_loop, jitter_arrivals, make_mix
+
+MAX_DEVICES = 65_536  # that are simulated: each instance has pages and a scheduler of its own, in memory
 
 _PLAN: dict[str, Any] = {
     "stage": int,
@@ -72,8 +75,10 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
     model = named_model(options.model)
     topology = given_topology(options)
     assert topology is not None
-    config = engine_config(options, max_length=longest)
     plan = parallel_plan(options)
+    if (devices := options.instances * plan.num_devices) > MAX_DEVICES:
+        raise ValueError(f"--instances and --plan must have at most {MAX_DEVICES:,} devices together, got {devices:,}")
+    config = engine_config(options, max_length=longest)
     names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
     with naming_flags(names), naming_flags(list(SIZES)):
         if options.baseline is not None:
@@ -136,10 +141,10 @@ def check_simulation(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{flag(name)} must be at least 1, got {value}")
-    for name, low in (("jitter", 0.0), ("window", 0.0)):
-        value = getattr(options, name)
-        if value is not None and not low <= value < float("inf"):
-            raise ValueError(f"{flag(name)} must be seconds, 0 or more, got {value}")
+    if options.jitter is not None and not 0 <= options.jitter < math.inf:
+        raise ValueError(f"--jitter must be seconds, 0 or more, got {options.jitter}")
+    if options.window is not None and not 0 < options.window < math.inf:
+        raise ValueError(f"--window must be seconds, above 0, got {options.window}")
     for name in ("rate", "jitter"):
         if options.users is not None and getattr(options, name) is not None:
             raise ValueError(f"--users contradicts {flag(name)}: users wait for answers")

@@ -9,6 +9,7 @@ from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
 from longctx.simulation.targets import Target, Watch
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
+from longctx.simulation.workloads.arrivals import MAX_RATE
 
 PRECISION = 0.05  # the highest rate that meets the targets and the lowest that does not differ by at most this share
 _MOST = 24  # rates that are tried
@@ -53,7 +54,7 @@ def find_capacity(
       progress: is called after each rate that was tried.
 
     Raises:
-      ValueError: there is no target, or a request can't be served, or requests follow others, which no rate can say.
+      ValueError: there is no target, or a request can't be served.
     """
     if not targets:
         raise ValueError("targets must be at least one")
@@ -82,9 +83,9 @@ def first_rate(deployment: Deployment, requests: List[WorkloadRequest]) -> float
 
 
 def search(is_met: Callable[[float], bool], rate: float, progress: Callable[[Tried], object] | None = None) -> Capacity:
-    """Double or halve a rate until it is bracketed, then bisect by ratio."""
+    """Double or halve a rate until it is bracketed, then bisect by ratio; up to `MAX_RATE` if nothing is missed."""
     low, high, tried = 0.0, math.inf, list[Tried]()
-    while len(tried) < _MOST and not (low > 0 and high <= low * (1 + PRECISION)):
+    while len(tried) < _MOST and rate <= MAX_RATE and not (low > 0 and high <= low * (1 + PRECISION)):
         found = is_met(rate)
         tried.append(Tried(rate, found))
         if progress is not None:

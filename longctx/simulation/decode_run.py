@@ -152,10 +152,10 @@ class DecodeRun:
         """When its last step ends."""
         return float(self._finished[self._periods * self._stage - 1])
 
-    def periods_before(self, now: float) -> int:
-        """How many whole periods end before a time."""
+    def periods_until(self, now: float, included: bool = False) -> int:
+        """How many whole periods end before a time, or at this time too."""
         ends = self._finished[self._stage - 1 : self._periods * self._stage : self._stage]
-        periods = int(np.searchsorted(ends, now, side="left"))
+        periods = int(np.searchsorted(ends, now, side="right" if included else "left"))
         # Fewer would leave some of the batches in flight as they are.
         return periods if periods * self._stage > self._last - self._origin else 0
 

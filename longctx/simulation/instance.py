@@ -1,7 +1,6 @@
 """An engine in virtual time: the core that serves, driven by events. No JAX, no device."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
@@ -18,70 +17,18 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.simulation.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.host_times import HostTimes
 from longctx.simulation.record import Totals
-from longctx.simulation.tokenless import TokenlessCompletion, make_sequence
-from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.server import OnEnd
+from longctx.simulation.tokenless import make_sequence
+from longctx.simulation.tokenless_executor import TokenlessExecutor
 from longctx.simulation.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
 from longctx.simulation.workloads import WorkloadRequest
-
-OnEnd = Callable[[WorkloadRequest, Metrics], object]
-
-
-class Server(Protocol):
-    """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
-
-    Attributes:
-      name: that no other one of a simulation has.
-      num_devices: GPUs.
-      keep_steps: whether `steps` and `timeline` are wanted; set before `attach`.
-      steps, timeline, totals, stats: see `Record`. Times are those of the loop.
-    """
-
-    name: str
-    num_devices: int
-    keep_steps: bool
-
-    @property
-    def steps(self) -> list[StepMetrics]: ...
-
-    @property
-    def timeline(self) -> list[tuple[float, int, int]]: ...
-
-    @property
-    def totals(self) -> Totals: ...
-
-    @property
-    def stats(self) -> EngineStats | None: ...
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Predicted seconds of all prompts that it has not computed, by which requests are routed."""
-        ...
-
-    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
-
-        Records of the run before are dropped.
-        """
-        ...
-
-    def check(self, request: WorkloadRequest) -> None:
-        """ValueError if a request can never be served."""
-        ...
-
-    def add(self, request: WorkloadRequest, arrival: float) -> None:
-        """A request comes at `loop.now`; it was due at `arrival`."""
-        ...
-
-    def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """End the run: forget the requests that have not ended, which are returned."""
-        ...
 
 
 class Instance:
@@ -99,7 +46,7 @@ class Instance:
       name: that no other instance of a simulation has.
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
       skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
-        logs or host times, all steps are events.
+        logs, host times or `speed`, all steps are events.
       host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
       host: what its thread takes beside the devices. None: no time.
       speed: at which the devices do what takes `seconds`, where it was measured. None: always as fast.
@@ -137,7 +84,7 @@ class Instance:
         self._vocab_size = model.vocab_size
         self._host = host or HostTimes()
         predicted = lambda batch: predictor.seconds(batch.work)  # noqa: E731
-        self.executor = _Executor(seconds or predicted, model.vocab_size, plan, self._host, speed)
+        self.executor = TokenlessExecutor(seconds or predicted, model.vocab_size, plan, self._host, speed)
         self._queue = SubmitQueue(self.executor, self.executor.clock, plan.stage)
         self._logs = tuple(logs)
         runs = DecodeRuns(self._core, self._queue, self.executor, predictor)
@@ -260,24 +207,40 @@ class Instance:
         """Begin what can be, and plan what comes next: the end of the oldest batch, or of a run of batches."""
         self._is_due = False
         self._begin_steps(self._loop.now)
-        if not self._is_busy:
-            return
+        if self._is_busy:
+            self._plan_end()
+
+    def _plan_end(self) -> None:
         self._run = run = None if self._runs is None else self._runs.find()
         if run is None:
             self._loop.at(max(self.executor.now, self._queue.oldest.ready), self._end)
         else:
-            self._loop.at(run.finished, lambda: self._settle() if self._run is run else None)
+            self._loop.at(run.finished, lambda: self._end_run(run))
+
+    def _end_run(self, run: DecodeRun) -> None:
+        """A run has come to its end, unless it was settled before."""
+        if self._run is not run:
+            return
+        if self._loop.is_last_now and (periods := run.periods_until(self._loop.now, included=True)):
+            self._run = None
+            self._move_past(run, periods)
+            self._plan_end()
+        else:
+            self._settle()
+
+    def _move_past(self, run: DecodeRun, periods: int) -> None:
+        ends = run.apply(periods, self._totals, self._steps if self.keep_steps else None)
+        if ends:
+            self._busy_since = ends[-1]
+            if self.keep_steps:
+                self._timeline += [self._point(end) for end in ends]
 
     def _settle(self) -> None:
         """End a run of steps now, as far as it has come: so whoever looks at the core finds it as it is."""
         if self._run is None:
             return
         run, self._run, now = self._run, None, self._loop.now
-        ends = run.apply(run.periods_before(now), self._totals, self._steps if self.keep_steps else None)
-        if ends:
-            self._busy_since = ends[-1]
-            if self.keep_steps:
-                self._timeline += [self._point(end) for end in ends]
+        self._move_past(run, run.periods_until(now))
         while (ready := self._queue.oldest.ready) < now:
             self._end_step()
             self._begin_steps(ready)
@@ -341,37 +304,3 @@ class Instance:
         self._busy_since = step.finished
         if self.keep_steps:
             self._steps.append(StepMetrics.of(step))
-
-
-class _Executor(VirtualExecutor):
-    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
-
-    def __init__(
-        self,
-        seconds: Callable[[Batch], float],
-        vocab_size: int,
-        plan: ParallelPlan,
-        host: HostTimes,
-        speed: DeviceSpeed | None,
-    ) -> None:
-        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
-        self._host_seconds = host.batch
-        self.has_tokens = False  # whether any sequence has
-        self._moves: list[Batch] = []
-
-    def submit(self, batch: Batch) -> Pending:
-        self.now += self._host_seconds
-        if batch.loads or batch.stores:
-            self._moves.append(batch)
-        return super().submit(batch)
-
-    def take_moves(self) -> list[Batch]:
-        """Batches since the last call that load or store pages."""
-        moves, self._moves = self._moves, []
-        return moves
-
-    def run(self, batch: Batch) -> list[int]:
-        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
-
-    def _token(self, chunk: Chunk) -> int:
-        return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)

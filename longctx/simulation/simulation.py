@@ -6,8 +6,8 @@ from collections.abc import Sequence as List
 
 from longctx.serving.request.output import Metrics
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.instance import Server
 from longctx.simulation.record import InstanceRecord, Open, Record, Served, merge_timelines, sum_stats
+from longctx.simulation.server import Server
 from longctx.simulation.workloads import WorkloadRequest
 
 Route = Callable[[WorkloadRequest, List[Server], float], Server]
@@ -116,9 +116,9 @@ class _Run:
                 name, devices, steps = instance.name, instance.num_devices, instance.steps
                 record.instances.append(InstanceRecord(name, devices, instance.totals, steps, instance.stats))
         finally:
-            loop.clear()
             for instance in self._instances:
                 left += [(instance.name, *each) for each in instance.stop()]
+            loop.clear()  # of what instances have planned while they stopped, too
         for name, request, metrics in left:
             due = metrics.arrival - self._start
             ttft = None if metrics.first_token is None else metrics.first_token - metrics.arrival
@@ -154,6 +154,6 @@ class _Run:
             due = request.arrival if request.after is None else metrics.arrival - start
             self._record.served.append(Served.of(metrics, due, start, request.number, instance.name))
             for follower in self._followers.get(request.number, ()):
-                self._arrive_at(follower, self._loop.now - start + follower.delay)
+                self._arrive_at(follower, max(follower.arrival, self._loop.now - start + follower.delay))
 
         return on_end

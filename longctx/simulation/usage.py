@@ -12,22 +12,21 @@ from longctx.simulation.targets import in_time, latency
 def summarize_deployment(record: Record, deployment: Deployment) -> dict[str, Any]:
     """Summarize what a deployment did, as plain data: `report.summarize`, and further keys.
 
-    `e2e`: percentiles of seconds from when a request was due to its last token. `in_time`: share of requests that kept
-    all they were promised; those whose first token is overdue at the end of the window did not. `open`: requests that
-    had not ended then. `usage`: of the devices, see `usage`.
+    `ttft`: as `report.summarize` has it, and of requests that had not ended when the window closed too, which are those
+    that wait longest: who had no first token then counts with the seconds so far, which is too little. `e2e`:
+    percentiles of seconds from when a request was due to its last token. `in_time`: share of requests that kept all
+    they were promised; open ones whose first token was late, or is overdue, did not. `open`: requests that had not
+    ended. `usage`: of the devices, see `usage`.
     """
     kept = [in_time(served) for served in record.served]
-    overdue = [
-        False
-        for each in record.open
-        if each.ttft is None
-        and each.metrics.ttft_deadline is not None
-        and record.seconds - each.due > each.metrics.ttft_deadline
-    ]
+    waited = [record.seconds - each.due if each.ttft is None else each.ttft for each in record.open]
+    deadlines = [each.metrics.ttft_deadline for each in record.open]
+    late = [False for ttft, most in zip(waited, deadlines, strict=True) if most is not None and ttft > most]
     return summarize(record) | {
         "prediction_error": None,  # a batch takes what is predicted, by construction
         "e2e": percentiles([value for served in record.served if (value := latency(served, "e2e")) is not None]),
-        "in_time": share([*kept, *overdue]),
+        "ttft": percentiles([*(served.ttft for served in record.served), *waited]),
+        "in_time": share([*kept, *late]),
         "open": len(record.open),
         "usage": usage(record, deployment),
     }

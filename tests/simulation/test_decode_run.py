@@ -101,3 +101,22 @@ def test_a_long_output_takes_few_events() -> None:
     record, simulation = serve([*requests, *requests], plan, True, np.inf, roofs(plan), **options)
     assert record.totals.steps == 10_000
     assert simulation.loop.num_events < 1_000
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_looking_at_a_core_in_the_midst_of_a_run_changes_nothing(stages: int) -> None:
+    plan, looks = ParallelPlan(stage=stages), list[int]()
+    config = EngineConfig(token_budget=512, page_size=64, num_pages=2000, prefix_cache=False)
+    requests = random_requests(np.random.default_rng(7), 20, 1.0)
+
+    def run(step: float) -> Record:
+        instance = Instance(MODEL, config, roofs(plan), plan)
+        simulation = Simulation([instance])
+        for at in np.arange(0.0, 15.0, step).tolist():
+            simulation.loop.at(at, lambda: looks.append(instance.core.scheduler.num_steps))
+        return simulation.run(requests)
+
+    often = run(0.003)
+    assert looks == sorted(looks)
+    assert len(set(looks)) > 100
+    assert often == run(20.0)

@@ -87,7 +87,7 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     captured = capsys.readouterr()
     assert "meta_figure_2 failed:" in captured.err
     assert "the second has a fault" in captured.err
-    assert captured.out.startswith("0 of 2 numeric statements are within 20 % of the paper's (0%); 2 of 2 orderings")
+    assert captured.out.startswith("0 of 2 numeric statements are within 20 % of the paper's (0.0%); 2 of 2 orderings")
     page = (tmp_path / "meta.md").read_text()
     assert "| 1 | TTFT of 1M tokens | 2 s | 1.5 s | 0.75 | no host | `meta_figure_1` |" in page
     assert "| 2 | a \\| b | holds | holds |  |  | `meta_figure_3` |" in page

@@ -120,6 +120,15 @@ def test_ticks_are_jittered_by_seed() -> None:
     assert sorted(moved, key=lambda x: x.arrival) == moved
 
 
+def test_follow_ups_stand_after_whom_they_follow_when_ticks_are_jittered() -> None:
+    turns = make_conversations(20, Lengths(3, 3), Lengths(10, 20), Lengths(1, 5), Lengths(5, 5))
+    for seed in range(3):
+        seen = set[int]()
+        for turn in jitter_arrivals(turns, 3.0, seed):
+            assert turn.after is None or turn.after in seen
+            seen.add(turn.number)
+
+
 @pytest.mark.parametrize("rate", [0, -1.0, math.nan, -math.inf, 1e300])
 def test_rates_that_are_none_are_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="rate must be"):

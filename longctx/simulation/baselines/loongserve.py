@@ -13,8 +13,8 @@ from longctx.simulation.baselines.decode_group import Active, DecodeGroup
 from longctx.simulation.baselines.groups import plan_groups
 from longctx.simulation.baselines.loongserve_cost import LoongServeCost
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.instance import OnEnd
 from longctx.simulation.record import Totals
+from longctx.simulation.server import OnEnd
 from longctx.simulation.workloads import WorkloadRequest
 
 _MOST_PROMPTS = 16  # that are divided into groups at a time

@@ -49,7 +49,7 @@ def count(statements: list[Statement]) -> str:
     """How many numbers are near those of the papers, and how many orderings hold."""
     numeric = [s.is_near for s in statements if s.ratio is not None]
     orderings = [s.is_near for s in statements if s.ratio is None]
-    share = f" ({sum(numeric) / len(numeric):.0%})" if numeric else ""
+    share = f" ({sum(numeric) / len(numeric):.1%})" if numeric else ""
     return (
         f"{sum(numeric)} of {len(numeric)} numeric statements are within 20 % of the paper's{share}; "
         f"{sum(orderings)} of {len(orderings)} orderings and crossovers hold"

@@ -56,17 +56,23 @@ def arrive_like(
 def jitter_arrivals(requests: List[WorkloadRequest], seconds: float = 3.0, seed: int = 0) -> list[WorkloadRequest]:
     """Move each arrival by a random part of `seconds` to later times, and sort the requests by arrival again.
 
-    Timestamps of Mooncake's traces are on ticks of 3 s: bursts that were none. Follow-ups stay as they are.
+    Timestamps of Mooncake's traces are on ticks of 3 s: bursts that were none. Follow-ups keep their
+    delays, and stand after whom they follow.
 
     Raises:
       TypeError, ValueError: seconds is negative or not finite.
     """
     check_real("seconds", seconds, 0, MAX_ARRIVAL)
     moves = np.random.default_rng(seed).uniform(0, seconds, len(requests)).tolist()
-    moved = [
-        request if request.after is not None else dataclasses.replace(request, arrival=request.arrival + move)
-        for request, move in zip(requests, moves, strict=True)
-    ]
+    arrivals: dict[int, float] = {}  # a follow-up stands after whom it follows, however far that one was moved
+    moved = []
+    for request, move in zip(requests, moves, strict=True):
+        if request.after is None:
+            arrival = request.arrival + move
+        else:
+            arrival = max(request.arrival, arrivals.get(request.after, 0.0))
+        arrivals[request.number] = arrival
+        moved.append(dataclasses.replace(request, arrival=arrival))
     return sorted(moved, key=lambda request: request.arrival)
 
 

@@ -1,0 +1,63 @@
+"""What requests are simulated on, as a `Simulation` sees it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from longctx.serving.engine.metrics import EngineStats, StepMetrics
+from longctx.serving.request.output import Metrics
+from longctx.simulation.event_loop import EventLoop
+from longctx.simulation.record import Totals
+from longctx.simulation.workloads import WorkloadRequest
+
+OnEnd = Callable[[WorkloadRequest, Metrics], object]
+
+
+class Server(Protocol):
+    """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
+
+    Attributes:
+      name: that no other one of a simulation has.
+      num_devices: GPUs.
+      keep_steps: whether `steps` and `timeline` are wanted; set before `attach`.
+      steps, timeline, totals, stats: see `Record`. Times are those of the loop.
+    """
+
+    name: str
+    num_devices: int
+    keep_steps: bool
+
+    @property
+    def steps(self) -> list[StepMetrics]: ...
+
+    @property
+    def timeline(self) -> list[tuple[float, int, int]]: ...
+
+    @property
+    def totals(self) -> Totals: ...
+
+    @property
+    def stats(self) -> EngineStats | None: ...
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Predicted seconds of all prompts that it has not computed, by which requests are routed."""
+        ...
+
+    def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
+        """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
+
+        Records of the run before are dropped.
+        """
+        ...
+
+    def check(self, request: WorkloadRequest) -> None:
+        """ValueError if a request can never be served."""
+        ...
+
+    def add(self, request: WorkloadRequest, arrival: float) -> None:
+        """A request comes at `loop.now`; it was due at `arrival`."""
+        ...
+
+    def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
+        """End the run: forget the requests that have not ended, which are returned."""
+        ...

@@ -1,0 +1,44 @@
+"""The executor of an instance: a pipeline in virtual time whose sequences need no tokens."""
+
+from collections.abc import Callable
+
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.simulation.device_speed import DeviceSpeed
+from longctx.simulation.host_times import HostTimes
+from longctx.simulation.tokenless import TokenlessCompletion
+from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+
+
+class TokenlessExecutor(VirtualExecutor):
+    """Draws no tokens for sequences without tokens; to submit a batch takes the host some time."""
+
+    def __init__(
+        self,
+        seconds: Callable[[Batch], float],
+        vocab_size: int,
+        plan: ParallelPlan,
+        host: HostTimes,
+        speed: DeviceSpeed | None,
+    ) -> None:
+        super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
+        self._host_seconds = host.batch
+        self.has_tokens = False  # whether any sequence has
+        self._moves: list[Batch] = []
+
+    def submit(self, batch: Batch) -> Pending:
+        self.now += self._host_seconds
+        if batch.loads or batch.stores:
+            self._moves.append(batch)
+        return super().submit(batch)
+
+    def take_moves(self) -> list[Batch]:
+        """Batches since the last call that load or store pages."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def run(self, batch: Batch) -> list[int]:
+        return super().run(batch) if self.has_tokens else [0] * len(batch.sampled)
+
+    def _token(self, chunk: Chunk) -> int:
+        return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)
