@@ -22,6 +22,7 @@ def test_requests_without_a_token_count_with_what_they_have_waited() -> None:
     inf = np.inf
     cell = Outcome(
         "x", 10.0, np.array([0.0, 1.0, 2.0, 8.0]), np.array([5, 5, LONG, 5]), np.array([2] * 4),
+        np.array([0.0, 1.0, 5.0, inf]),
         np.array([1.0, 2.0, inf, inf]), np.array([3.0, inf, inf, inf]), np.array([2.0, np.nan, np.nan, np.nan]),
     )  # fmt: skip
     assert cell.waited.tolist() == [1, 1, 8, 2]

@@ -36,7 +36,8 @@ class Outcome:
       system: name of the baseline.
       window: seconds.
       arrival, prompt, output: seconds and tokens of each request.
-      first, finished: seconds from the beginning to the first and the last token; infinite: not in the window.
+      admitted, first, finished: seconds from the beginning to when it had memory, to its first and to its last token;
+        infinite: not in the window.
       tpot: seconds a token of those that ended with two tokens or more; NaN of others.
     """
 
@@ -45,6 +46,7 @@ class Outcome:
     arrival: np.ndarray
     prompt: np.ndarray
     output: np.ndarray
+    admitted: np.ndarray
     first: np.ndarray
     finished: np.ndarray
     tpot: np.ndarray
@@ -129,7 +131,11 @@ def run(
     overrides = {"prefix_cache": False} | overrides
     simulation = make_simulation(system, MODELS[model], Topology.preset(topology), devices, plan, **overrides)
     record = simulation.run(workload, until=window, keep_steps=False)
-    first, finished, tpot = (dict[int, float]() for _ in range(3))
+    admitted, first, finished, tpot = (dict[int, float]() for _ in range(4))
+    came = [(x.number, x.due, x.metrics) for x in record.served] + [(x.number, x.due, x.metrics) for x in record.open]
+    for number, due, metrics in came:
+        if metrics.admitted is not None:
+            admitted[number] = due + metrics.admitted - metrics.arrival
     for served in record.served:
         assert served.metrics.finished is not None
         first[served.number] = served.due + served.ttft
@@ -143,7 +149,7 @@ def run(
     arrival = np.array([request.arrival for request in workload])
     prompt = np.array([request.prompt_tokens for request in workload])
     output = np.array([request.output_tokens for request in workload])
-    found = column(first, np.inf), column(finished, np.inf), column(tpot, np.nan)
+    found = column(admitted, np.inf), column(first, np.inf), column(finished, np.inf), column(tpot, np.nan)
     return Outcome(system, window, arrival, prompt, output, *found)
 
 
