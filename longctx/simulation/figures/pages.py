@@ -29,11 +29,12 @@ plans, on half of the measured operators of other engines ([simulation_hardware.
 errors on the other half). Meta's GPUs and network are known from that paper's own micro-measurements (attention,
 SendRecv and All2All of its tables 5 and 8, appendix A's FLOP/s, and what transfers take from attention, at two rows of
 table 4): those rows show that the model agrees with itself, not that it predicts, and are counted apart. What attention
-reaches on Mnemosyne's and Medha's H100 (35 %) is from the abstract of FlashAttention-3, of the kernels before it; it was
-looked for after 59 %, A100's share, had turned out 1.7 times too fast. A simulation cannot show that a kernel reaches such a share, that two transfers leave each other alone, what a host adds that is
-late, clocks that fall with heat, or failures; and it knows of a paper's setting only what the paper says: neither its
-requests nor its kernels were published. So ratios between two settings are worth more than seconds, orderings more than
-ratios, and all of them less than one measurement on the devices themselves."""
+reaches on Mnemosyne's and Medha's H100 (35 %) is from the abstract of FlashAttention-3, of the kernels before it; it
+was looked for after 59 %, A100's share, had turned out 1.7 times too fast. A simulation cannot show that a kernel
+reaches such a share, that two transfers leave each other alone, what a host adds that is late, clocks that fall with
+heat, or failures; and it knows of a paper's setting only what the paper says: neither its requests nor its kernels were
+published. So ratios between two settings are worth more than seconds, orderings more than ratios, and all of them less
+than one measurement on the devices themselves."""
 
 
 def write_pages(results: dict[str, list[Result]], out: Path) -> None:
