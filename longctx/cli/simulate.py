@@ -91,7 +91,9 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
                 f"capacity  none: {options.capacity} is not met at {min(x.rate for x in capacity.tried):.3g} requests/s"
             )
             return
-        print(f"capacity  {capacity.rate:.4g} requests/s meet {options.capacity}\n")
+        is_bounded = not all(tried.is_met for tried in capacity.tried)
+        about = "" if is_bounded else ": no rate that was tried misses it, as the workload is too short"
+        print(f"capacity  {capacity.rate:.4g} requests/s meet {options.capacity}{about}\n")
         _note_short(len(requests) / capacity.rate, _targets(options), console)
         requests = arrive_at_rate(requests, capacity.rate, options.seed)
     has_trace = any(getattr(options, name) is not None for name in ("plot", "trace", "out"))

@@ -12,6 +12,7 @@ from longctx.simulation.workloads.rows import BadRowError, Row
 _MAX_BLOCK = (1 << 64) - 1
 # Blocks of conversations have ids from here on, each a span of its own; hardly a trace has any of these.
 _OWN_BLOCKS, _SPAN = 1 << 62, 1 << 24
+_LONGEST = 1 << 26  # tokens of a conversation, each turn of which has the ids of all blocks before it
 
 
 def read_json_lines(file: Iterable[str]) -> Iterator[WorkloadRequest]:
@@ -90,6 +91,8 @@ def _turn(row: Row, request: WorkloadRequest, sessions: dict[str, _Session]) -> 
         chain, prompt = before.blocks, before.length + request.prompt_tokens
         if "delay" in row or "timestamp" not in row:
             fields = {"after": before.number, "delay": delay, "arrival": before.arrival}
+    if prompt > _LONGEST:
+        raise row.bad(f"a conversation must have at most {_LONGEST:,} tokens, {shown(name)} has {prompt:,}")
     # They go on over the answer, with which the next prompt begins.
     blocks = -(-(prompt + request.output_tokens) // TRACE_BLOCK)
     chain += tuple(session.first_block + at for at in range(len(chain), blocks))
