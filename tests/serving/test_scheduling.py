@@ -326,6 +326,15 @@ def test_a_fresh_short_prompt_gets_what_it_needs_to_be_in_time(tokens: int, numb
     assert all(metrics.kept_ttft for metrics in short)
 
 
+def test_what_is_lent_goes_to_the_shortest() -> None:
+    """Not to another long prompt, which is more urgent than the short one and would take all of it."""
+    longest, long, short = prompt(0, 100_000, ttft=1.0), prompt(1, 90_000, ttft=1.0), prompt(2, 100, 9.0, ttft=5.0)
+    chunker = Chunker(make_policy("ilrs", 0.5), DEVICE, Chunking(False, BUDGET))
+    assert [*by_urgency(chunker.policy, [short, long, longest], 10.0)] == [longest, long, short]
+    shares = tokens_of(chunker, [longest, long, short], [], 10.0)
+    assert shares == {longest: BUDGET // 2, long: BUDGET // 2 - 100, short: 100}
+
+
 def test_by_predicted_time_where_chunks_are_adaptive() -> None:
     """The long one's tokens take longer each: half of the time is not half of the tokens."""
     long, short = prompt(0, 100_000, ttft=60.0), prompt(1, 5000, arrival=10.0, ttft=10.0)

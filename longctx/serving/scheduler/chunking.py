@@ -237,7 +237,8 @@ class Chunker:
         if lent > 0:
             # Beside what the prompt keeps. It may end within that: then it lends nothing, and they get what is left.
             beside = step.beside(sequence, max(least, step.largest(sequence, 1 - lent)))
-            beside.fill(borrowers)
+            # The shortest first: a long one among them would take all of what is lent to short ones.
+            beside.fill(sorted(borrowers, key=lambda s: (s.prefill_remaining, s.order)))
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
         step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
