@@ -30,7 +30,7 @@ from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
 from longctx.serving.profiler import measure, random_shapes, shapes_to_measure, tiles
 from longctx.simulation.replay import Record, replay
-from longctx.simulation.report import summarize
+from longctx.simulation.reports.report import summarize
 from longctx.simulation.workloads import Lengths, WorkloadRequest, arrive_at_rate, synthesize
 
 LONG, FITTED = 30_000, 8192

@@ -14,7 +14,7 @@ from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Simulation
-from longctx.simulation.plots import plot_ranks
+from longctx.simulation.reports.plots import plot_ranks
 from longctx.simulation.workloads import WorkloadRequest
 
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)

@@ -24,9 +24,9 @@ from longctx.models import load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineStats
 from longctx.serving.distributed import ProcessGroup
-from longctx.simulation import plots, report
 from longctx.simulation.record import Record
 from longctx.simulation.replay import replay
+from longctx.simulation.reports import plots, report
 from longctx.simulation.workloads import WorkloadRequest
 
 

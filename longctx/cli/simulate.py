@@ -20,14 +20,14 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.simulation import plots, report
 from longctx.simulation.capacity import Capacity, Tried, find_capacity
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.stage_trace import StageTrace
+from longctx.simulation.reports import plots, report
+from longctx.simulation.reports.stage_trace import StageTrace
+from longctx.simulation.reports.usage import deployment_table, summarize_deployment
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
 from longctx.simulation.targets import Target, parse_targets
-from longctx.simulation.usage import deployment_table, summarize_deployment
 from longctx.simulation.workloads import WorkloadRequest, arrive_at_rate
 
 _SPAN = 20  # times a target's seconds, for which arrivals have to last until a queue that grows is seen
@@ -154,7 +154,7 @@ def _settings(options: argparse.Namespace, deployment: Deployment) -> dict[str, 
 
 def _write(options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace]) -> None:
     """The files that flags ask for."""
-    from longctx.simulation import chrome_trace, deployment_plots, deployment_report
+    from longctx.simulation.reports import chrome_trace, deployment_plots, deployment_report
 
     if options.plot is not None:
         deployment_plots.plot_deployment(record, traces, options.plot)
@@ -194,7 +194,7 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         for index, found in run_in_processes(simulate_point, arguments, options.jobs or os.cpu_count() or 1):
             rows[index] |= found
             bar.update()
-    from longctx.simulation import deployment_plots, sweep_report
+    from longctx.simulation.reports import deployment_plots, sweep_report
 
     print(sweep_report.sweep_table(rows, list(grid)))
     if all("error" in row for row in rows):

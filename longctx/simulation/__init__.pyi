@@ -1,10 +1,10 @@
 from .event_loop import EventLoop as EventLoop
 from .event_loop import Link as Link
-from .host_times import HostTimes as HostTimes
-from .instance import Instance as Instance
+from .instance.host_times import HostTimes as HostTimes
+from .instance.instance import Instance as Instance
+from .instance.virtual_executor import VirtualExecutor as VirtualExecutor
 from .record import Record as Record
 from .record import Served as Served
 from .replay import replay as replay
 from .server import Server as Server
 from .simulation import Simulation as Simulation
-from .virtual_executor import VirtualExecutor as VirtualExecutor

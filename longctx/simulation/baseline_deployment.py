@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 from longctx.simulation.baselines.presets import BASELINES, make_simulation
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.stage_trace import StageTrace
+from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.workloads import WorkloadRequest
 
 

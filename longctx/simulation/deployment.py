@@ -12,10 +12,10 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.validation import check_integer
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 from longctx.simulation.record import Record
+from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.simulation import Simulation
-from longctx.simulation.stage_trace import StageTrace
 from longctx.simulation.utilization import device_memory, max_tokens
 from longctx.simulation.workloads import WorkloadRequest
 

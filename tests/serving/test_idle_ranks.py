@@ -12,8 +12,8 @@ from longctx.models import LlamaConfig
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.simulation import Instance, Record, Simulation
-from longctx.simulation.plots import plot
-from longctx.simulation.report import idle_shares, summarize, table
+from longctx.simulation.reports.plots import plot
+from longctx.simulation.reports.report import idle_shares, summarize, table
 from longctx.simulation.workloads import WorkloadRequest
 
 MODEL = LlamaConfig(50, 8, 8, 1, 1, 1, 8, max_positions=400_000)

@@ -12,7 +12,7 @@ from longctx.serving.predictor import Corrected, CurvePredictor, Work
 from longctx.serving.profiler import BatchShape, measure
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import Record, VirtualExecutor
-from longctx.simulation.report import summarize, table
+from longctx.simulation.reports.report import summarize, table
 
 MODEL = Llama(LlamaConfig(50, 8, 8, 4, 1, 1, 8, max_positions=10_000))
 MS = 1e-3

@@ -31,7 +31,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.policy import POLICIES
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.slo import Slo
-from longctx.simulation.virtual_executor import VirtualExecutor
+from longctx.simulation.instance.virtual_executor import VirtualExecutor
 from longctx.simulation.workloads import WorkloadRequest, read_workload
 
 HERE = Path(__file__).parent

@@ -13,10 +13,10 @@ from longctx.serving.recording.reader import RecordedLog
 from longctx.serving.recording.recorder import open_recorder
 from longctx.serving.scheduler.batch import Batch
 from longctx.simulation import VirtualExecutor
-from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.incident.accuracy import accuracy_table, simulate_incident
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.replayer import Replayer
+from longctx.simulation.instance.device_speed import DeviceSpeed
 
 MODEL = Llama(LlamaConfig(50, 64, 128, 4, 4, 4, 16, max_positions=10_000))
 CONFIG = EngineConfig(page_size=16, num_pages=64, max_running=4, token_budget=64, prefix_cache=False)

@@ -12,7 +12,7 @@ from longctx.serving.validation import check_integer
 from longctx.simulation.baselines.loongserve import LoongServe
 from longctx.simulation.baselines.standard_pipeline import StandardPipeline
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 from longctx.simulation.server import Server
 from longctx.simulation.simulation import Route, Simulation
 from longctx.simulation.utilization import max_tokens

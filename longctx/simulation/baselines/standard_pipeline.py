@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 
 
 class StandardPipeline(Instance):

@@ -79,7 +79,7 @@ def figure_1(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         for cell, label in ((medha, "Medha"), (theirs, "LoongServe")):
             draw_cdf(left, cell.waited, label)
-            right.plot(cell.arrival / 60, cell.waited, ".", markersize=2, label=label)
+            right.plot(cell.arrival / 60, cell.waited, ".", markersize=2, label=label, rasterized=True)
         left.set(xscale="log", xlabel="TTFT, s", ylabel="share of requests")
         right.set(yscale="log", xlabel="arrival, minutes", ylabel="TTFT, s")
         left.legend()

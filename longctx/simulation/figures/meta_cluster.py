@@ -16,7 +16,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import CurvePredictor
 from longctx.simulation.figures.figure import Statement
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 from longctx.simulation.models import MODELS
 from longctx.simulation.simulation import Simulation
 from longctx.simulation.workloads import WorkloadRequest

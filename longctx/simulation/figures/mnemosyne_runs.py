@@ -18,7 +18,7 @@ from longctx.serving.predictor.runtime import CurvePredictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.hardware import predictor
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 from longctx.simulation.models import MODELS
 from longctx.simulation.record import Totals
 from longctx.simulation.simulation import Simulation

@@ -9,7 +9,7 @@ from longctx.simulation.incident.alternative import Alternative
 from longctx.simulation.incident.baseline import Baseline
 from longctx.simulation.incident.replayer import Replayer
 from longctx.simulation.incident.text import describe_rows
-from longctx.simulation.report import percentiles, share
+from longctx.simulation.reports.report import percentiles, share
 
 
 def describe_difference(baseline: Baseline, alternative: Alternative, make_replayer: Callable[..., Replayer]) -> str:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from longctx.serving.executor.interface import Results
 from longctx.serving.recording.records import NOT_FINITE, STOP, Ended
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.simulation.device_speed import DeviceSpeed
-from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
 
 GOES_ON, STOPS = 0, 1
 """Tokens of a replay: a completion ends with the second."""

@@ -25,9 +25,9 @@ from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.policy import Policy
 from longctx.serving.scheduler.sequence import Sequence, completion_of
-from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.incident.contents import Contents, RecordedHash, RecordedSessions
 from longctx.simulation.incident.executor import STOPS, Outcome, ReplayExecutor
+from longctx.simulation.instance.device_speed import DeviceSpeed
 
 
 class Rebuilt:

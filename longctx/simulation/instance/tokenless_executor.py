@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.simulation.device_speed import DeviceSpeed
-from longctx.simulation.host_times import HostTimes
-from longctx.simulation.tokenless import TokenlessCompletion
-from longctx.simulation.virtual_executor import Pending, VirtualExecutor
+from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.host_times import HostTimes
+from longctx.simulation.instance.tokenless import TokenlessCompletion
+from longctx.simulation.instance.virtual_executor import Pending, VirtualExecutor
 
 
 class TokenlessExecutor(VirtualExecutor):

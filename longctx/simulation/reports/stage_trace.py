@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 from typing import Generic, NamedTuple, TypeVar
 
 from longctx.serving.scheduler.batch import Batch
-from longctx.simulation.instance import Instance
+from longctx.simulation.instance.instance import Instance
 
 T = TypeVar("T")
 _POINTS = 4000  # of a curve, about: more are seen by nobody

@@ -12,7 +12,7 @@ from longctx.serving.executor.interface import Progress, Results, ignore_progres
 from longctx.serving.kv_cache.connector import Loaded, PageLoad, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.scheduler.batch import Batch, Chunk
-from longctx.simulation.device_speed import DeviceSpeed
+from longctx.simulation.instance.device_speed import DeviceSpeed
 
 
 @dataclass

@@ -6,13 +6,13 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-from longctx.simulation import html_page
-from longctx.simulation.deployment_plots import deployment_svg
 from longctx.simulation.figures.style import can_draw
 from longctx.simulation.record import Record
-from longctx.simulation.request_metrics import write_request_metrics
-from longctx.simulation.stage_trace import StageTrace
-from longctx.simulation.usage import deployment_table
+from longctx.simulation.reports import html_page
+from longctx.simulation.reports.deployment_plots import deployment_svg
+from longctx.simulation.reports.request_metrics import write_request_metrics
+from longctx.simulation.reports.stage_trace import StageTrace
+from longctx.simulation.reports.usage import deployment_table
 
 
 def write_report(contents: Mapping[str, Any], record: Record, traces: List[StageTrace], folder: Path) -> None:

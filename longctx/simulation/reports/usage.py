@@ -5,7 +5,7 @@ from typing import Any
 from longctx.simulation import utilization
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.report import percentiles, share, summarize, table
+from longctx.simulation.reports.report import percentiles, share, summarize, table
 from longctx.simulation.targets import in_time, latency
 
 

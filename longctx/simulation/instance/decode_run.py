@@ -18,8 +18,8 @@ from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.simulation.instance.virtual_executor import VirtualExecutor
 from longctx.simulation.record import Totals
-from longctx.simulation.virtual_executor import VirtualExecutor
 
 _LEAST = 4  # periods for which computing arrays pays
 _ROUNDING = 4e-7  # by which a measured step may differ from its prediction, and still count as equal

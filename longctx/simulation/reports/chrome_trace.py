@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.simulation.record import Record, Served, merge_timelines
-from longctx.simulation.stage_trace import StageTrace, Tick
+from longctx.simulation.reports.stage_trace import StageTrace, Tick
 
 _REQUESTS = 0  # process of requests, of all instances; instances come after it
 

@@ -19,15 +19,15 @@ from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.simulation.decode_run import DecodeRun, DecodeRuns
-from longctx.simulation.device_speed import DeviceSpeed
 from longctx.simulation.event_loop import EventLoop, Link
-from longctx.simulation.host_times import HostTimes
+from longctx.simulation.instance.decode_run import DecodeRun, DecodeRuns
+from longctx.simulation.instance.device_speed import DeviceSpeed
+from longctx.simulation.instance.host_times import HostTimes
+from longctx.simulation.instance.tokenless import make_sequence
+from longctx.simulation.instance.tokenless_executor import TokenlessExecutor
+from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
 from longctx.simulation.record import Totals
 from longctx.simulation.server import OnEnd
-from longctx.simulation.tokenless import make_sequence
-from longctx.simulation.tokenless_executor import TokenlessExecutor
-from longctx.simulation.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
 from longctx.simulation.workloads import WorkloadRequest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
-from longctx.simulation.report import PROMISES, idle_shares, summarize
+from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
 
 _WIDE = 100  # the largest latency over the smallest, from which on a logarithmic axis shows more
 _POINTS = 4000  # of a curve: more are seen by nobody, and make large files
