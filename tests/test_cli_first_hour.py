@@ -129,7 +129,7 @@ def test_files_of_text_are_checked_by_name(
     [
         (b'{"prompt": "caf\xe9", "max_tokens": 1}', "trace.jsonl:1: it is not UTF-8: "),
         (b'{"prompt": "\\ud800", "max_tokens": 1}', "trace.jsonl:1: prompt must be valid Unicode"),
-        (b'{"prompt": [1], "max_tokens": 1, "timestamp": 1e300}', "trace.jsonl:1: arrival must be finite and 0 to"),
+        (b'{"prompt": [1], "max_tokens": 1, "timestamp": 1e300}', "trace.jsonl:1: timestamp must be finite and 0 to"),
         (b'{"prompt": [1, 258], "max_tokens": 1}', "--workload: prompt of request 1 must be of tokens 0 to 257"),
     ],
 )
