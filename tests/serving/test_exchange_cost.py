@@ -166,20 +166,6 @@ def test_the_limit_of_a_rank_keeps_the_target_beside_chunks() -> None:
     assert readable_tokens(predictor, None, 4, 10**7, chunk=128) == float("inf")
 
 
-def test_a_request_that_has_grown_keeps_its_target() -> None:
-    """Its decodes are merged over ranks, which takes a share of the target that a decode on one rank has to itself."""
-    sizes = {"stage": 4, "tensor": 8}
-    alone = readable_tokens(roofline(LLAMA_8B, GTT, 512, **sizes), 0.03, 4, 10**7)
-    predictor = roofline(LLAMA_8B, GTT, 512, context=4, **sizes)
-    limit = readable_tokens(predictor, 0.03, 4, 10**7)
-    assert limit < alone
-
-    def grown(tokens: float) -> float:
-        return 4 * predictor.seconds(Work(1, 1, int(tokens), replicated=1))
-
-    assert grown(limit) <= 0.03 < grown(alone)
-
-
 @pytest.mark.parametrize("chunking", ["static", "adaptive"])
 def test_the_limit_of_a_rank_is_predicted_with_no_more_rows_than_a_step_has(chunking: str) -> None:
     """A profile knows no step of more: the decode beside the chunk is one of its rows."""

@@ -58,8 +58,7 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
     """The longest context in tokens that a rank can read within a TPOT target `tpot`, in seconds.
 
     A decode has to read it within the target, beside a chunk of a new prompt; and so has a chunk of the long request
-    itself, beside a decode of another, which waits for it. A request that has grown is merged over ranks besides, which
-    takes its share of the target. A token takes `stages` steps, which share it too.
+    itself, beside a decode of another, which waits for it. A token takes `stages` steps, which share the target.
 
     Where no context is short enough for a step with a chunk, decodes alone count. The result is infinite without a
     target, if it exceeds `most`, and if a decode can't read even one token in time, as more ranks don't help then.
@@ -71,12 +70,9 @@ def readable_tokens(predictor: Predictor, tpot: float | None, stages: int, most:
     """
 
     def is_met(tokens: int) -> bool:
-        decode = Work(1, 1, tokens, replicated=1)
-        other = Work(1, 1, 1)
+        decode = Work(1, 1, tokens)
         works = (
-            (decode.with_chunk(0, chunk, False), other.with_chunk(tokens, chunk, False, replicated=True))
-            if chunk
-            else (decode,)
+            (decode.with_chunk(0, chunk, False), Work(1, 1, 1).with_chunk(tokens, chunk, False)) if chunk else (decode,)
         )
         return all(predictor.seconds(work) <= tpot / stages for work in works)  # type: ignore[operator]
 
