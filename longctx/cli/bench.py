@@ -7,19 +7,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from longctx.cli.arguments.engine import flag
 from longctx.cli.engine_flags import (
     check_memory,
     engine_config,
     make_engine,
     parallel_plan,
-    prefixing,
 )
-from longctx.cli.files import check_input, check_output
+from longctx.cli.files import check_input
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.prompt_progress import show_compiling
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
-from longctx.cli.workload_flags import check_workload, make_workload
+from longctx.cli.workload_flags import check_outputs, check_workload, make_workload
 from longctx.models import load_checkpoint, resolve_model
 from longctx.models.checkpoint import read_model
 from longctx.serving import Engine, EngineStats
@@ -112,10 +110,4 @@ def _check(options: argparse.Namespace) -> None:
     engine_config(options, max_length=options.max_length)
     if options.profile is not None:
         check_input("--profile", options.profile)
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path is not None:
-            check_output(flag(name), path)
-    if options.plot is not None:
-        with prefixing("--plot "):
-            plots.check_can_plot(options.plot)
+    check_outputs(options, "json", "plot")

@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 from longctx.cli.arguments.engine import flag
-from longctx.cli.files import check_output
 from longctx.cli.naming import prefixing
 from longctx.cli.simulate_flags import (
     apply_plan,
@@ -20,10 +19,11 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
+from longctx.cli.workload_flags import check_outputs
 from longctx.simulation.capacity import Capacity, Tried, find_capacity
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
-from longctx.simulation.reports import plots, report
+from longctx.simulation.reports import report
 from longctx.simulation.reports.stage_trace import StageTrace
 from longctx.simulation.reports.usage import deployment_table, summarize_deployment
 from longctx.simulation.sweep import parse_grid, points, run_in_processes
@@ -46,13 +46,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     check_simulation(options)
     apply_plan(options)
-    for name in ("json", "plot", "trace"):
-        path = getattr(options, name)
-        if path is not None:
-            check_output(flag(name), path)
-    if options.plot is not None:
-        with prefixing("--plot "):
-            plots.check_can_plot(options.plot)
+    check_outputs(options, "json", "plot", "trace")
     if options.out is not None:
         if options.out.exists() and not options.out.is_dir():
             raise ValueError(f"--out must be a folder, and {options.out} is a file")

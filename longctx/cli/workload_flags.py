@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 
 from longctx.cli.arguments.engine import flag
-from longctx.cli.files import check_input
+from longctx.cli.files import check_input, check_output
 from longctx.cli.naming import prefixing
 from longctx.models import LlamaConfig, load_tokenizer
 from longctx.serving.validation import MAX_INT32
+from longctx.simulation.reports import plots
 from longctx.simulation.workloads import (
     Lengths,
     WorkloadRequest,
@@ -24,6 +25,17 @@ MAX_REQUESTS = 1_000_000
 MIN_RATE = 1e-6  # requests a second
 _SYNTHETIC = ("requests", "prompt_tokens", "output_tokens", "shared_prefix")
 _FROM_FILE = ("limit", "scale_lengths")
+
+
+def check_outputs(options: argparse.Namespace, *names: str) -> None:
+    """Check that the files of such flags, of which `plot` is a drawing, can be written; ValueError, with the flag."""
+    for name in names:
+        path = getattr(options, name)
+        if path is not None:
+            check_output(flag(name), path)
+    if options.plot is not None:
+        with prefixing("--plot "):
+            plots.check_can_plot(options.plot)
 
 
 def check_workload(options: argparse.Namespace) -> None:

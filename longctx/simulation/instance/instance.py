@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from longctx.models.config import LlamaConfig
+from longctx.models.footprint import cache_bytes
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.engine.build import build_core
@@ -25,7 +26,7 @@ from longctx.simulation.instance.device_speed import DeviceSpeed
 from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.tokenless import make_sequence
 from longctx.simulation.instance.tokenless_executor import TokenlessExecutor
-from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier, page_bytes
+from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH, VirtualTier
 from longctx.simulation.record import Totals
 from longctx.simulation.server import OnEnd
 from longctx.simulation.workloads import WorkloadRequest
@@ -95,7 +96,7 @@ class Instance:
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
-        self._tier = VirtualTier(kept, page_bytes(model, config.page_size)) if kept else None
+        self._tier = VirtualTier(kept, cache_bytes(model, config.page_size)) if kept else None
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:

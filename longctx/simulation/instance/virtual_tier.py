@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 
-from longctx.models.config import LlamaConfig
 from longctx.serving.kv_cache.connector import Loaded, PageLoad
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.event_loop import EventLoop, Link
@@ -49,8 +48,3 @@ class VirtualTier:
         found, begun = self.look_up(load.keys), loop.now
         self.put(load.keys[:found])
         link.send(found * self._page_bytes, lambda: on_end(Loaded(load.name, found, loop.now - begun)))
-
-
-def page_bytes(model: LlamaConfig, page_size: int, element_bytes: float = 2) -> float:
-    """Bytes of keys and values of a page, of all layers and heads."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes * page_size
