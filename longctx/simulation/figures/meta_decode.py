@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from longctx.parallel.cost import LayerCost
-from longctx.simulation.figures import style
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, K, number, serve
+from longctx.simulation.reports import style
 
 TREE = "3 % less here, 2 % more in the paper: all-reduces over 4 hosts take longer there"
 OUTPUTS = 8

@@ -7,9 +7,9 @@ from typing import Any
 from longctx.parallel.choose import EmpiricalRule, choose_ring, paper_rule
 from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_times
 from longctx.serving.predictor.work import Work
-from longctx.simulation.figures import style
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor, number
+from longctx.simulation.reports import style
 
 TOTAL, HOSTS = 128_000, 4
 # New tokens of T + P = 128,000: milliseconds of TTFT by pass-KV and by pass-Q, on 4 hosts.
