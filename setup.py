@@ -15,7 +15,6 @@ OTLP = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30
 SERVE = [
     "fastapi>=0.135",
     "httpx>=0.28",  # to other servers
-    "msgspec>=0.19",
     "prometheus-client>=0.21",
     "pydantic>=2.10",
     "pyzmq>=26",
@@ -24,7 +23,7 @@ SERVE = [
 ]
 
 # Pages of the KV cache between engines in different processes.
-TRANSFER = ["msgspec>=0.19", "pyzmq>=26", "xxhash>=3.5"]
+TRANSFER = ["pyzmq>=26", "xxhash>=3.5"]
 # Besides over Mooncake's transfer engine, and in its distributed store. Its libraries need Debian's libibverbs1,
 # libnl-3-200 and libnl-route-3-200, or what other systems call these.
 MOONCAKE = [*TRANSFER, "mooncake-transfer-engine-non-cuda>=0.3.13"]
@@ -50,6 +49,7 @@ setup(
         "safetensors>=0.5",
         "tokenizers>=0.21",
         "jinja2>=3.1",
+        "msgspec>=0.19",  # records of an engine's log
         "platformdirs>=4.2",
         "prompt_toolkit>=3.0.36",
         "tqdm>=4.66",

@@ -113,3 +113,24 @@ assert len(record.served) == 2
 sys.exit("jax" in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_commands_load_without_any_extra() -> None:
+    """As after `make demo` on a fresh clone, where nothing but the distribution's own requirements is installed."""
+    code = """
+import importlib, sys
+
+EXTRAS = "fastapi httpx prometheus_client pydantic starlette uvicorn zmq matplotlib flax transformers gguf".split()
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Missing())
+for name in ("bench", "chat", "demo", "doctor", "generate", "plan", "profile", "quantize", "replay", "simulate"):
+    importlib.import_module(f"longctx.cli.{name}")
+from longctx.serving import Engine
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
