@@ -27,6 +27,8 @@ LAYERS = [
     ["serving.profile_shapes"],
     ["serving.profiler"],
     ["cluster.transfer"],
+    ["cluster.prefix_index"],
+    ["cluster.conductor"],
     ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],
     ["cluster.engine_transfers"],

@@ -1,0 +1,69 @@
+"""What the conductor knows of an instance: what it is, what it costs, and what it says of itself."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+Role = Literal["prefill", "decode", "both"]
+"""What an instance does: prompts, answers, or both (a coupled one: whatever it prefills it decodes too)."""
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+"""Where an instance keeps a block, the quickest first; KV events call them GPU, CPU and STORAGE."""
+
+
+class Costs(Protocol):
+    """What work costs on an instance, by the one cost model (`longctx.serving.predictor`)."""
+
+    def prefill_seconds(self, cached: int, prompt: int) -> float:
+        """Seconds of prefilling a prompt of which so many leading tokens are cached, alone."""
+        ...
+
+    def decode_seconds(self, batch: int, tokens: int) -> float:
+        """Seconds of a step of `batch` decodes whose contexts have so many tokens in all: their TBT."""
+        ...
+
+    def transfer_bytes(self, tokens: int) -> float:
+        """Bytes of keys and values of so many tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """An instance that joins.
+
+    Attributes:
+      name: no other instance of the cluster has it.
+      fingerprint: of its weights and of the form of its pages: only equal ones exchange pages.
+      block_size: tokens of a block, one key each; the same in the whole cluster.
+      decode_tokens: tokens of KV cache that fit where it decodes.
+      max_running: requests that decode at a time, at most.
+      bandwidth: bytes per second at which it sends KV cache to others.
+      latency: seconds until the first byte of a transfer comes.
+    """
+
+    name: str
+    role: Role
+    costs: Costs
+    block_size: int
+    decode_tokens: int
+    max_running: int
+    bandwidth: float
+    latency: float = 0.0
+    fingerprint: str = ""
+
+
+class Report(NamedTuple):
+    """What an instance says of itself: it corrects the conductor's estimates.
+
+    Attributes:
+      queue_seconds: predicted seconds of all prompts that it has and has not computed.
+      decoding: requests that decode.
+      decode_tokens: tokens of KV cache that those hold.
+      known: ids of the requests that the figures above count: what was assigned later comes on top.
+    """
+
+    queue_seconds: float
+    decoding: int
+    decode_tokens: int
+    known: frozenset[str] = frozenset()
