@@ -1,49 +1,18 @@
-"""What the server serves and how busy it is, by the names under which clients, routers and balancers ask for it."""
+"""What the engine is and how busy it is, by the names under which clients, routers and balancers ask for it."""
 
 import dataclasses
 import time
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 
-from longctx.serving.server.errors import ApiError
-from longctx.serving.server.prometheus import CONTENT_TYPE
 from longctx.serving.server.server import Server
 
 
 def introspection_router(server: Server) -> APIRouter:
     """The routes that change nothing."""
     router = APIRouter(tags=["introspection"])
-    started = int(time.time())
-
-    def model(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "longctx",
-            "root": server.model_name,
-            "parent": None,
-            "max_model_len": server.engine.max_length,
-        }
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The names of the model."""
-        return {"object": "list", "data": [model(name) for name in server.model_names]}
-
-    @router.get("/v1/models/{name:path}")
-    async def model_named(name: str) -> dict[str, Any]:
-        """The model by one of its names."""
-        if name not in server.model_names:
-            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
-        return model(name)
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of longctx."""
-        return {"version": server.version}
 
     @router.get("/server_info")
     @router.get("/get_server_info")
@@ -53,20 +22,6 @@ def introspection_router(server: Server) -> APIRouter:
         if server.transfers is not None:
             info["kv_transfer"] = server.transfers.info()
         return JSONResponse(info)
-
-    @router.get("/model_info")
-    @router.get("/get_model_info")
-    async def model_info() -> dict[str, Any]:
-        """What the model is."""
-        config = server.engine.model.config
-        return {
-            "model_path": server.model_name,
-            "served_model_name": server.model_name,
-            "is_generation": True,
-            "max_model_len": server.engine.max_length,
-            "vocab_size": config.vocab_size,
-            "has_chat_template": server.chat_format.has_template,
-        }
 
     @router.get("/load")
     async def load() -> dict[str, Any]:
@@ -83,12 +38,6 @@ def introspection_router(server: Server) -> APIRouter:
     async def get_load() -> list[dict[str, Any]]:
         """The same, as older routers ask for it."""
         return [_load(server)]
-
-    @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return Response(server.metrics.render(), media_type=CONTENT_TYPE)
 
     return router
 
