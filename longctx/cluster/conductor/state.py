@@ -260,10 +260,3 @@ class ClusterState:
         """Instances that new requests may decode on."""
         instances = self.instances.values()
         return [each for each in instances if each.does_decode and not each.is_draining and each.name not in exclude]
-
-
-class Loads(NamedTuple):
-    """The load of both pools: predicted time over its SLO; above 1 it is missed (6.1)."""
-
-    prefill: float
-    decode: float
