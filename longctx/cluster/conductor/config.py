@@ -20,8 +20,10 @@ class ConductorConfig:
       admission: when the load forbids a request: never, before each stage, early, or early by prediction (6.2 to 6.4).
       ttft, tpot: SLOs in seconds of requests that have none of their own.
       balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
-      decode_seconds: t_d, what a request's decoding is assumed to take (6.4).
-      defer_seconds: how long whoever asks should keep a request that is rejected; 0: it is told its client at once.
+      load_limit: of a pool's load: a request above it is rejected.
+      priority_step: by how much each step of a request's priority raises the limit.
+      decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
+      defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
       swap_above, swap_below: an instance whose share of full cache blocks is above the one drops cold blocks until it
         is at the other.
       seed: of random choices.
@@ -37,7 +39,9 @@ class ConductorConfig:
     ttft: float = 30.0
     tpot: float = 0.1
     balancing_threshold: float = 4.0
-    decode_seconds: float = 10.0
+    load_limit: float = 1.0
+    priority_step: float = 0.1
+    decode_seconds: float | None = None
     defer_seconds: float = 0.0
     swap_above: float = 0.95
     swap_below: float = 0.9
@@ -48,9 +52,11 @@ class ConductorConfig:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)} or a callable, got {shown(self.policy)}")
         if self.admission not in ADMISSIONS:
             raise ValueError(f"admission must be one of {', '.join(ADMISSIONS)}, got {shown(self.admission)}")
-        for name in ("ttft", "tpot", "decode_seconds"):
-            if not check_real(name, getattr(self, name), 0) > 0:
-                raise ValueError(f"{name} must be seconds, more than 0, got {shown(getattr(self, name))}")
+        for name in ("ttft", "tpot", "load_limit", "decode_seconds"):
+            value = getattr(self, name)
+            if (value is not None or name != "decode_seconds") and not check_real(name, value, 0) > 0:
+                raise ValueError(f"{name} must be more than 0, got {shown(value)}")
+        check_real("priority_step", self.priority_step, 0)
         check_real("balancing_threshold", self.balancing_threshold, 1)
         check_real("defer_seconds", self.defer_seconds, 0)
         check_real("swap_above", self.swap_above, 0, 1)

@@ -46,5 +46,12 @@ class Admission:
             return None
         tpot = open_request.request.tpot or self._config.tpot
         decode = state.instances[open_request.assignment.decode]
-        tbt = decode.tbt(decode.decoding.plus(1, open_request.context))
+        tbt = decode.tbt(decode.decoding.plus(open_request))
         return Verdict("tbt", tbt / tpot, tpot) if tbt > tpot else None
+
+    def learn(self, seconds: float) -> None:
+        """A request has decoded for so long."""
+
+    def retry_seconds(self, state: ClusterState, bound: Bound, request: ClusterRequest, now: float) -> float:
+        """Seconds after which a request may be accepted."""
+        return 1.0

@@ -6,8 +6,9 @@ too, and is given to `ConductorConfig(policy=...)`.
 Source: Mooncake, section 5, algorithm 1 and figure 6.
 """
 
-import random as random_module
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from random import Random
 from typing import NamedTuple
 
 from longctx.cluster.conductor.decision import Transfer
@@ -41,13 +42,17 @@ class PolicyContext(NamedTuple):
       block_size: tokens of a block.
       balancing_threshold: see `ConductorConfig`.
       senders: instances that may send their blocks to others, by name.
-      random: seeded.
+      seed: of random choices, of the conductor and of the request.
     """
 
     block_size: int
     balancing_threshold: float
     senders: Mapping[str, InstanceState]
-    random: random_module.Random
+    seed: str
+
+    def random(self) -> Random:
+        """The same numbers for the same request, whatever was asked before: rejections leave no trace."""
+        return Random(self.seed)
 
 
 Policy = Callable[[ClusterRequest, Mapping[str, int], Sequence[InstanceState], float, PolicyContext], Choice]
@@ -72,7 +77,7 @@ def random(
     context: PolicyContext,
 ) -> Choice:
     """Any instance."""
-    return local_choice(request, matches, context.random.choice(pool), now, context)
+    return local_choice(request, matches, context.random().choice(pool), now, context)
 
 
 def least_loaded(
@@ -153,9 +158,54 @@ def send_seconds(source: InstanceState, tokens: int, now: float) -> float:
     return source.sending(now) + spec.latency + spec.costs.transfer_bytes(tokens) / spec.bandwidth
 
 
+def select_decode(
+    prefill: InstanceState, rooms: Sequence[InstanceState], context: int, reserved: int
+) -> tuple[InstanceState, float]:
+    """Choose where a request decodes: the least predicted TBT, of those that will have memory if there are any.
+
+    A coupled instance decodes what it prefills.
+
+    Args:
+      rooms: instances that may take it, one at least.
+      context: tokens that it decodes with.
+      reserved: tokens of KV cache that are kept for it.
+
+    Returns:
+      (instance, predicted seconds between tokens once it and all that are expected there decode).
+    """
+    best: tuple[bool, float] | None = None
+    chosen = prefill
+    for state in [prefill] if prefill.role == "both" else rooms:
+        batch, tokens, kept = state.expected
+        tbt = state.spec.costs.decode_seconds(batch + 1, tokens + context)
+        rank = (kept + reserved > state.spec.decode_tokens or batch >= state.spec.max_running, tbt)
+        if best is None or rank < best:
+            best, chosen = rank, state
+    assert best is not None
+    return chosen, best[1]
+
+
 POLICY_FUNCTIONS: dict[str, Policy] = {
     "random": random,
     "least_loaded": least_loaded,
     "cache_aware": cache_aware,
     "kvcache_centric": kvcache_centric,
 }
+
+
+def check_choice(
+    choice: Choice, request: ClusterRequest, pool: Sequence[InstanceState], context: PolicyContext
+) -> None:
+    """Raises ValueError: what one's own policy chose can't be."""
+    names, transfer, size = {each.name for each in pool}, choice.transfer, context.block_size
+    if choice.instance not in names:
+        raise ValueError(f"policy must choose one of {sorted(names)}, got {choice.instance!r}")
+    if not 0 <= choice.cached < request.prompt_tokens or choice.cached % size:
+        raise ValueError(f"policy must choose cached tokens in blocks of {size} below the prompt, got {choice.cached}")
+    if not all(0 <= seconds < inf for seconds in choice[3:]):
+        raise ValueError(f"policy must choose finite seconds, not negative, got {choice}")
+    if transfer is not None:
+        if transfer.source not in context.senders or transfer.source == choice.instance:
+            raise ValueError(f"policy must choose a transfer from another instance, got {transfer}")
+        if not 0 <= transfer.first < transfer.stop == choice.cached or transfer.first % size:
+            raise ValueError(f"policy must choose a transfer of blocks up to the cached tokens, got {transfer}")

@@ -1,6 +1,6 @@
 """What the conductor knows at a moment: of instances, of open requests, and its estimates of both."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -17,9 +17,9 @@ class OpenRequest:
     Attributes:
       generated: tokens that it had had when it was assigned, if it goes on after a failure.
       assigned_at: seconds of the driver's clock.
-      prefill_seconds: predicted, of what its prefill instance computes.
       context: tokens that it decodes with at first.
-      reserved: tokens of KV cache that are kept for it where it decodes.
+      reserved: tokens of KV cache that are kept for it where it decodes, in whole blocks.
+      is_held: they are from its assignment on, rather than from the end of its prefill on.
       decode_since: when its prefill had ended; None: it has not.
     """
 
@@ -27,24 +27,39 @@ class OpenRequest:
     assignment: Assignment
     generated: int
     assigned_at: float
-    prefill_seconds: float
     context: int
     reserved: int
+    is_held: bool
     decode_since: float | None = None
+
+    @property
+    def prefill_end(self) -> float:
+        """When its prompt will have been computed, by the prediction at its assignment."""
+        return self.assigned_at + self.assignment.ttft
 
 
 class Decodes(NamedTuple):
-    """Requests that decode together, and the tokens of their contexts in all."""
+    """Requests that decode together.
+
+    Attributes:
+      tokens: of their contexts, in all.
+      reserved: tokens of KV cache that are kept for them, in all.
+    """
 
     batch: int
     tokens: int
+    reserved: int
 
-    def plus(self, batch: int, tokens: int) -> "Decodes":
+    def plus(self, open_request: OpenRequest, count: int = 1) -> "Decodes":
+        """With one more, or with one fewer if `count` is -1."""
+        return self.and_others(count, count * open_request.context, count * open_request.reserved)
+
+    def and_others(self, batch: int, tokens: int, reserved: int) -> "Decodes":
         """With so many more, or fewer; never below 0."""
-        return Decodes(max(0, self.batch + batch), max(0, self.tokens + tokens))
+        return Decodes(max(0, self.batch + batch), max(0, self.tokens + tokens), max(0, self.reserved + reserved))
 
 
-NO_DECODES = Decodes(0, 0)
+NO_DECODES = Decodes(0, 0, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,8 +75,12 @@ class InstanceState:
       reported_prefills: those that it counts.
       decodes: requests that decode here or will: in prefill, decoding and not reported, or reported.
       sends: transfers from here to other instances, by request: when each ends, by prediction.
-      reserved: tokens of KV cache that are kept for `decodes`.
       assigned: prompts that it got in all.
+      reported_at: when it said something last.
+      decoding: what decodes here now: reported, and of this conductor.
+      coming: requests of this conductor that will decode here once their prompts are computed.
+      held: of these, the ones for which memory is kept already.
+      others: of `decoding`, what the last report counts and is not of this conductor.
     """
 
     spec: InstanceSpec
@@ -71,13 +90,13 @@ class InstanceState:
     reported_prefills: dict[str, float] = field(default_factory=dict)
     decodes: dict[str, Literal["prefill", "own", "reported"]] = field(default_factory=dict)
     sends: dict[str, float] = field(default_factory=dict)
-    reserved: int = 0
     assigned: int = 0
     reported_at: float | None = None
-    has_others: bool = False  # the last report counts requests that are not this conductor's
+    has_others: bool = False
+    decoding: Decodes = NO_DECODES
+    coming: Decodes = NO_DECODES
+    held: Decodes = NO_DECODES
     others: Decodes = NO_DECODES
-    decoding: Decodes = NO_DECODES  # now: reported, and of this conductor
-    coming: Decodes = NO_DECODES  # of this conductor, in prefill
     _queued_seconds: float = 0.0
     _head_since: float = 0.0  # when the first of `queued` began, or will
     _reported_until: float = 0.0  # when the reported queue is empty
@@ -111,20 +130,17 @@ class InstanceState:
     @property
     def expected(self) -> Decodes:
         """Requests that decode here, and those that will once their prompts are computed."""
-        return Decodes(self.decoding.batch + self.coming.batch, self.decoding.tokens + self.coming.tokens)
+        return self.decoding.and_others(*self.coming)
 
     def tbt(self, decodes: Decodes) -> float:
         """Predicted seconds between the tokens of such a batch; 0 if it is empty."""
-        return self.spec.costs.decode_seconds(*decodes) if decodes.batch else 0.0
-
-    @property
-    def free_tokens(self) -> int:
-        """Tokens of KV cache that are kept for nobody where it decodes."""
-        return max(0, self.spec.decode_tokens - self.reserved - self.others.tokens)
+        return self.spec.costs.decode_seconds(decodes.batch, decodes.tokens) if decodes.batch else 0.0
 
     def has_room(self, tokens: int) -> bool:
-        """Whether one more request with so many tokens of KV cache may decode here."""
-        return tokens <= self.free_tokens and len(self.decodes) + self.others.batch < self.spec.max_running
+        """Whether one more request with so many tokens of KV cache may decode here now."""
+        batch = len(self.decodes) - self.coming.batch + self.others.batch + self.held.batch
+        kept = self.decoding.reserved + self.held.reserved
+        return kept + tokens <= self.spec.decode_tokens and batch < self.spec.max_running
 
     def sending(self, now: float) -> float:
         """Predicted seconds until all that it sends has left: its congestion."""
@@ -136,8 +152,8 @@ class InstanceState:
         """Queue a prompt, whose fetched blocks are there at `ready`."""
         if not self.queued:
             self._head_since = max(now, ready)
-        self.queued[open_request.request.request_id] = open_request.prefill_seconds
-        self._queued_seconds += open_request.prefill_seconds
+        self.queued[open_request.request.request_id] = open_request.assignment.prefill_seconds
+        self._queued_seconds += open_request.assignment.prefill_seconds
         self.assigned += 1
 
     def end_prefill(self, request_id: str, now: float, was_computed: bool) -> None:
@@ -156,51 +172,63 @@ class InstanceState:
                 self._reported_until = 0.0
 
     def begin_decode(self, open_request: OpenRequest) -> None:
-        """Keep memory for a request, which decodes here once its prompt is computed."""
+        """Expect a request, which decodes here once its prompt is computed."""
         self.decodes[open_request.request.request_id] = "prefill"
-        self.reserved += open_request.reserved
-        self.coming = self.coming.plus(1, open_request.context)
+        self.coming = self.coming.plus(open_request)
+        if open_request.is_held:
+            self.held = self.held.plus(open_request)
 
     def join_batch(self, open_request: OpenRequest) -> None:
         """Its prompt is computed: it decodes."""
+        self._forget_coming(open_request)
         self.decodes[open_request.request.request_id] = "own"
-        self.coming = self.coming.plus(-1, -open_request.context)
-        self.decoding = self.decoding.plus(1, open_request.context)
+        self.decoding = self.decoding.plus(open_request)
 
     def end_decode(self, open_request: OpenRequest) -> None:
         """It has ended, or goes elsewhere."""
-        state = self.decodes.pop(open_request.request.request_id)
-        self.reserved -= open_request.reserved
-        if state == "prefill":
-            self.coming = self.coming.plus(-1, -open_request.context)
+        if self.decodes.pop(open_request.request.request_id) == "prefill":
+            self._forget_coming(open_request)
         else:
-            self.decoding = self.decoding.plus(-1, -open_request.context)
-        if not self.decodes and not self.has_others:
-            self.decoding = NO_DECODES  # the report counted tokens that were generated
+            self.decoding = self.decoding.plus(open_request, -1)
+            if len(self.decodes) == self.coming.batch and not self.has_others:
+                self.decoding = NO_DECODES  # the report counts tokens that were generated
 
-    def correct(self, report: Report, requests: Mapping[str, OpenRequest], now: float) -> None:
-        """Take over what the instance says of itself."""
+    def _forget_coming(self, open_request: OpenRequest) -> None:
+        self.coming = self.coming.plus(open_request, -1)
+        if open_request.is_held:
+            self.held = self.held.plus(open_request, -1)
+
+    def correct(self, report: Report, find: Callable[[str], OpenRequest], now: float) -> None:
+        """Take over what the instance says of itself.
+
+        What it once counted and does not any more has ended there: it does not come on top again.
+        """
         known, prefills = report.known, self.reported_prefills | self.queued
         head = next(iter(self.queued), None)
-        self.reported_prefills = {name: seconds for name, seconds in prefills.items() if name in known}
-        self.queued = {name: seconds for name, seconds in prefills.items() if name not in known}
+        self.queued = {name: seconds for name, seconds in self.queued.items() if name not in known}
+        self.reported_prefills = {name: prefills[name] for name in prefills if name not in self.queued}
         self._queued_seconds = sum(self.queued.values())
         if next(iter(self.queued), None) != head:
             self._head_since = now
         self._reported_until, self.reported_at = now + report.queue_seconds, now
-        own = counted = NO_DECODES
-        for name, state in self.decodes.items():
-            if state != "prefill":
-                self.decodes[name] = "reported" if name in known else "own"
-                if name in known:
-                    counted = counted.plus(1, requests[name].context)
-                else:
-                    own = own.plus(1, requests[name].context)
         self.has_others = any(name not in prefills and name not in self.decodes for name in known)
-        batch = max(0, report.decoding - counted.batch) if self.has_others else 0
+        ours, own, counted = NO_DECODES, NO_DECODES, 0
+        for name, state in self.decodes.items():
+            if state == "prefill":
+                continue
+            if name in known:
+                self.decodes[name] = "reported"
+                counted += 1
+            open_request = find(name)
+            ours = ours.plus(open_request)
+            if self.decodes[name] == "own":
+                own = own.plus(open_request)
+        batch = max(0, report.decoding - counted) if self.has_others else 0
         # Nobody says how long the contexts of others are: as those of the batch, on average.
-        self.others = Decodes(batch, batch * report.decode_tokens // report.decoding if batch else 0)
-        self.decoding = own.plus(report.decoding, report.decode_tokens)
+        tokens = batch * report.decode_tokens // report.decoding if batch else 0
+        self.others = Decodes(batch, tokens, tokens)
+        batch, tokens = report.decoding + own.batch, report.decode_tokens + own.tokens
+        self.decoding = Decodes(batch, tokens, ours.reserved + self.others.reserved)
 
 
 class ClusterState:
@@ -209,13 +237,19 @@ class ClusterState:
     Attributes:
       config: see `ConductorConfig`.
       instances: by name, in the order in which they joined.
-      requests: by id, in the order in which they were assigned.
+      prefilling: open requests whose prompt is not computed yet, by id, in the order of their assignment.
+      decoding: those that decode, in the order in which they began to.
     """
 
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
         self.instances: dict[str, InstanceState] = {}
-        self.requests: dict[str, OpenRequest] = {}
+        self.prefilling: dict[str, OpenRequest] = {}
+        self.decoding: dict[str, OpenRequest] = {}
+
+    def find(self, request_id: str) -> OpenRequest | None:
+        """An open request; None: there is none of this id."""
+        return self.prefilling.get(request_id) or self.decoding.get(request_id)
 
     def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Instances that new prompts may go to."""
@@ -233,28 +267,3 @@ class Loads(NamedTuple):
 
     prefill: float
     decode: float
-
-
-class InstanceView(NamedTuple):
-    """An instance as metrics and pages show it.
-
-    Attributes:
-      queue_seconds: predicted, of its prompts.
-      decoding, decode_tokens: requests that decode, and tokens of their contexts.
-      reserved_tokens, capacity_tokens: of KV cache where it decodes: kept for requests, and in all.
-      tbt: predicted seconds between tokens now.
-      sending_seconds: until all has left that it sends.
-      open_requests: that it has a part in.
-    """
-
-    name: str
-    role: Role
-    is_draining: bool
-    queue_seconds: float
-    decoding: int
-    decode_tokens: int
-    reserved_tokens: int
-    capacity_tokens: int
-    tbt: float
-    sending_seconds: float
-    open_requests: int

@@ -10,7 +10,7 @@ from longctx.cluster.prefix_index.holders import HolderSets
 from longctx.cluster.prefix_index.key_table import KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
-_FEW = 12  # keys up to which plain Python is quicker than numpy
+_FEW = 24  # keys up to which plain Python is quicker than numpy
 
 
 class PrefixIndex:
@@ -23,9 +23,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._table = KeyTable()
         self._holders = HolderSets()
-        self._sets = np.zeros(self._table.capacity, np.uint32)  # by position; 0: nobody holds it, it is not there
-        self._used = np.zeros(self._table.capacity, np.uint32)  # seconds
-        self._set_view = memoryview(self._sets)
         self._now = 0
         self._lock = threading.Lock()
 
@@ -37,7 +34,7 @@ class PrefixIndex:
     @property
     def num_bytes(self) -> int:
         """Of all arrays, and about those of the sets of holders."""
-        return self._table.num_bytes + self._sets.nbytes + self._used.nbytes + self._holders.num_bytes
+        return self._table.num_bytes + self._holders.num_bytes
 
     @property
     def instances(self) -> list[str]:
@@ -55,10 +52,10 @@ class PrefixIndex:
         with self._lock:
             mask = self._holders.bit(instance, tier)
             if len(wanted) <= _FEW:
-                for key in wanted.tolist():
+                for key in wanted:
                     self._store_one(key, mask)
-            elif len(wanted):
-                self._store_all(_distinct(wanted), mask)
+            else:
+                self._store_all(_distinct(np.frombuffer(wanted, np.uint64)), mask)
 
     def remove(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
         """An instance has lost blocks; what it does not have changes nothing.
@@ -70,10 +67,10 @@ class PrefixIndex:
         with self._lock:
             mask = self._holders.mask(instance, tier)
             if len(wanted) <= _FEW:
-                for key in wanted.tolist():
+                for key in wanted:
                     self._remove_one(key, mask)
             else:
-                at = self._table.find_all(_distinct(wanted))
+                at = self._table.find_all(_distinct(np.frombuffer(wanted, np.uint64)))
                 self._drop(at[at != 0], mask)
 
     def clear(self, instance: str, tier: Tier | None = None) -> None:
@@ -84,8 +81,8 @@ class PrefixIndex:
             if not mask:
                 return
             held = np.array([bool(some & mask) for some in holders.masks])
-            for first in range(0, self._table.capacity, 1 << 20):
-                here = held[self._sets[first : first + (1 << 20)]]
+            for first in range(0, len(self._table.keys.array), 1 << 20):
+                here = held[self._table.values.array[first : first + (1 << 20)]]
                 self._drop(np.flatnonzero(here).astype(np.uint32) + np.uint32(first), mask)
             if tier is None:
                 holders.forget(instance)
@@ -97,7 +94,7 @@ class PrefixIndex:
           keys: of the blocks in order, uint64 `[blocks]`.
         """
         with self._lock:
-            sets = self._sets[self._table.find_leading(_check(keys))]
+            sets = self._table.values.array[self._table.find_leading(_check(keys))]
             if not len(sets):
                 return {}
             starts = np.flatnonzero(np.concatenate([[True], sets[1:] != sets[:-1]]))
@@ -119,7 +116,7 @@ class PrefixIndex:
         """The leading blocks that are there have been used, at `now` in seconds; new blocks have the last such time."""
         with self._lock:
             self._now = max(self._now, int(now))
-            self._used[self._table.find_leading(_check(keys))] = self._now
+            self._table.used.array[self._table.find_leading(_check(keys))] = self._now
 
     def cold(self, instance: str, tier: Tier, before: float, limit: int) -> np.ndarray:
         """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
@@ -129,10 +126,10 @@ class PrefixIndex:
         with self._lock:
             mask = self._holders.mask(instance, tier)
             held = np.array([bool(some & mask) for some in self._holders.masks])
-            at = np.flatnonzero(held[self._sets] & (self._used < before))
+            at = np.flatnonzero(held[self._table.values.array] & (self._table.used.array < before))
             if len(at) > limit:
-                at = at[np.argpartition(self._used[at], limit)[:limit]]
-            return self._table.keys[at[np.argsort(self._used[at], kind="stable")]]
+                at = at[np.argpartition(self._table.used.array[at], limit)[:limit]]
+            return self._table.keys.array[at[np.argsort(self._table.used.array[at], kind="stable")]]
 
     # Within; the lock is held.
 
@@ -152,49 +149,47 @@ class PrefixIndex:
 
     def _store_one(self, key: int, mask: int) -> None:
         table, holders = self._table, self._holders
-        at = table.find(key)
-        old = self._set_view[at] if at else 0
-        if not at:
-            at = table.insert(key)
-            self._fit()
-            self._used[at] = self._now
-        new_mask = holders.masks[old] | mask
-        if new_mask != holders.masks[old]:
-            new = holders.number(new_mask)
-            self._set_view[at] = new
+        bucket = table.bucket(key)
+        if at := table.find(key, bucket):
+            old = table.values.view[at]
+        else:
+            at, old = table.insert(key, bucket), 0
+            table.used.view[at] = self._now
+        held = holders.masks[old]
+        if held | mask != held:
+            table.values.view[at] = new = holders.number(held | mask)
             holders.move(old, new, 1)
 
     def _remove_one(self, key: int, mask: int) -> None:
         table, holders = self._table, self._holders
-        if at := table.find(key):
-            old = self._set_view[at]
-            new_mask = holders.masks[old] & ~mask
-            if new_mask != holders.masks[old]:
-                new = holders.number(new_mask)
-                self._set_view[at] = new
+        bucket = table.bucket(key)
+        if at := table.find(key, bucket):
+            old = table.values.view[at]
+            held = holders.masks[old]
+            if held & mask:
+                table.values.view[at] = new = holders.number(held & ~mask)
                 holders.move(old, new, 1)
                 if not new:
-                    table.remove(at)
+                    table.remove(at, bucket)
 
     def _store_all(self, keys: np.ndarray, mask: int) -> None:
         at = self._table.find_all(keys)
         is_new = at == 0
         if is_new.any():
             at[is_new] = self._table.insert_all(keys[is_new])
-            self._fit()
-            self._used[at[is_new]] = self._now
+            self._table.used.array[at[is_new]] = self._now
         self._change(at, lambda held: held | mask)
 
     def _drop(self, at: np.ndarray, mask: int) -> None:
         self._change(at, lambda held: held & ~mask)
-        gone = at[self._sets[at] == 0]
+        gone = at[self._table.values.array[at] == 0]
         if len(gone):
             self._table.remove_all(gone)
 
     def _change(self, at: np.ndarray, change: Callable[[int], int]) -> None:
         """Change the holders of blocks at distinct positions."""
         holders = self._holders
-        old, rows, counts = np.unique(self._sets[at], return_inverse=True, return_counts=True)
+        old, rows, counts = np.unique(self._table.values.array[at], return_inverse=True, return_counts=True)
         new = np.empty(len(old), np.uint32)
         # First all new sets, then what they cost: a set that loses its last block may be another's new one.
         for i, number in enumerate(old.tolist()):
@@ -203,24 +198,13 @@ class PrefixIndex:
             holders.counts[number] += count
         for number, count in zip(old.tolist(), counts.tolist(), strict=True):
             holders.release(number, count)
-        self._sets[at] = new[rows]
-
-    def _fit(self) -> None:
-        """As much memory as the table has."""
-        capacity = self._table.capacity
-        if len(self._sets) < capacity:
-            for name in ("_sets", "_used"):
-                old = getattr(self, name)
-                new = np.zeros(capacity, np.uint32)
-                new[: len(old)] = old
-                setattr(self, name, new)
-            self._set_view = memoryview(self._sets)
+        self._table.values.array[at] = new[rows]
 
 
-def _keys(keys: Iterable[int]) -> np.ndarray:
+def _keys(keys: Iterable[int]) -> "array[int]":
     if isinstance(keys, np.ndarray):
-        return _check(keys)
-    return np.frombuffer(array("Q", keys), np.uint64)
+        return array("Q", _check(keys).tobytes())
+    return array("Q", keys)
 
 
 def _check(keys: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """`PrefixIndex` against a model of plain dicts and sets, under any order of updates."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
