@@ -3,7 +3,7 @@
 Source: Mooncake, section 3, figure 4.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from longctx.serving.request.output import Metrics
 from longctx.simulation.cluster.cluster_record import Moved, Placed, Rejected
 from longctx.simulation.cluster.core import ClusterCore, Leg
 from longctx.simulation.cluster.page_stream import PageStream
+from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.workloads import WorkloadRequest
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class ActiveRequest:
         self.attempt: Attempt | None = None
         self._wish = ClusterRequest(request_id, request.prompt_tokens, request.output_tokens, keys, priority=priority)
         self.num_assigned = self.num_deferred = 0
+        self._times: list[float | np.ndarray] = []  # of its tokens
 
     def assign(self) -> None:
         """Ask the conductor, and do as it says."""
@@ -60,9 +62,10 @@ class ActiveRequest:
         else:
             run.end_rejected(self, self._rejected(rejection))
 
-    def take(self, metrics: Metrics) -> None:
+    def take(self, part: TokenlessCompletion) -> None:
         """Add what a leg came to."""
-        mine = self.metrics
+        mine, metrics = self.metrics, part.metrics
+        self._times += part.times or ()
         if mine.admitted is None and metrics.admitted is not None:
             mine.admitted, mine.slack = metrics.admitted, metrics.slack
             mine.cached_tokens, mine.loaded_tokens = metrics.cached_tokens, metrics.loaded_tokens
@@ -77,6 +80,14 @@ class ActiveRequest:
                 mine.longest_gap = max(mine.longest_gap, metrics.first_token - mine.last_token)
             mine.longest_gap = max(mine.longest_gap, metrics.longest_gap)
             mine.last_token = metrics.last_token
+
+    def slowest_gaps(self) -> float | None:
+        """The mean of the longest tenth of the gaps between its tokens, in seconds; None: there is none."""
+        times = np.concatenate([np.atleast_1d(each) for each in self._times])
+        if len(times) < 2:
+            return None
+        gaps, count = np.diff(times), -(-(len(times) - 1) // 10)
+        return float(np.partition(gaps, -count)[-count:].mean())
 
     def abort(self) -> None:
         """Where it is served an instance has died: it is to be assigned anew, with the tokens that it has had."""
@@ -109,13 +120,6 @@ class Attempt:
         self._is_coupled = assignment.prefill == assignment.decode
         self._is_prefilled = False
         self._prefill_end = 0.0
-
-    @property
-    def placed(self) -> Placed:
-        """Where it is, for the record."""
-        a = self.assignment
-        predicted = a.ttft, a.tbt, a.queue, a.transfer_seconds, a.prefill_seconds
-        return Placed(a.prefill, a.decode, *predicted, a.cached, self._active.num_assigned)
 
     def needs(self, name: str) -> bool:
         """Whether it depends on an instance still."""
@@ -171,13 +175,15 @@ class Attempt:
         target, now = self.assignment.prefill, self._run.loop.now
         self._note_moved("prefix", source, target, num_bytes, begun, now - begun)
 
-    def leg_ends(self, metrics: Metrics) -> None:
+    def leg_ends(self, part: TokenlessCompletion) -> None:
         active, run = self._active, self._run
         self._legs.pop(0)
-        active.take(metrics)
+        active.take(part)
         if active.metrics.output_tokens == active.request.output_tokens:
-            active.metrics.finished = metrics.finished
-            run.end_served(active, self.placed)
+            active.metrics.finished = part.metrics.finished
+            if self._stream is not None:
+                self._stream.cancel()
+            run.end_served(active, Placed(self.assignment, active.num_assigned, active.slowest_gaps()))
             return
         # The prompt has been read, and its first token is there. The decoding instance is asked once more (3, step 4).
         self._is_prefilled, self._prefill_end = True, run.loop.now
@@ -193,7 +199,8 @@ class Attempt:
     def _pages_came(self) -> None:
         """All pages are in the memory of the decoding instance's host: the request joins its batch."""
         active, run, stream = self._active, self._run, self._stream
-        assert stream is not None and stream.begun is not None
+        assert stream is not None
+        assert stream.begun is not None
         self._stream = None
         placed, waited = self.assignment, run.loop.now - self._prefill_end
         self._note_moved("pages", placed.prefill, placed.decode, stream.num_bytes, stream.begun, waited)
@@ -206,9 +213,15 @@ class Attempt:
         self._legs.append(core)
         core.serve(leg)
 
-    def _note_moved(self, kind, source: str, target: str, num_bytes: float, begun: float, exposed: float) -> None:  # type: ignore[no-untyped-def]
+    def _note_moved(
+        self,
+        kind: Literal["prefix", "pages"],
+        source: str,
+        target: str,
+        num_bytes: float,
+        begun: float,
+        exposed: float,
+    ) -> None:
         run, number = self._run, self._active.request.number
-        moved = Moved(
-            number, kind, source, target, num_bytes, begun - run.start, run.loop.now - run.start, max(0.0, exposed)
-        )
-        run.record.moved.append(moved)
+        times = begun - run.start, run.loop.now - run.start, exposed
+        run.record.moved.append(Moved(number, kind, source, target, num_bytes, *times))

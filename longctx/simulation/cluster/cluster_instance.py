@@ -1,6 +1,7 @@
 """`ClusterInstance`: what an instance of a simulated cluster is made of."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 
 from longctx.cluster.conductor.instance import ROLES, Costs, InstanceSpec, Role
 from longctx.models.config import LlamaConfig
@@ -28,6 +29,8 @@ class ClusterInstance:
       bandwidth: bytes per second at which it sends to others, shared by all that it sends.
       latency: seconds from the last byte that it sends to its arrival.
       host_bandwidth: bytes per second between each device and its host.
+      is_patient: whether requests that it has no room for may wait there, so that the conductor is told of no limit: as
+        engines with queues of their own are used behind plain routers.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
@@ -38,11 +41,12 @@ class ClusterInstance:
     model: LlamaConfig
     config: EngineConfig
     predictor: Predictor
-    plan: ParallelPlan = ParallelPlan()
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
     topology: Topology | None = None
     bandwidth: float = NIC_BANDWIDTH
     latency: float = 0.0
     host_bandwidth: float = HOST_BANDWIDTH
+    is_patient: bool = False
 
     def __post_init__(self) -> None:
         check_text("name", self.name)
@@ -68,8 +72,8 @@ class ClusterInstance:
             role=role or self.role,
             costs=costs,
             block_size=config.page_size,
-            decode_tokens=config.num_pages * self.plan.context * config.page_size,
-            max_running=config.max_running,
+            decode_tokens=sys.maxsize if self.is_patient else config.num_pages * self.plan.context * config.page_size,
+            max_running=sys.maxsize if self.is_patient else config.max_running,
             bandwidth=self.bandwidth,
             latency=self.latency,
         )

@@ -3,30 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.decision import Bound
+from longctx.cluster.conductor.decision import Assignment, Bound
 from longctx.simulation.record import Record, Served
 
 
 class Placed(NamedTuple):
-    """Where a request was served, and what was predicted when it was assigned last.
+    """Where a request was served, and what was predicted.
 
     Attributes:
-      prefill, decode: names of instances; the same one: it did both.
-      ttft, tbt: predicted seconds.
-      queue, transfer_seconds, prefill_seconds: what `ttft` consists of.
-      cached: tokens of the prompt that were to be found, or fetched.
-      assigned: how often it was, in all: more than once after failures.
+      assignment: the last one: names of instances, and predicted seconds.
+      num_assigned: how often it was assigned, in all: more than once after failures.
+      tbt: mean of the longest tenth of the gaps between its tokens, seconds (Mooncake, FAST'25, 5.1); None: it had one
+        token.
     """
 
-    prefill: str
-    decode: str
-    ttft: float
-    tbt: float
-    queue: float
-    transfer_seconds: float
-    prefill_seconds: float
-    cached: int
-    assigned: int = 1
+    assignment: Assignment
+    num_assigned: int
+    tbt: float | None
 
 
 class Rejected(NamedTuple):

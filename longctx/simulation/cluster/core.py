@@ -14,7 +14,7 @@ from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.instance import Instance
-from longctx.simulation.instance.tokenless import make_sequence
+from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
 from longctx.simulation.instance.tokenless_executor import has_prompts
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -36,7 +36,7 @@ class LegOwner(Protocol):
         """Its prompt has been read, and its first token drawn, which is not its last."""
         ...
 
-    def leg_ends(self, metrics: Metrics) -> None:
+    def leg_ends(self, part: TokenlessCompletion) -> None:
         """It has all its tokens."""
         ...
 
@@ -55,7 +55,7 @@ class Leg:
       known: tokens of its output that are known, and belong to the prompt here.
       max_tokens: that are generated here.
       came: leading tokens whose keys and values are in the host's memory, for this leg alone.
-      source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: there is none.
+      source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
     """
 
     request: WorkloadRequest
@@ -120,6 +120,7 @@ class ClusterCore(Instance):
             leg.known,
             leg.max_tokens,
         )
+        _tokenless(sequence).times = []
         if leg.came or leg.source is not None:
             sequence.source = leg.request_id
             self._of_source[leg.request_id] = leg
@@ -128,7 +129,7 @@ class ClusterCore(Instance):
         self._legs[leg.request_id] = leg, sequence
         self._join(leg.request, sequence)
 
-    def cancel(self, request_id: str) -> Metrics:
+    def cancel(self, request_id: str) -> TokenlessCompletion:
         """End a leg wherever it is; what it came to."""
         self._settle()
         _, sequence = self._legs.pop(request_id)
@@ -139,7 +140,7 @@ class ClusterCore(Instance):
         else:
             self._core.cancel(sequence)
             self._wake()
-        return completion_of(sequence).metrics
+        return _tokenless(sequence)
 
     def kill(self) -> None:
         """Nothing it has can be had any more."""
@@ -159,7 +160,7 @@ class ClusterCore(Instance):
     def discard(self, keys: List[Key], tier: str) -> None:
         """Let pages of a tier be found no more."""
         if tier == "device":
-            self.core.forget(keys)
+            self.core.forget([*keys])
         elif self._tier is not None:
             self._tier.discard(keys)
 
@@ -255,9 +256,15 @@ class ClusterCore(Instance):
 
     def _end_request(self, request_id: str, metrics: Metrics) -> None:
         super()._end_request(request_id, metrics)
-        leg, _ = self._legs.pop(request_id)
+        leg, sequence = self._legs.pop(request_id)
         self._of_source.pop(request_id, None)
-        leg.owner.leg_ends(metrics)
+        leg.owner.leg_ends(_tokenless(sequence))
+
+
+def _tokenless(sequence: Sequence) -> TokenlessCompletion:
+    completion = sequence.completion
+    assert isinstance(completion, TokenlessCompletion)
+    return completion
 
 
 class _PoolListener:

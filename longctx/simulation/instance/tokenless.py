@@ -85,6 +85,7 @@ class TokenlessCompletion(Completion):
             prompt_logprobs=None,
         )
         self.source, self._last, self._keys = source, prompt + max_tokens, keys
+        self.times: list[float | np.ndarray] | None = None  # of its tokens, by runs of them, if they are kept
 
     @property
     def tokens(self) -> np.ndarray:
@@ -97,6 +98,8 @@ class TokenlessCompletion(Completion):
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
         self.num_known += 1
         self.metrics.note_token(now)
+        if self.times is not None:
+            self.times.append(now)
         return "", "length" if self.num_known == self._last else None
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
