@@ -24,8 +24,9 @@ class ConductorConfig:
       priority_step: by how much each step of a request's priority raises the limit.
       decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
       defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
-      swap_above, swap_below: an instance whose share of full cache blocks is above the one drops cold blocks until it
-        is at the other.
+      swap_above, swap_below: an instance that has more blocks in a tier than the one share of what fits there swaps
+        cold ones out, until it is at the other.
+      swap_seconds: blocks that nobody has used for so long are cold.
       seed: of random choices.
 
     Raises:
@@ -45,6 +46,7 @@ class ConductorConfig:
     defer_seconds: float = 0.0
     swap_above: float = 0.95
     swap_below: float = 0.9
+    swap_seconds: float = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,4 +63,5 @@ class ConductorConfig:
         check_real("defer_seconds", self.defer_seconds, 0)
         check_real("swap_above", self.swap_above, 0, 1)
         check_real("swap_below", self.swap_below, 0, self.swap_above)
+        check_real("swap_seconds", self.swap_seconds, 0)
         check_integer("seed", self.seed, 0)
