@@ -53,7 +53,7 @@ async def _answer(server: Frontend, request: Request, kind: Kind) -> Response:
     async with server.bodies.read(request) as body:
         call = await server.read(kind, body, origin_of(request))
     try:
-        call, received = begin_transfer(server.transfers, call, request.headers)
+        call, received = begin_transfer(server.transfers, call, request.headers, visitor.is_admin)
     except ApiError as error:
         server.note_refusal(error)
         raise

@@ -41,15 +41,16 @@ def migration_router(server: Server) -> APIRouter:
 
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
     async def resume(request: Request) -> CallStream:
-        """Go on with a request of another server: lines of JSON, one for the events of each step."""
+        """Begin or go on with a request of another server: lines of JSON, one for the events of each step."""
         transfers = _check(server, request)
         server.check_accepting()
         arrival, visitor = server.engine.now(), visitor_of(request)
         body = await server.bodies.fields(request, ResumeBody)
-        if body.kv_transfer_params.remote_engine_id == transfers.info()["engine_id"]:
+        params = body.kv_transfer_params
+        if params is not None and params.remote_engine_id == transfers.info()["engine_id"]:
             raise ApiError(409, "a request can't move to the server that it comes from", "to", "cannot_move")
         prepared = await asyncio.to_thread(_prepare, server, body)
-        received = transfers.receive(body.kv_transfer_params, prepared)
+        received = transfers.resume(params, body.prefill, prepared, request.headers)
         call = Call(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
         active = await server.begin(visitor.request_id, visitor.shown_id, call, arrival, None, received)
         return CallStream(server, visitor.request_id, _lines(active), "application/x-ndjson")
