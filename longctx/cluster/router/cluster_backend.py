@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from longctx.cluster.conductor import Conductor
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.decision import Rejection
 from longctx.cluster.conductor.request import ClusterRequest
 from longctx.cluster.router.instances import Instances
@@ -45,8 +45,9 @@ class ClusterBackend:
     ) -> None:
         self.stats = RouterStats()
         self.on_end: list[Callable[[Output, Request], object]] = []
-        self._routing = Routing(conductor, instances, self.stats, vocab_size, time.monotonic, flush, self._note_end)
-        self._failures = failures
+        self._routing = Routing(
+            conductor, instances, self.stats, vocab_size, time.monotonic, failures, flush, self._note_end
+        )
         self._requests: dict[str, tuple[RoutedRequest, asyncio.Task[None]]] = {}
         self._ids = map("request-{}".format, itertools.count())
 
@@ -102,7 +103,6 @@ class ClusterBackend:
         routed.end("cancelled")  # a task that never ran has not said so
         self._routing.conductor.cancelled(name, self._routing.clock())
         self._requests.pop(name, None)
-        self._failures.pop(name, None)
         if not task.cancelled():
             task.exception()
 

@@ -9,14 +9,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import httpx
 
-from longctx.cluster.conductor import Conductor
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
+from longctx.cluster.router.kv_feed import KvFeed
 from longctx.cluster.router.instance_costs import read_costs
 
 logger = logging.getLogger(__name__)
@@ -29,18 +29,6 @@ _REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is d
 _READY_EVERY = 8  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
-
-
-class KvFeed(Protocol):
-    """What keeps the index of who has which blocks."""
-
-    def open(self, name: str, info: ServerInfo, url: str) -> None:
-        """An instance has joined: follow its events from the first one that it can repeat."""
-        ...
-
-    def close(self, name: str) -> None:
-        """It is not a member any more."""
-        ...
 
 
 class Instances:
@@ -61,11 +49,13 @@ class Instances:
         key: str | None,
         page_size: int,
         keys: str,
+        vocab_size: int,
         bandwidth: float,
         lost: Callable[[Instance], object] = lambda instance: None,
     ) -> None:
         self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
+        self._vocab_size = vocab_size
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._http = httpx.AsyncClient(
@@ -211,6 +201,8 @@ class Instances:
             raise NotUnderstood(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
         if info.keys is not None and info.keys != self._keys:
             raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
+        if info.vocab_size not in (None, self._vocab_size):
+            raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
         skew = max(sent - info.time, info.time - received, 0.0)
         if not skew <= MAX_SKEW:
             side = "behind" if info.time < sent else "ahead of"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from longctx.cluster.conductor import Conductor
+from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
 from longctx.cluster.conductor.request import ClusterRequest
 from longctx.cluster.router.event_check import EventCheck
@@ -45,6 +45,7 @@ class Routing:
     """What all requests of a router share.
 
     Args:
+      failures: where answers to requests that fail are left, see `Frontend`.
       flush: is called after sinks.
       ended: is called with each completion that ends.
     """
@@ -56,11 +57,12 @@ class Routing:
         stats: RouterStats,
         vocab_size: int,
         clock: Callable[[], float],
+        failures: dict[str, ApiError],
         flush: Callable[[], object],
         ended: Callable[[Output, PreparedRequest], object],
     ) -> None:
         self.conductor, self.instances, self.stats, self.vocab_size = conductor, instances, stats, vocab_size
-        self.clock, self.flush, self.ended = clock, flush, ended
+        self.clock, self.failures, self.flush, self.ended = clock, failures, flush, ended
 
 
 class RoutedRequest:
@@ -69,28 +71,19 @@ class RoutedRequest:
     Args:
       arrival: by the router's clock.
       sink: gets its events: each token once, and one end of each completion.
-
-    Attributes:
-      failure: the answer to a request that could not be served.
     """
 
     def __init__(
         self, routing: Routing, prepared: PreparedRequest, request: ClusterRequest, arrival: float, sink: Sink
     ) -> None:
-        self._routing, self._prepared, self._request, self._arrival, self._sink = (
-            routing,
-            prepared,
-            request,
-            arrival,
-            sink,
-        )
+        self._routing, self._prepared, self._request = routing, prepared, request
+        self._arrival, self._sink = arrival, sink
         seed = prepared.request.sampling.seed
         seed = secrets.randbelow(2**31) if seed is None else seed
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
         self._check = EventCheck(prepared, routing.vocab_size)
         self._excluded: set[str] = set()
         self._last_token: float | None = None
-        self.failure: ApiError | None = None
         self.assignment: Assignment | None = None
 
     @property
@@ -135,7 +128,8 @@ class RoutedRequest:
     def end(self, reason: FinishReason, error: ApiError | None = None) -> None:
         """Tell the client that nothing comes any more, unless it knows."""
         if self._relayed.open:
-            self.failure = error
+            if error is not None:
+                self._routing.failures[self._request.request_id] = error
             now, text = self._routing.clock(), None if error is None else error.message
             self._tell([self._relayed.end(index, reason, now, text) for index in sorted(self._relayed.open)])
 
@@ -273,9 +267,8 @@ class RoutedRequest:
         prefix = None
         if transfer is not None and transfer.source in instances:
             prefix = {"url": instances[transfer.source].client.url, "tokens": transfer.stop}
-        if assignment.prefill == assignment.decode:
-            url = None
-        elif assignment.prefill in instances:
+        url = None  # the instance that decodes reads it
+        if assignment.prefill != assignment.decode and assignment.prefill in instances:
             url = instances[assignment.prefill].client.url
         if url is None and prefix is None:
             return None
