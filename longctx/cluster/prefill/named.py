@@ -3,8 +3,7 @@
 A router that knows who has what decides; here its words are followed. Whatever goes wrong only means that pages don't
 come, and are computed here.
 
-Source: Mooncake, section 3, and algorithm 1 (blocks of a prefix go from the instance that has most of it to the one
-that
+Source: Mooncake, section 3, and algorithm 1 (blocks go from the instance that has most of a prefix to the one that
 reads the prompt, which has them too from then on: so hot blocks are replicated).
 """
 

@@ -18,6 +18,7 @@ from longctx.serving.server.routes.administration import administration_router
 from longctx.serving.server.routes.caches import caches_router
 from longctx.serving.server.routes.generation import generation_router
 from longctx.serving.server.routes.health import health_router
+from longctx.serving.server.routes.instance import instance_router
 from longctx.serving.server.routes.introspection import introspection_router
 from longctx.serving.server.routes.migration import migration_router
 from longctx.serving.server.routes.models import models_router
@@ -28,7 +29,15 @@ from longctx.serving.server.schemas.base import components
 from longctx.serving.server.schemas.caches import CacheBody
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
-from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, MigrateBody, ResumeBody, TokenizeBody
+from longctx.serving.server.schemas.other import (
+    AbortBody,
+    DetokenizeBody,
+    DrainBody,
+    MigrateBody,
+    ResumeBody,
+    SwapBody,
+    TokenizeBody,
+)
 from longctx.serving.server.server import Server
 
 logger = logging.getLogger(__name__)
@@ -42,9 +51,11 @@ _BODIES: list[type[BaseModel]] = [
     MigrateBody,
     ResumeBody,
     CacheBody,
+    DrainBody,
+    SwapBody,
 ]
 _COMMON = (generation_router, tokenization_router, models_router, health_router, administration_router)
-_OWN = (caches_router, introspection_router, profiles_router, migration_router, page_router)
+_OWN = (caches_router, introspection_router, profiles_router, migration_router, instance_router, page_router)
 
 
 def make_app(server: Server) -> FastAPI:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -41,6 +42,9 @@ class Server(Frontend):
       observers: who is told of what the server does. None: metrics have names of our own, and else nobody is.
       make_transfers: makes what moves requests between this engine and others. None: they stay where they are.
 
+    Attributes:
+      instance: another one whenever a server starts.
+
     Raises:
       ValueError: the engine has no tokenizer; an observer can't be.
     """
@@ -62,7 +66,7 @@ class Server(Frontend):
         chat_format = ChatFormat(engine.tokenizer, chat_template)
         reader = _make_reader(engine, chat_format, model_names, settings)
         super().__init__(model_names, engine.tokenizer, chat_format, reader, settings)
-        self.engine = engine
+        self.engine, self.instance = engine, secrets.token_hex(8)
         self.thread = EngineThread(engine, AdmissionControl(engine, limits), flush=self._flush)
         self.observers = Observers(self.thread, self.model_name, observers or ObserverSettings())
         self.metrics: ServerMetrics = self.observers.metrics
@@ -113,6 +117,17 @@ class Server(Frontend):
     @property
     def limits(self) -> Limits:
         return Limits(self.engine.config.max_running, self.thread.control.limits.max_waiting)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids that clients sent with those requests that have not ended."""
+        return [call.shown_id for call in self.calls.values()]
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Take no new requests from now on, or take some again. ApiError: the server shuts down."""
+        if self.thread.is_draining and not is_draining:
+            raise ApiError(409, "the server is shutting down", "drain", "shutting_down")
+        self.is_draining = is_draining
 
     @property
     def max_length(self) -> int:

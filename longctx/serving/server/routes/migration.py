@@ -1,6 +1,7 @@
 """`/migrate` and `/resume`: requests that move from one server to another."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,8 @@ from longctx.serving.server.schemas.completions import CompletionBody
 from longctx.serving.server.schemas.other import MigrateBody, ResumeBody
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import Transfers
+
+_ALIVE_SECONDS = 2.0  # after which a line says that the request lives, though nothing has come
 
 
 def migration_router(server: Server) -> APIRouter:
@@ -84,7 +87,10 @@ async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
     try:
         yield b"\n"
         while active.is_open:
-            taken = await active.take()
+            taken = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ALIVE_SECONDS):
+                    taken = await active.take()
             yield b"".join(encode_events(events) for _, events in taken) or b"\n"
     except ApiError:
         return  # the other server goes on by itself

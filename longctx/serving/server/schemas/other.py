@@ -67,7 +67,7 @@ class SwapBody(Body):
     """`keys`: of blocks, as KV events have them. `tier`: which they leave, while nobody uses them there."""
 
     keys: Annotated[list[BlockHash], Field(max_length=1_000_000, fail_fast=True)]
-    tier: Literal["device", "host", "disk"]
+    tier: Literal["device", "host"]
 
 
 class ProfileBody(Body):
