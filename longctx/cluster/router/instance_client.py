@@ -39,27 +39,32 @@ class KvEventsInfo(msgspec.Struct):
     topic: str = ""
 
 
+class KvTransferInfo(msgspec.Struct):
+    """`fingerprint`: of weights and form of pages."""
+
+    fingerprint: str
+
+
 class ServerInfo(msgspec.Struct):
     """`/server_info` of an instance, as far as the router needs it.
 
     Attributes:
-      fingerprint: of weights and form of pages.
       time: seconds since 1970 by its clock.
       instance: another one whenever it is started.
       keys: a fingerprint of the secret of page keys; None: it shares no pages.
     """
 
-    fingerprint: str
     page_size: int
     max_running: int
-    decode_tokens: int
+    max_total_num_tokens: int
     kv_bytes_per_token: float
     max_model_len: int
+    vocab_size: int
+    token_budget: int
     time: float
     instance: str
-    served_model_name: str = ""
-    keys: str | None = None
-    vocab_size: int | None = None
+    keys: str | None
+    kv_transfer: KvTransferInfo
     kv_events: KvEventsInfo | None = None
     kv_bandwidth: float | None = None
 

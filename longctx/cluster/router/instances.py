@@ -16,8 +16,8 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
-from longctx.cluster.router.kv_feed import KvFeed
 from longctx.cluster.router.instance_costs import read_costs
+from longctx.cluster.router.kv_feed import KvFeed
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Instances:
       key: of an administrator of the instances; None: they need none.
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
+      vocab_size: of the model.
       bandwidth: bytes per second at which an instance sends pages, where it does not say.
       lost: is called with an instance that is a member no more.
     """
@@ -48,7 +49,7 @@ class Instances:
         feed: KvFeed,
         key: str | None,
         page_size: int,
-        keys: str,
+        keys: str | None,
         vocab_size: int,
         bandwidth: float,
         lost: Callable[[Instance], object] = lambda instance: None,
@@ -86,7 +87,9 @@ class Instances:
             return known
         name = name or url.partition("://")[2]
         if name in self.by_name:
-            raise ValueError(f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}")
+            raise ValueError(
+                f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
+            )
         instance = Instance(name, InstanceClient(self._http, url, self._key), role)
         self.by_name[name] = instance
         self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
@@ -179,10 +182,10 @@ class Instances:
             role=instance.role,
             costs=read_costs(predictor, info),
             block_size=info.page_size,
-            decode_tokens=info.decode_tokens,
+            decode_tokens=info.max_total_num_tokens,
             max_running=info.max_running,
             bandwidth=info.kv_bandwidth or self._bandwidth,
-            fingerprint=info.fingerprint,
+            fingerprint=info.kv_transfer.fingerprint,
         )
         try:
             self._conductor.join(spec, time.monotonic())
@@ -199,15 +202,15 @@ class Instances:
         """NotUnderstood, unless it can be one of this cluster."""
         if info.page_size != self._page_size:
             raise NotUnderstood(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
-        if info.keys is not None and info.keys != self._keys:
+        if info.keys != self._keys:
             raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
-        if info.vocab_size not in (None, self._vocab_size):
+        if info.vocab_size != self._vocab_size:
             raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
         skew = max(sent - info.time, info.time - received, 0.0)
         if not skew <= MAX_SKEW:
             side = "behind" if info.time < sent else "ahead of"
             raise NotUnderstood(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
-        if not (info.kv_bytes_per_token > 0 and info.decode_tokens > 0 and info.max_running > 0):
+        if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
             raise NotUnderstood("it says that it has no room for any request")
 
     async def _look(self, instance: Instance, asks_ready: bool) -> None:
@@ -224,10 +227,10 @@ class Instances:
         """Tell the conductor what an instance says of itself; NotUnderstood: it can't be."""
         info = instance.info
         assert info is not None
-        if load.decoding > info.max_running or load.decode_tokens > info.decode_tokens:
+        if load.decoding > info.max_running or load.decode_tokens > info.max_total_num_tokens:
             raise NotUnderstood(
                 f"it says that {load.decoding} requests with {load.decode_tokens} tokens decode, of "
-                f"{info.max_running} and {info.decode_tokens} at most"
+                f"{info.max_running} and {info.max_total_num_tokens} at most"
             )
         report = Report(load.backlog_seconds, load.decoding, load.decode_tokens, frozenset(load.request_ids))
         try:

@@ -1,7 +1,7 @@
 """`RoutedRequest`: a request of a client, from its arrival to its one answer, whatever becomes of instances meanwhile.
 
-The instance that decodes is sent the request, and with it whoever is to read its prompt. If that instance refuses, dies
-or answers what can't be, another one is sent the request with a `Handoff` of the tokens that the client has had: it goes
+The instance that decodes is sent the request, and is told who reads its prompt. If that instance refuses, dies or
+answers what can't be, another one is sent the request with a `Handoff` of the tokens that the client has had: it goes
 on with the same seed, and what it repeats is compared and left out.
 """
 

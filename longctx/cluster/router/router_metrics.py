@@ -1,15 +1,10 @@
 """`RouterMetrics`: what a router does, in Prometheus's text form."""
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
-
-from longctx.serving.request.output import Output
-from longctx.serving.request.request import Request
 
 if TYPE_CHECKING:
     from longctx.cluster.router.server import RouterServer

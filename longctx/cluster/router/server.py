@@ -99,7 +99,9 @@ class RouterServer(Frontend):
             config.prefix_cache,
         )
         processor = InputProcessor(model, config, self._max_length, tokenizer, page_hash)
-        super().__init__(model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings)
+        super().__init__(
+            model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
+        )
         self.index = PrefixIndex()
         self.conductor = Conductor(conductor, self.index)
         self.feed = KvFeed(self.index)
@@ -108,7 +110,7 @@ class RouterServer(Frontend):
             self.feed,
             router.instance_key,
             config.page_size,
-            page_hash.fingerprint("cluster").hex(),
+            page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
             router.bandwidth,
         )
