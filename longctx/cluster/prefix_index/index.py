@@ -1,0 +1,221 @@
+"""`PrefixIndex`: which instances hold which blocks."""
+
+import threading
+from array import array
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from longctx.cluster.prefix_index.holders import HolderSets
+from longctx.cluster.prefix_index.key_table import KeyTable
+from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
+
+_FEW = 24  # keys up to which plain Python is quicker than numpy
+
+
+class PrefixIndex:
+    """Keys of blocks, and who holds them in which tier. Any thread may call it.
+
+    A key is the 64-bit hash of a block and of all before it, as KV events carry it. Each block has the number of its
+    set of holders, and most blocks share their sets with many others.
+    """
+
+    def __init__(self) -> None:
+        self._table = KeyTable()
+        self._holders = HolderSets()
+        self._now = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return len(self._table)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arrays, and about those of the sets of holders."""
+        return self._table.num_bytes + self._holders.num_bytes
+
+    @property
+    def instances(self) -> list[str]:
+        """That hold something."""
+        with self._lock:
+            return self._holders.names
+
+    def store(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
+        """An instance has got blocks, keys in [0, 2^64); what it has already changes nothing.
+
+        Raises:
+          TypeError, OverflowError: a key is no such number.
+        """
+        wanted = _keys(keys)
+        with self._lock:
+            mask = self._holders.bit(instance, tier)
+            if len(wanted) <= _FEW:
+                for key in wanted:
+                    self._store_one(key, mask)
+            else:
+                self._store_all(_distinct(np.frombuffer(wanted, np.uint64)), mask)
+
+    def remove(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
+        """An instance has lost blocks; what it does not have changes nothing.
+
+        Raises:
+          TypeError, OverflowError: a key is no number in [0, 2^64).
+        """
+        wanted = _keys(keys)
+        with self._lock:
+            mask = self._holders.mask(instance, tier)
+            if len(wanted) <= _FEW:
+                for key in wanted:
+                    self._remove_one(key, mask)
+            else:
+                at = self._table.find_all(_distinct(np.frombuffer(wanted, np.uint64)))
+                self._drop(at[at != 0], mask)
+
+    def clear(self, instance: str, tier: Tier | None = None) -> None:
+        """An instance holds nothing any more, in one tier or (None) in none."""
+        with self._lock:
+            holders = self._holders
+            mask = holders.mask(instance, tier)
+            if not mask:
+                return
+            held = np.array([bool(some & mask) for some in holders.masks])
+            for first in range(0, len(self._table.keys.array), 1 << 20):
+                here = held[self._table.values.array[first : first + (1 << 20)]]
+                self._drop(np.flatnonzero(here).astype(np.uint32) + np.uint32(first), mask)
+            if tier is None:
+                holders.forget(instance)
+
+    def match(self, keys: np.ndarray) -> dict[str, Match]:
+        """What each instance holds of the leading blocks of a request; those that do not hold the first are left out.
+
+        Args:
+          keys: of the blocks in order, uint64 `[blocks]`.
+        """
+        with self._lock:
+            sets = self._table.values.array[self._table.find_leading(_check(keys))]
+            if not len(sets):
+                return {}
+            starts = np.flatnonzero(np.concatenate([[True], sets[1:] != sets[:-1]]))
+            lengths = np.diff(starts, append=len(sets))
+            distinct, first_run, run_set = np.unique(sets[starts], return_index=True, return_inverse=True)
+            masks = [self._holders.masks[number] for number in distinct.tolist()]
+            matches: dict[str, Match] = {}
+            for instances, stop in self._ends(masks, first_run, len(starts)):
+                blocks = np.bincount(run_set[:stop], lengths[:stop], len(masks)).astype(np.int64).tolist()
+                for name, shift in self._holders.split(instances):
+                    tiers = [0] * (1 << len(TIERS))
+                    for mask, count in zip(masks, blocks, strict=True):
+                        tiers[mask >> shift & 7] += count
+                    device, host, disk = tiers[1] + tiers[3] + tiers[5] + tiers[7], tiers[2] + tiers[6], tiers[4]
+                    matches[name] = Match(device + host + disk, device, host, disk)
+        return matches
+
+    def touch(self, keys: np.ndarray, now: float) -> None:
+        """The leading blocks that are there have been used, at `now` in seconds; new blocks have the last such time."""
+        with self._lock:
+            self._now = max(self._now, int(now))
+            self._table.used.array[self._table.find_leading(_check(keys))] = self._now
+
+    def cold(self, instance: str, tier: Tier, before: float, limit: int) -> np.ndarray:
+        """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
+
+        The longest unused come first.
+        """
+        with self._lock:
+            mask = self._holders.mask(instance, tier)
+            held = np.array([bool(some & mask) for some in self._holders.masks])
+            at = np.flatnonzero(held[self._table.values.array] & (self._table.used.array < before))
+            if len(at) > limit:
+                at = at[np.argpartition(self._table.used.array[at], limit)[:limit]]
+            return self._table.keys.array[at[np.argsort(self._table.used.array[at], kind="stable")]]
+
+    # Within; the lock is held.
+
+    def _ends(self, masks: list[int], first_run: np.ndarray, runs: int) -> list[tuple[int, int]]:
+        """Instances, as a mask, and the run of blocks before which their leading blocks end."""
+        ends = []
+        order = np.argsort(first_run).tolist()
+        left = self._holders.instances(masks[order[0]])
+        for i in order[1:]:
+            still = left & self._holders.instances(masks[i])
+            if still != left:
+                ends.append((left & ~still, int(first_run[i])))
+                left = still
+            if not left:
+                return ends
+        return [*ends, (left, runs)]
+
+    def _store_one(self, key: int, mask: int) -> None:
+        table, holders = self._table, self._holders
+        bucket = table.bucket(key)
+        if at := table.find(key, bucket):
+            old = table.values.view[at]
+        else:
+            at, old = table.insert(key, bucket), 0
+            table.used.view[at] = self._now
+        held = holders.masks[old]
+        if held | mask != held:
+            table.values.view[at] = new = holders.number(held | mask)
+            holders.move(old, new, 1)
+
+    def _remove_one(self, key: int, mask: int) -> None:
+        table, holders = self._table, self._holders
+        bucket = table.bucket(key)
+        if at := table.find(key, bucket):
+            old = table.values.view[at]
+            held = holders.masks[old]
+            if held & mask:
+                table.values.view[at] = new = holders.number(held & ~mask)
+                holders.move(old, new, 1)
+                if not new:
+                    table.remove(at, bucket)
+
+    def _store_all(self, keys: np.ndarray, mask: int) -> None:
+        at = self._table.find_all(keys)
+        is_new = at == 0
+        if is_new.any():
+            at[is_new] = self._table.insert_all(keys[is_new])
+            self._table.used.array[at[is_new]] = self._now
+        self._change(at, lambda held: held | mask)
+
+    def _drop(self, at: np.ndarray, mask: int) -> None:
+        self._change(at, lambda held: held & ~mask)
+        gone = at[self._table.values.array[at] == 0]
+        if len(gone):
+            self._table.remove_all(gone)
+
+    def _change(self, at: np.ndarray, change: Callable[[int], int]) -> None:
+        """Change the holders of blocks at distinct positions."""
+        holders = self._holders
+        old, rows, counts = np.unique(self._table.values.array[at], return_inverse=True, return_counts=True)
+        new = np.empty(len(old), np.uint32)
+        # First all new sets, then what they cost: a set that loses its last block may be another's new one.
+        for i, number in enumerate(old.tolist()):
+            new[i] = holders.number(change(holders.masks[number]))
+        for number, count in zip(new.tolist(), counts.tolist(), strict=True):
+            holders.counts[number] += count
+        for number, count in zip(old.tolist(), counts.tolist(), strict=True):
+            holders.release(number, count)
+        self._table.values.array[at] = new[rows]
+
+
+def _keys(keys: Iterable[int]) -> "array[int]":
+    if isinstance(keys, np.ndarray):
+        return array("Q", _check(keys).tobytes())
+    return array("Q", keys)
+
+
+def _check(keys: np.ndarray) -> np.ndarray:
+    if keys.dtype != np.uint64 or keys.ndim != 1:
+        raise TypeError(f"keys must be uint64 [blocks], got {keys.dtype} {list(keys.shape)}")
+    return keys
+
+
+def _distinct(keys: np.ndarray) -> np.ndarray:
+    """Without repetitions, in order."""
+    sorted_keys = np.sort(keys)
+    if (sorted_keys[1:] != sorted_keys[:-1]).all():
+        return keys
+    return keys[np.sort(np.unique(keys, return_index=True)[1])]

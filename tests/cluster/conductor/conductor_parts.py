@@ -1,0 +1,90 @@
+"""Parts of clusters for tests of the conductor: round costs, instances, requests, an index."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.instance import InstanceSpec, Role
+from longctx.cluster.conductor.request import ClusterRequest
+
+BLOCK = 100
+
+
+class RoundCosts(NamedTuple):
+    """A millisecond a token of a prompt; a step takes a millisecond, and one more for each decode and 10,000 tokens."""
+
+    speed: float = 1.0
+
+    def prefill_seconds(self, cached: int, prompt: int) -> float:
+        return (prompt - cached) / 1000 / self.speed
+
+    def decode_seconds(self, batch: int, tokens: int) -> float:
+        return (1 + batch + tokens / 10_000) / 1000 / self.speed
+
+    def transfer_bytes(self, tokens: int) -> float:
+        return 1000.0 * tokens
+
+
+class SomeBlocks(NamedTuple):
+    """See `BlockMatch`."""
+
+    blocks: int
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class SetIndex:
+    """A `BlockIndex` of plain sets."""
+
+    def __init__(self) -> None:
+        self.blocks: defaultdict[str, set[int]] = defaultdict(set)
+
+    def store(self, instance: str, keys: Iterable[int]) -> None:
+        self.blocks[instance].update(map(int, keys))
+
+    def clear(self, instance: str) -> None:
+        self.blocks.pop(instance, None)
+
+    def match(self, keys: np.ndarray) -> Mapping[str, SomeBlocks]:
+        found = {}
+        for name, blocks in self.blocks.items():
+            count = next((i for i, key in enumerate(keys) if int(key) not in blocks), len(keys))
+            if count:
+                found[name] = SomeBlocks(count, count)
+        return found
+
+
+def instance(name: str, role: Role = "prefill", **changes: object) -> InstanceSpec:
+    """An instance that sends a token in 10 ms, a hundredth of what computing it takes."""
+    fields = {"costs": RoundCosts(), "block_size": BLOCK, "decode_tokens": 100_000, "max_running": 64}
+    return InstanceSpec(name, role, **fields | {"bandwidth": 100_000_000.0} | changes)  # type: ignore[arg-type]
+
+
+def keys_of(*parts: tuple[int, int]) -> np.ndarray:
+    """Keys of a prompt made of (document, blocks) one after another: chained, so each depends on all before."""
+    keys, before = [], 7
+    for document, blocks in parts:
+        for i in range(blocks):
+            before = hash((before, document, i)) & (2**64 - 1)
+            keys.append(before)
+    return np.array(keys, np.uint64)
+
+
+def request(request_id: str, *parts: tuple[int, int], rest: int = 50, **fields: object) -> ClusterRequest:
+    """A request of (document, blocks) and `rest` further tokens."""
+    keys = keys_of(*parts)
+    values = {"prompt_tokens": len(keys) * BLOCK + rest, "max_tokens": 100, "keys": keys} | fields
+    return ClusterRequest(request_id, **values)  # type: ignore[arg-type]
+
+
+def cluster(*specs: InstanceSpec, **settings: object) -> Conductor:
+    """A conductor of instances over a `SetIndex`."""
+    conductor = Conductor(ConductorConfig(**settings), SetIndex())  # type: ignore[arg-type]
+    for spec in specs:
+        conductor.join(spec, 0.0)
+    return conductor
