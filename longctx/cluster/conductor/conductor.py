@@ -1,0 +1,340 @@
+"""`Conductor`: the global scheduler of a cluster of engines."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import inf
+from typing import Literal, Protocol
+
+from longctx.cluster.conductor.block_index import BlockIndex
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
+from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.load import Loads, loads
+from longctx.cluster.conductor.membership import check_joins, check_report, check_role
+from longctx.cluster.conductor.overload import Admission, Verdict
+from longctx.cluster.conductor.pending_blocks import PendingBlocks
+from longctx.cluster.conductor.policy import (
+    POLICY_FUNCTIONS,
+    Choice,
+    Policy,
+    PolicyContext,
+    check_choice,
+    select_decode,
+)
+from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.roles import RoleRule
+from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
+from longctx.cluster.conductor.swap import Swap, Swapper
+from longctx.cluster.conductor.view import InstanceView, view
+from longctx.serving.validation import check_integer, check_real
+
+
+class Observer(Protocol):
+    """What is told of every decision, as the shadow audit is."""
+
+    def decided(
+        self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
+    ) -> None:
+        """A request is about to be assigned or was rejected; `placed`: where the policy would have it, if anywhere."""
+        ...
+
+    def ended(self, request_id: str, ttft: float, tbt: float) -> None:
+        """A request that was assigned has had all its tokens, in one place; measured seconds."""
+        ...
+
+
+class Conductor:
+    """Places requests on instances, and keeps estimates of what they do.
+
+    Whoever drives it calls it from one thread, with seconds of a clock that does not go back.
+
+    Args:
+      index: which instance has which blocks; whoever drives the conductor feeds it.
+      observer: is told of every decision; None: nobody.
+
+    Source: Mooncake, sections 3, 5 and 6.
+    """
+
+    def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
+        self.config, self.index, self.state = config, index, ClusterState(config)
+        self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
+        self._swapper = Swapper(config)
+        self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._roles = None if config.roles is None else RoleRule(config.roles)
+
+    # Instances.
+
+    def join(self, spec: InstanceSpec, now: float) -> None:
+        """Add an instance, or one that has been removed and comes back.
+
+        Raises:
+          TypeError, ValueError: the spec is out of range, an instance of its name is there, or it is of another
+            fingerprint or block size than those that are.
+        """
+        check_joins(spec, self.state.instances.values())
+        self.state.add(InstanceState(spec, spec.role))
+
+    def drain(self, name: str, now: float) -> None:
+        """Assign nothing more to an instance; what it has goes on. ValueError: there is none of this name."""
+        self._instance(name).is_draining = True
+        self.state.sort()
+
+    def restore(self, name: str, now: float) -> None:
+        """The opposite of `drain`. ValueError: there is none of this name."""
+        self._instance(name).is_draining = False
+        self.state.sort()
+
+    def remove(self, name: str, now: float) -> list[str]:
+        """Forget an instance that is dead, and what it held.
+
+        Returns:
+          Ids of requests that it prefilled or decoded. They are not open any more: whoever drives assigns them anew.
+
+        Raises:
+          ValueError: there is none of this name.
+        """
+        self._instance(name)
+        requests = [*self.state.prefilling.values(), *self.state.decoding.values()]
+        ended = [each for each in requests if _depends_on(each, name)]
+        for each in ended:
+            self._end(each, now)
+        self.state.remove(name)
+        self.index.clear(name)
+        return [each.request.request_id for each in ended]
+
+    def set_role(self, name: str, role: Role, now: float) -> None:
+        """Change what an instance does; what it has goes on. ValueError: there is no such instance or role."""
+        check_role(role)
+        self._instance(name).role = role
+        self.state.sort()
+
+    def report(self, name: str, report: Report, now: float) -> None:
+        """Correct the estimates of an instance by what it says of itself.
+
+        Raises:
+          TypeError, ValueError: there is none of this name, or a figure is not finite or negative; nothing is changed.
+        """
+        instance = self._instance(name)
+        check_report(report)
+        instance.correct(report, self._open, now)
+
+    # Requests.
+
+    def assign(
+        self,
+        request: ClusterRequest,
+        now: float,
+        exclude: Collection[str] = frozenset(),
+        generated: int = 0,
+        waited: float = 0.0,
+    ) -> Decision:
+        """Choose the instances that serve a request, or reject it.
+
+        Args:
+          exclude: names of instances that it must not go to.
+          generated: tokens that it has had, if it goes on after a failure: then no load forbids it.
+          waited: seconds for which it has been kept since it was rejected first.
+
+        Raises:
+          TypeError, ValueError: a request of this id is open, it has more keys than full blocks, an argument is out of
+            range, or one's own policy chose what can't be. Nothing is changed.
+        """
+        if self.state.find(request.request_id) is not None:
+            raise ValueError(f"request_id must be of no open request, got {request.request_id!r}")
+        if check_integer("generated", generated, 0):
+            # Its tokens are a part of its prompt now.
+            tokens, rest = request.prompt_tokens + generated, max(1, request.max_tokens - generated)
+            request = replace(request, prompt_tokens=tokens, max_tokens=rest)
+        decision, placed = self._decide(request, now, exclude, generated, check_real("waited", waited, 0))
+        if self._observer is not None:
+            self._observer.decided(decision, request, now, self.state, placed)
+        if placed is not None and placed.assignment is decision:
+            self._begin(placed, now)
+        return decision
+
+    def prefilled(self, request_id: str, now: float) -> Rejection | None:
+        """The prompt of a request is computed: check whether it may decode (3, step 4).
+
+        Returns:
+          A rejection: the request is not open any more. None: it decodes; or it is not open, or did so already.
+        """
+        open_request = self.state.prefilling.get(request_id)
+        if open_request is None:
+            return None
+        verdict = None if open_request.generated else self._admission.before_decode(self.state, open_request, now)
+        if verdict is None and not open_request.is_held:
+            decode = self.state.instances[open_request.assignment.decode]
+            if not decode.has_room(open_request.reserved):
+                load = decode.decoding.reserved / decode.spec.decode_tokens
+                verdict = self._no_memory(open_request.reserved, load, now)
+        if verdict is None:
+            self.first_token(request_id, now)
+            return None
+        self._end(open_request, now, was_computed=True)
+        return self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """The first token of a request has come. Nothing happens if it is not open, or had one."""
+        open_request = self.state.prefilling.get(request_id)
+        if open_request is not None:
+            self._end_prefill(open_request, now, was_computed=True)
+            self.state.instances[open_request.assignment.decode].join_batch(open_request)
+            open_request.decode_since = now
+            self.state.decoding[request_id] = open_request
+
+    def finished(self, request_id: str, now: float, output_tokens: int) -> None:
+        """A request has had its last token. Nothing happens if it is not open."""
+        open_request = self.state.find(request_id)
+        if open_request is None:
+            return
+        begun = open_request.decode_since
+        self._end(open_request, now, was_computed=True)
+        if begun is None or open_request.generated:
+            return
+        self._admission.learn(now - begun)
+        if self._observer is not None:
+            tbt = (now - begun) / max(1, output_tokens - 1)
+            self._observer.ended(request_id, begun - open_request.assigned_at, tbt)
+
+    def cancelled(self, request_id: str, now: float) -> None:
+        """A request was given up. Nothing happens if it is not open."""
+        open_request = self.state.find(request_id)
+        if open_request is not None:
+            self._end(open_request, now)
+
+    # What is known.
+
+    def instances(self, now: float) -> list[InstanceView]:
+        """All instances, for metrics and pages."""
+        return [view(each, now) for each in self.state.instances.values()]
+
+    def swaps(self, now: float) -> list[Swap]:
+        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
+
+    def loads(self, now: float) -> Loads:
+        """The loads of both pools."""
+        return loads(self.state, now)
+
+    def role_change(self, now: float) -> RoleChange | None:
+        """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
+        return None if self._roles is None else self._roles.change(self.state, now)
+
+    # Parts of the above.
+
+    def _instance(self, name: str) -> InstanceState:
+        try:
+            return self.state.instances[name]
+        except KeyError:
+            raise ValueError(f"there is no instance {name!r}") from None
+
+    def _open(self, request_id: str) -> OpenRequest:
+        found = self.state.find(request_id)
+        assert found is not None
+        return found
+
+    def _decide(
+        self, request: ClusterRequest, now: float, exclude: Collection[str], generated: int, waited: float
+    ) -> tuple[Decision, OpenRequest | None]:
+        """The decision, and where the policy would have the request, if it could be anywhere."""
+        prefills, decodes = self.state.prefill_pool(exclude), self.state.decode_pool(exclude)
+        if not prefills or not decodes:
+            return self._rejection(request, Verdict("no_instance", inf, 1.0), "prefill", None, waited), None
+        reserved = _reserved_tokens(request, prefills[0].spec.block_size)
+        # Otherwise what is free now matters once its prompt is computed.
+        is_held = self.config.admission == "none" or generated > 0
+        rooms = [e for e in decodes if (e.has_room(reserved) if is_held else reserved <= e.spec.decode_tokens)]
+        with_room = {each.name for each in rooms}
+        pool = [each for each in prefills if each.role == "prefill" or each.name in with_room]
+        if not rooms or not pool:
+            return self._rejection(request, self._no_memory(reserved, inf, now), "prefill", None, waited), None
+        choice = self._choose(request, pool, now)
+        context = request.prompt_tokens
+        decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
+        assignment = Assignment(
+            request.request_id, choice.instance, decode.name, choice.cached, choice.transfer, choice.ttft, tbt,
+            choice.queue, choice.transfer_seconds, choice.prefill_seconds,
+        )  # fmt: skip
+        placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
+        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
+        if verdict is not None:
+            return self._rejection(request, verdict, "prefill", assignment, waited), placed
+        return assignment, placed
+
+    def _choose(self, request: ClusterRequest, pool: list[InstanceState], now: float) -> Choice:
+        """Ask the policy, and check what one's own says."""
+        block_size = pool[0].spec.block_size
+        usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
+        keys = request.keys[:usable]
+        matches = {name: match.blocks for name, match in self.index.match(keys).items()}
+        for name, blocks in self._pending.match(keys).items():
+            if blocks > matches.get(name, 0):
+                matches[name] = blocks
+        seed = f"{self.config.seed} {request.request_id}"
+        context = PolicyContext(block_size, self.config.balancing_threshold, self.state.senders, seed)
+        choice = self._policy(request, matches, pool, now, context)
+        if callable(self.config.policy):
+            check_choice(choice, request, pool, context)
+        return choice
+
+    def _no_memory(self, reserved: int, load: float, now: float) -> Verdict:
+        return Verdict("memory", load, self._admission.memory_seconds(self.state, reserved, now))
+
+    def _rejection(
+        self,
+        request: ClusterRequest,
+        verdict: Verdict,
+        stage: Literal["prefill", "decode"],
+        placed: Assignment | None,
+        waited: float,
+    ) -> Rejection:
+        ttft, tbt = (placed.ttft, placed.tbt) if placed is not None else (inf, inf)
+        is_deferred = waited + verdict.retry_after <= self.config.defer_seconds and stage == "prefill"
+        return Rejection(
+            request.request_id, verdict.bound, stage, ttft, tbt, verdict.load, verdict.retry_after, is_deferred
+        )
+
+    def _begin(self, open_request: OpenRequest, now: float) -> None:
+        """Update all estimates at once."""
+        placed, request = open_request.assignment, open_request.request
+        instances = self.state.instances
+        ready = now
+        if placed.transfer is not None:
+            ready = now + placed.transfer_seconds
+            instances[placed.transfer.source].sends[request.request_id] = ready
+        instances[placed.prefill].begin_prefill(open_request, now, ready)
+        instances[placed.decode].begin_decode(open_request)
+        self._pending.add(placed.prefill, request.keys)
+        self.index.touch(request.keys, now)
+        self.state.prefilling[request.request_id] = open_request
+
+    def _end_prefill(self, open_request: OpenRequest, now: float, was_computed: bool) -> None:
+        placed, request = open_request.assignment, open_request.request
+        self.state.instances[placed.prefill].end_prefill(request.request_id, now, was_computed)
+        self._pending.remove(placed.prefill, request.keys)
+        if placed.transfer is not None and placed.transfer.source in self.state.instances:
+            self.state.instances[placed.transfer.source].sends.pop(request.request_id, None)
+        del self.state.prefilling[request.request_id]
+
+    def _end(self, open_request: OpenRequest, now: float, was_computed: bool = False) -> None:
+        """A request is not open any more: take it out of all estimates."""
+        if open_request.decode_since is None:
+            self._end_prefill(open_request, now, was_computed)
+        self.state.instances[open_request.assignment.decode].end_decode(open_request)
+        self.state.decoding.pop(open_request.request.request_id, None)
+
+
+def _depends_on(open_request: OpenRequest, name: str) -> bool:
+    """Whether a request needs an instance still: where it decodes, or where its prompt is being computed."""
+    placed = open_request.assignment
+    return placed.decode == name or (placed.prefill == name and open_request.decode_since is None)
+
+
+def _reserved_tokens(request: ClusterRequest, block_size: int) -> int:
+    """Tokens of KV cache that a request may need where it decodes: whole blocks."""
+    if len(request.keys) > request.prompt_tokens // block_size:
+        raise ValueError(
+            f"keys must be of full blocks of {block_size} tokens: {request.prompt_tokens // block_size} at most, "
+            f"got {len(request.keys)}"
+        )
+    return -(-(request.prompt_tokens + request.max_tokens) // block_size) * block_size

@@ -1,0 +1,110 @@
+"""`PredictorCosts`: what an instance's work costs, by a serving predictor. No JAX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from longctx.models.config import LlamaConfig
+from longctx.models.footprint import cache_bytes
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.predictor.work import Work
+from longctx.serving.validation import check_integer, check_real
+
+_REMEMBERED = 2**14  # prompts: many of a time have the same lengths, and all instances are asked for each
+_ONE_DEVICE = ParallelPlan()
+_FAR = 2**16  # tokens of a context
+
+
+@dataclass(frozen=True)
+class PredictorCosts:
+    """`Costs` by the predictor that the engine's own scheduler goes by.
+
+    A prompt is `predictor.prefill_seconds` in steps of `chunk` tokens, and with several stages, what its last step
+    takes in the stages after the first (SPP). Decodes are one batch: over context ranks its rows and keys are shared
+    evenly, and a token takes a step in each stage.
+
+    Attributes:
+      chunk: tokens of a step of one context rank.
+      token_bytes: of keys and values of a token, in all layers.
+      plan: of the instance's devices.
+      prompt_seconds: of the tokens of a prompt from `start` to `stop`, where a request spans context ranks, such as
+        `longctx.serving.scheduler.prompt_time.PromptTime.prefill_seconds`; None: the predictor's.
+
+    Raises:
+      TypeError, ValueError: the predictor can't be used, or a number is out of range.
+    """
+
+    predictor: Predictor
+    chunk: int
+    token_bytes: float
+    plan: ParallelPlan = _ONE_DEVICE
+    prompt_seconds: Callable[[int, int], float] | None = None
+    _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_predictor(self.predictor, check_integer("chunk", self.chunk, 1))
+        if not check_real("token_bytes", self.token_bytes, 0) > 0:
+            raise ValueError(f"token_bytes must be more than 0, got {self.token_bytes}")
+
+    @classmethod
+    def of_model(
+        cls,
+        predictor: Predictor,
+        model: LlamaConfig,
+        chunk: int,
+        plan: ParallelPlan | None = None,
+        dtype_bytes: int = 2,
+        prompt_seconds: Callable[[int, int], float] | None = None,
+    ) -> "PredictorCosts":
+        """Of a model whose KV cache has numbers of `dtype_bytes` bytes."""
+        return cls(predictor, chunk, cache_bytes(model, 1, 1, 1, dtype_bytes), plan or _ONE_DEVICE, prompt_seconds)
+
+    def prefill_seconds(self, cached: int, prompt: int) -> float:
+        """Seconds of tokens `cached` to `prompt`, alone; 0 if there are none."""
+        seconds = self._known.get((cached, prompt))
+        if seconds is None:
+            seconds = self._prefill_seconds(cached, prompt)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[cached, prompt] = seconds
+        return seconds
+
+    def _prefill_seconds(self, cached: int, prompt: int) -> float:
+        if prompt <= cached:
+            return 0.0
+        if self.prompt_seconds is not None:
+            seconds = self.prompt_seconds(cached, prompt)
+        else:
+            seconds = self.predictor.prefill_seconds(cached, prompt, self.chunk)
+        stages = self.plan.stage
+        if stages > 1:
+            count = (prompt - cached - 1) % self.chunk + 1
+            seconds += (stages - 1) * self.predictor.seconds(Work().with_chunk(prompt - count, count, True))
+        return seconds
+
+    def decode_seconds(self, batch: int, tokens: int) -> float:
+        """Seconds between the tokens of `batch` decodes whose contexts have so many tokens in all; 0 if there are none.
+
+        For a given batch it is a line in the tokens, as that of all our predictors is.
+        """
+        line = self._lines.get(batch)
+        if line is None:
+            if batch < 1:
+                return 0.0
+            base = self._decode_seconds(batch, 0)
+            line = self._lines[batch] = (base, (self._decode_seconds(batch, _FAR * batch) - base) / (_FAR * batch))
+        return line[0] + line[1] * tokens
+
+    def _decode_seconds(self, batch: int, tokens: int) -> float:
+        """Of more decodes than the predictor knows steps of, several steps."""
+        ranks = self.plan.context
+        rows, keys = -(-batch // ranks), -(-tokens // ranks)
+        steps = -(-rows // self.chunk)
+        share = -(-rows // steps)
+        seconds = self.predictor.seconds(Work(rows=share, samples=share, decode_keys=-(-keys // steps)))
+        return self.plan.stage * steps * seconds
+
+    def transfer_bytes(self, tokens: int) -> float:
+        """Bytes of keys and values of so many tokens."""
+        return self.token_bytes * tokens

@@ -1,0 +1,279 @@
+"""What the conductor knows at a moment: of instances, of open requests, and its estimates of both."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.decision import Assignment
+from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.request import ClusterRequest
+
+
+@dataclass(eq=False, slots=True)
+class OpenRequest:
+    """A request that was assigned and has not ended.
+
+    Attributes:
+      generated: tokens that it had had when it was assigned, if it goes on after a failure.
+      assigned_at: seconds of the driver's clock.
+      context: tokens that it decodes with at first.
+      reserved: tokens of KV cache that are kept for it where it decodes, in whole blocks.
+      is_held: they are from its assignment on, rather than from the end of its prefill on.
+      decode_since: when its prefill had ended; None: it has not.
+    """
+
+    request: ClusterRequest
+    assignment: Assignment
+    generated: int
+    assigned_at: float
+    context: int
+    reserved: int
+    is_held: bool
+    decode_since: float | None = None
+
+    @property
+    def prefill_end(self) -> float:
+        """When its prompt will have been computed, by the prediction at its assignment."""
+        return self.assigned_at + self.assignment.ttft
+
+
+class Decodes(NamedTuple):
+    """Requests that decode together.
+
+    Attributes:
+      tokens: of their contexts, in all.
+      reserved: tokens of KV cache that are kept for them, in all.
+    """
+
+    batch: int
+    tokens: int
+    reserved: int
+
+    def plus(self, open_request: OpenRequest, count: int = 1) -> "Decodes":
+        """With one more, or with one fewer if `count` is -1."""
+        return self.and_others(count, count * open_request.context, count * open_request.reserved)
+
+    def and_others(self, batch: int, tokens: int, reserved: int) -> "Decodes":
+        """With so many more, or fewer; never below 0."""
+        return Decodes(max(0, self.batch + batch), max(0, self.tokens + tokens), max(0, self.reserved + reserved))
+
+
+NO_DECODES = Decodes(0, 0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class InstanceState:
+    """An instance, and the estimates of what it has to do.
+
+    Both estimates, of the queue and of the decodes, are what the last report says, and on top of it the requests of
+    this conductor that the report does not count. Of the queue, the time since is taken off: prompts are taken to be
+    computed in order, those of the report first.
+
+    Attributes:
+      queued: ids of prompts that the last report does not count, in order, with their predicted seconds.
+      reported_prefills: those that it counts.
+      decodes: requests that decode here or will: in prefill, decoding and not reported, or reported.
+      sends: transfers from here to other instances, by request: when each ends, by prediction.
+      assigned: prompts that it got in all.
+      reported_at: when it said something last.
+      decoding: what decodes here now: reported, and of this conductor.
+      coming: requests of this conductor that will decode here once their prompts are computed.
+      held: of these, the ones for which memory is kept already.
+      others: of `decoding`, what the last report counts and is not of this conductor.
+    """
+
+    spec: InstanceSpec
+    role: Role
+    name: str = field(init=False)
+    is_draining: bool = False
+    queued: dict[str, float] = field(default_factory=dict)
+    reported_prefills: dict[str, float] = field(default_factory=dict)
+    decodes: dict[str, Literal["prefill", "own", "reported"]] = field(default_factory=dict)
+    sends: dict[str, float] = field(default_factory=dict)
+    assigned: int = 0
+    reported_at: float | None = None
+    has_others: bool = False
+    decoding: Decodes = NO_DECODES
+    coming: Decodes = NO_DECODES
+    held: Decodes = NO_DECODES
+    others: Decodes = NO_DECODES
+    _queued_seconds: float = 0.0
+    _head_since: float = 0.0  # when the first of `queued` began, or will
+    _reported_until: float = 0.0  # when the reported queue is empty
+
+    def __post_init__(self) -> None:
+        self.name = self.spec.name
+
+    @property
+    def does_prefill(self) -> bool:
+        return self.role != "decode"
+
+    @property
+    def does_decode(self) -> bool:
+        return self.role != "prefill"
+
+    @property
+    def open(self) -> set[str]:
+        """Ids of the requests that it has a part in still."""
+        return {*self.queued, *self.reported_prefills, *self.decodes}
+
+    def queue(self, now: float) -> float:
+        """Predicted seconds until a prompt that comes now begins: those of all prompts before it."""
+        total = self._reported_until - now if self._reported_until > now else 0.0
+        if self.queued:
+            elapsed = now - max(self._head_since, self._reported_until)
+            head = next(iter(self.queued.values()))
+            total += self._queued_seconds - min(head, max(0.0, elapsed))
+        return total if total > 0 else 0.0
+
+    @property
+    def expected(self) -> Decodes:
+        """Requests that decode here, and those that will once their prompts are computed."""
+        return self.decoding.and_others(*self.coming)
+
+    def tbt(self, decodes: Decodes) -> float:
+        """Predicted seconds between the tokens of such a batch; 0 if it is empty."""
+        return self.spec.costs.decode_seconds(decodes.batch, decodes.tokens) if decodes.batch else 0.0
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether one more request with so many tokens of KV cache may decode here now."""
+        batch = len(self.decodes) - self.coming.batch + self.others.batch + self.held.batch
+        kept = self.decoding.reserved + self.held.reserved
+        return kept + tokens <= self.spec.decode_tokens and batch < self.spec.max_running
+
+    def sending(self, now: float) -> float:
+        """Predicted seconds until all that it sends has left: its congestion."""
+        return max(0.0, max(self.sends.values()) - now) if self.sends else 0.0
+
+    # What happens to requests.
+
+    def begin_prefill(self, open_request: OpenRequest, now: float, ready: float) -> None:
+        """Queue a prompt, whose fetched blocks are there at `ready`."""
+        if not self.queued:
+            self._head_since = max(now, ready)
+        self.queued[open_request.request.request_id] = open_request.assignment.prefill_seconds
+        self._queued_seconds += open_request.assignment.prefill_seconds
+        self.assigned += 1
+
+    def end_prefill(self, request_id: str, now: float, was_computed: bool) -> None:
+        """Take a prompt off the queue, computed or given up."""
+        if request_id in self.queued:
+            was_head = next(iter(self.queued)) == request_id
+            self._queued_seconds -= self.queued.pop(request_id)
+            if was_head:
+                self._head_since = max(self._head_since, now)
+            if not self.queued:
+                self._queued_seconds = 0.0  # as differences of sums are not exact
+        elif (seconds := self.reported_prefills.pop(request_id, None)) is not None:
+            if not was_computed:
+                self._reported_until -= seconds
+            if not self.reported_prefills and not self.has_others:
+                self._reported_until = 0.0
+
+    def begin_decode(self, open_request: OpenRequest) -> None:
+        """Expect a request, which decodes here once its prompt is computed."""
+        self.decodes[open_request.request.request_id] = "prefill"
+        self.coming = self.coming.plus(open_request)
+        if open_request.is_held:
+            self.held = self.held.plus(open_request)
+
+    def join_batch(self, open_request: OpenRequest) -> None:
+        """Its prompt is computed: it decodes."""
+        self._forget_coming(open_request)
+        self.decodes[open_request.request.request_id] = "own"
+        self.decoding = self.decoding.plus(open_request)
+
+    def end_decode(self, open_request: OpenRequest) -> None:
+        """It has ended, or goes elsewhere."""
+        if self.decodes.pop(open_request.request.request_id) == "prefill":
+            self._forget_coming(open_request)
+        else:
+            self.decoding = self.decoding.plus(open_request, -1)
+            if len(self.decodes) == self.coming.batch and not self.has_others:
+                self.decoding = NO_DECODES  # the report counts tokens that were generated
+
+    def _forget_coming(self, open_request: OpenRequest) -> None:
+        self.coming = self.coming.plus(open_request, -1)
+        if open_request.is_held:
+            self.held = self.held.plus(open_request, -1)
+
+    def correct(self, report: Report, find: Callable[[str], OpenRequest], now: float) -> None:
+        """Take over what the instance says of itself.
+
+        What it once counted and does not any more has ended there: it does not come on top again.
+        """
+        known, prefills = report.known, self.reported_prefills | self.queued
+        head = next(iter(self.queued), None)
+        self.queued = {name: seconds for name, seconds in self.queued.items() if name not in known}
+        self.reported_prefills = {name: prefills[name] for name in prefills if name not in self.queued}
+        self._queued_seconds = sum(self.queued.values())
+        if next(iter(self.queued), None) != head:
+            self._head_since = now
+        self._reported_until, self.reported_at = now + report.queue_seconds, now
+        self.has_others = any(name not in prefills and name not in self.decodes for name in known)
+        ours, own, counted = NO_DECODES, NO_DECODES, 0
+        for name, state in self.decodes.items():
+            if state == "prefill":
+                continue
+            if name in known:
+                self.decodes[name] = "reported"
+                counted += 1
+            open_request = find(name)
+            ours = ours.plus(open_request)
+            if self.decodes[name] == "own":
+                own = own.plus(open_request)
+        batch = max(0, report.decoding - counted) if self.has_others else 0
+        # Nobody says how long the contexts of others are: as those of the batch, on average.
+        tokens = batch * report.decode_tokens // report.decoding if batch else 0
+        self.others = Decodes(batch, tokens, tokens)
+        batch, tokens = report.decoding + own.batch, report.decode_tokens + own.tokens
+        self.decoding = Decodes(batch, tokens, ours.reserved + self.others.reserved)
+
+
+class ClusterState:
+    """All instances and all open requests.
+
+    Attributes:
+      config: see `ConductorConfig`.
+      instances: by name, in the order in which they joined.
+      senders: instances that may send blocks to others: those that prefill, draining ones too.
+      prefilling: open requests whose prompt is not computed yet, by id, in the order of their assignment.
+      decoding: those that decode, in the order in which they began to.
+    """
+
+    def __init__(self, config: ConductorConfig) -> None:
+        self.config = config
+        self.instances: dict[str, InstanceState] = {}
+        self.senders: dict[str, InstanceState] = {}
+        self._prefills: list[InstanceState] = []
+        self._decodes: list[InstanceState] = []
+        self.prefilling: dict[str, OpenRequest] = {}
+        self.decoding: dict[str, OpenRequest] = {}
+
+    def find(self, request_id: str) -> OpenRequest | None:
+        """An open request; None: there is none of this id."""
+        return self.prefilling.get(request_id) or self.decoding.get(request_id)
+
+    def add(self, instance: InstanceState) -> None:
+        self.instances[instance.name] = instance
+        self.sort()
+
+    def remove(self, name: str) -> None:
+        del self.instances[name]
+        self.sort()
+
+    def sort(self) -> None:
+        """Sort instances into pools anew, after one has come, gone, or changed its role or whether it drains."""
+        instances = self.instances.values()
+        self._prefills = [each for each in instances if each.does_prefill and not each.is_draining]
+        self._decodes = [each for each in instances if each.does_decode and not each.is_draining]
+        self.senders = {each.name: each for each in instances if each.does_prefill}
+
+    def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
+        """Instances that new prompts may go to."""
+        return [each for each in self._prefills if each.name not in exclude] if exclude else self._prefills
+
+    def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
+        """Instances that new requests may decode on."""
+        return [each for each in self._decodes if each.name not in exclude] if exclude else self._decodes

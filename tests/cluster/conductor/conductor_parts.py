@@ -1,0 +1,98 @@
+"""Parts of clusters for tests of the conductor: round costs, instances, requests, an index."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.instance import InstanceSpec, Role
+from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.prefix_index.tiers import Match, Tier
+
+BLOCK = 100
+
+
+class RoundCosts(NamedTuple):
+    """A millisecond a token of a prompt; a step takes a millisecond, and one more for each decode and 10,000 tokens."""
+
+    speed: float = 1.0
+
+    def prefill_seconds(self, cached: int, prompt: int) -> float:
+        return (prompt - cached) / 1000 / self.speed
+
+    def decode_seconds(self, batch: int, tokens: int) -> float:
+        return (1 + batch + tokens / 10_000) / 1000 / self.speed
+
+    def transfer_bytes(self, tokens: int) -> float:
+        return 1000.0 * tokens
+
+
+class SetIndex:
+    """A `BlockIndex` of plain sets, all on the device."""
+
+    def __init__(self) -> None:
+        self.stored: defaultdict[str, set[int]] = defaultdict(set)
+        self.used: defaultdict[int, float] = defaultdict(float)
+
+    def store(self, instance: str, keys: Iterable[int]) -> None:
+        self.stored[instance].update(map(int, keys))
+
+    def clear(self, instance: str) -> None:
+        self.stored.pop(instance, None)
+
+    def match(self, keys: np.ndarray) -> Mapping[str, Match]:
+        found = {}
+        for name, blocks in self.stored.items():
+            count = next((i for i, key in enumerate(keys.tolist()) if key not in blocks), len(keys))
+            if count:
+                found[name] = Match(count, count, 0, 0)
+        return found
+
+    def touch(self, keys: np.ndarray, now: float) -> None:
+        self.used.update(dict.fromkeys(keys.tolist(), now))
+
+    def blocks(self, instance: str, tier: Tier) -> int:
+        return len(self.stored[instance]) if tier == "device" else 0
+
+    def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
+        held = self.stored[instance] if tier == "device" else set[int]()
+        keys = [
+            key
+            for key in sorted(held, key=lambda key: self.used[key])
+            if self.used[key] < before and sum(key in other for other in self.stored.values()) >= held_by
+        ]
+        return np.array(keys[:limit], np.uint64)
+
+
+def instance(name: str, role: Role = "prefill", **changes: object) -> InstanceSpec:
+    """An instance that sends a token in 10 ms, a hundredth of what computing it takes."""
+    fields = {"costs": RoundCosts(), "block_size": BLOCK, "decode_tokens": 1_000_000, "max_running": 64}
+    return InstanceSpec(name, role, **fields | {"bandwidth": 100_000_000.0} | changes)  # type: ignore[arg-type]
+
+
+def keys_of(*parts: tuple[int, int]) -> np.ndarray:
+    """Keys of a prompt made of (document, blocks) one after another: chained, so each depends on all before."""
+    keys, before = [], 7
+    for document, blocks in parts:
+        for i in range(blocks):
+            before = hash((before, document, i)) & (2**64 - 1)
+            keys.append(before)
+    return np.array(keys, np.uint64)
+
+
+def request(request_id: str, *parts: tuple[int, int], rest: int = 50, **fields: object) -> ClusterRequest:
+    """A request of (document, blocks) and `rest` further tokens."""
+    keys = keys_of(*parts)
+    values = {"prompt_tokens": len(keys) * BLOCK + rest, "max_tokens": 100, "keys": keys} | fields
+    return ClusterRequest(request_id, **values)  # type: ignore[arg-type]
+
+
+def cluster(*specs: InstanceSpec, **settings: object) -> Conductor:
+    """A conductor of instances over a `SetIndex`."""
+    conductor = Conductor(ConductorConfig(**settings), SetIndex())  # type: ignore[arg-type]
+    for spec in specs:
+        conductor.join(spec, 0.0)
+    return conductor
