@@ -89,6 +89,9 @@ PURE = [
     "longctx.cluster.transfer.zmq_sender",
     "longctx.cluster.transfer.zmq_receiver",
     "longctx.cluster.transfer.local",
+    "longctx.cluster.prefix_index.index",
+    "longctx.cluster.prefix_index.reader",
+    "longctx.cluster.prefix_index.indexer.app",
 ]
 
 
