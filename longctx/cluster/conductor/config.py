@@ -51,8 +51,9 @@ class ConductorConfig:
       decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
       defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
       roles: when instances change between prefill and decode by load; None: never.
-      swap_above, swap_below: an instance whose share of full cache blocks is above the one drops cold blocks until it
-        is at the other.
+      swap_above, swap_below: an instance that has more blocks in a tier than the one share of what fits there swaps
+        cold ones out, until it is at the other.
+      swap_seconds: blocks that nobody has used for so long are cold.
       seed: of random choices.
 
     Raises:
@@ -73,6 +74,7 @@ class ConductorConfig:
     roles: RoleConfig | None = None
     swap_above: float = 0.95
     swap_below: float = 0.9
+    swap_seconds: float = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -92,4 +94,5 @@ class ConductorConfig:
         check_real("swap_below", self.swap_below, 0, self.swap_above)
         if self.roles is not None and not isinstance(self.roles, RoleConfig):
             raise TypeError(f"roles must be a RoleConfig or None, got {shown(self.roles)}")
+        check_real("swap_seconds", self.swap_seconds, 0)
         check_integer("seed", self.seed, 0)
