@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from longctx.cluster.engine_exporter import EngineExporter
-from longctx.cluster.peers import Peers
+from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
 from longctx.cluster.prefill.instance import PrefillInstance
+from longctx.cluster.prefill.named import NamedReaders
 from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
@@ -25,7 +26,7 @@ from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import DROPPED, ApiError
-from longctx.serving.server.transfers import TransferParams
+from longctx.serving.server.transfers import PagePrefix, Prefill, TransferParams
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -107,6 +108,8 @@ class EngineTransfers:
             if instances:
                 self.dispatcher = PrefillDispatcher(engine, instances, self.receiver.source, inline_tokens)
                 stack.callback(self.dispatcher.close)
+            self.named = NamedReaders(engine, self._named_source, self.check_peer)
+            stack.callback(self.named.close)
             self._open = stack.pop_all()
         self.port = int(self.sender.address.rpartition(":")[2])
         self.num_refused = 0
@@ -140,17 +143,13 @@ class EngineTransfers:
             raise ApiError(
                 409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
             )
-        sampling, vocab_size = prepared.request.sampling, self._engine.model.config.vocab_size
+        handoff = _read_handoff(params.handoff)
         try:
-            handoff = Handoff.from_dict(params.handoff)
-            try:
-                handoff.check(len(prepared.tokens), sampling, vocab_size)
-            except ValueError:
-                refused = handoff._replace(completions=handoff.completions[: sampling.n])
-                self._received(params, refused).release()
-                raise
-        except ValueError as error:
-            raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
+            self._check(handoff, prepared)
+        except ApiError:
+            refused = handoff._replace(completions=handoff.completions[: prepared.request.sampling.n])
+            self._received(params, refused).release()
+            raise
         received = self._received(params, handoff)
         if breaks_tpot(self._engine, len(prepared.tokens), prepared.request.tpot_target):
             self.num_refused += 1
@@ -159,6 +158,36 @@ class EngineTransfers:
             headers = {DROPPED: "tpot"}
             raise ApiError(503, message, None, "server_is_overloaded", _RETRY, headers)
         return received
+
+    def resume(
+        self,
+        params: TransferParams | None,
+        prefill: Prefill | None,
+        prepared: PreparedRequest,
+        headers: Mapping[str, str],
+    ) -> Received | None:
+        """What a request that another server sends begins with, see `Transfers`."""
+        handoff = None if params is None or params.handoff is None else _read_handoff(params.handoff)
+        if handoff is not None and any(each.lease is not None for each in handoff.completions):
+            assert params is not None
+            return self.receive(params, prepared)
+        if self.role == "prefill":
+            raise ApiError(400, "this server goes on with nobody's requests (--role prefill)", "request")
+        if handoff is not None:
+            self._check(handoff, prepared)
+        wanted, prefix = None, None
+        if prefill is not None:
+            wanted, prefix = prefill.prefix, None
+            if prefill.url is not None:
+                wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
+        received = None if wanted is None else self.named.ask(prepared, headers, wanted, prefix, handoff)
+        return Received(handoff, {}) if received is None and handoff is not None else received
+
+    def fetch_prefix(
+        self, prefix: PagePrefix, prepared: PreparedRequest, headers: Mapping[str, str]
+    ) -> Received | None:
+        """Get the first pages of a prompt from a server that has them, see `Transfers`."""
+        return self.named.ask(prepared, headers, prefix)
 
     def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
         """Have another server read a prompt, see `Transfers`."""
@@ -197,12 +226,24 @@ class EngineTransfers:
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
-        info = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
+        info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
+        info |= {"fingerprint": self._fingerprint, "answers": dict(self.named.answers)}
         return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
 
     def close(self) -> None:
         """End all transfers."""
         self._open.close()
+
+    def _named_source(self, address: str, lease: str, deadline: float, patience: float) -> RemoteSource:
+        """The pages of a server that a request has named, if they are where pages may come from; else ApiError."""
+        self.check_peer(*parse_peer(address))
+        return self.receiver.source(address, lease, deadline=deadline, patience=patience)
+
+    def _check(self, handoff: Handoff, prepared: PreparedRequest) -> None:
+        try:
+            handoff.check(len(prepared.tokens), prepared.request.sampling, self._engine.model.config.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
 
     def _received(self, params: TransferParams, handoff: Handoff) -> Received:
         """Where the pages of a handoff come from; it connects to nobody. ApiError: from nowhere."""
@@ -213,3 +254,10 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
         sources = {lease: self.source(params.remote_host, params.remote_port, lease) for lease in leases}
         return Received(handoff, sources)
+
+
+def _read_handoff(fields: dict[str, Any]) -> Handoff:
+    try:
+        return Handoff.from_dict(fields)
+    except ValueError as error:
+        raise ApiError(400, f"{_NAME}: {error}", _NAME) from None

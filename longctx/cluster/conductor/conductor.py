@@ -211,6 +211,10 @@ class Conductor:
         """All instances, for metrics and pages."""
         return [view(each, now) for each in self.state.instances.values()]
 
+    def swaps(self, now: float) -> list[Swap]:
+        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
+
     def loads(self, now: float) -> Loads:
         """The loads of both pools."""
         return loads(self.state, now)
@@ -218,10 +222,6 @@ class Conductor:
     def role_change(self, now: float) -> RoleChange | None:
         """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
         return None if self._roles is None else self._roles.change(self.state, now)
-
-    def swaps(self, now: float) -> list[Swap]:
-        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
-        return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
 
     # Parts of the above.
 

@@ -92,7 +92,7 @@ class ConductorConfig:
         check_real("defer_seconds", self.defer_seconds, 0)
         check_real("swap_above", self.swap_above, 0, 1)
         check_real("swap_below", self.swap_below, 0, self.swap_above)
+        check_real("swap_seconds", self.swap_seconds, 0)
         if self.roles is not None and not isinstance(self.roles, RoleConfig):
             raise TypeError(f"roles must be a RoleConfig or None, got {shown(self.roles)}")
-        check_real("swap_seconds", self.swap_seconds, 0)
         check_integer("seed", self.seed, 0)

@@ -10,19 +10,16 @@ Source: Mooncake, section 4 (inline prefill), section 5.2 (the rule by which an 
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import httpx
 import msgspec
 
 from longctx.cluster.prefill.instance import PrefillInstance
-from longctx.cluster.prefill.source import RemotePrefill
+from longctx.cluster.prefill.reading import PrefillThread, Reading
 from longctx.cluster.tpot_check import keeps_tpot
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
@@ -34,29 +31,25 @@ from longctx.serving.validation import check_integer
 
 _LOG = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # between two looks at how busy a server is
-_PATIENCE = 10.0  # seconds until a server must have begun with a prompt that was sent to it
 # A server is not asked whose queue is longer than both: those that decode here would wait for a prompt at every step.
 _MOST_WAIT, _MOST_QUEUED = 20.0, 10.0  # predicted seconds, and times what the prompt itself takes
-_LEAST_SECONDS, _MARGIN = 60.0, 5.0  # a page may take so long to come, or so much longer than all is predicted to
-_MOST_SECONDS = 3600.0  # and a whole prompt so long
-_CLOSE_SECONDS = 5.0
-_FORWARDED = ("authorization", "x-request-id", "traceparent")
+FORWARDED = ("authorization", "x-request-id", "traceparent")
+"""Headers of a request that say who sends it."""
 
 Decision = Literal["short", "quick", "nobody", "remote"]
 """Where a prompt is read: here, as it is short, or keeps the TPOT, or nobody else can; or elsewhere."""
 
 
-class PrefillDispatcher:
+class PrefillDispatcher(PrefillThread):
     """Asks other servers from a thread of its own. Its methods may be called from any thread, and don't wait.
 
     Args:
       instances: who may be asked.
-      source: makes the source of a lease's pages at an address, see `PageReceiver.source`.
+      source: see `PrefillThread`.
       inline_tokens: tokens of a prompt, not cached, up to which it is read here.
 
     Attributes:
       decisions: how many prompts were read where, see `Decision`.
-      answers: how reading elsewhere ended, see `Answer`; `"cancelled"`: nobody wanted it any more.
     """
 
     def __init__(
@@ -66,16 +59,13 @@ class PrefillDispatcher:
         source: Callable[..., LeasedSource],
         inline_tokens: int = 512,
     ) -> None:
+        super().__init__(source)
         self._inline_tokens = check_integer("inline_tokens", inline_tokens, 0)
-        self._engine, self._instances, self._source = engine, instances, source
+        self._engine, self._instances = engine, instances
         self.decisions: Counter[str] = Counter()
-        self.answers: Counter[str] = Counter()
         self._next = 0  # who comes first among those that are as busy
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._client: httpx.AsyncClient | None = None
-        self._thread = threading.Thread(target=self._run, name="longctx prefill elsewhere", daemon=True)
-        self._thread.start()
+        for each in instances:
+            self.begin(self._watch(each), is_lasting=True)
 
     def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
         """Have a prompt read elsewhere, and what its request waits for; None: it is read here.
@@ -93,16 +83,11 @@ class PrefillDispatcher:
         seed = secrets.randbelow(2**31) if seed is None else seed
         # The first one to be admitted fetches the pages, which the others find in the cache.
         handoff = Handoff(seed, (Progress(lease, length, ()),) * request.sampling.n)
-        sent = {name: headers[name] for name in _FORWARDED if name in headers}
-        reading = _Reading(self, prepared, lease, seconds, sent)
-        self._begin(reading.run())
+        sent = {name: headers[name] for name in FORWARDED if name in headers}
+        body = prefill_body(prepared, lease, len(prepared.tokens))
+        reading = Reading(self, lease, body, sent, seconds, lambda tried: self.choose(tried, seconds))
+        self.begin(reading.run())
         return Received(handoff, {lease: reading.prefill})
-
-    def close(self) -> None:
-        """End all reading elsewhere, and the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_SECONDS)
 
     def info(self) -> dict[str, Any]:
         """Of its decisions, for `/server_info`."""
@@ -137,116 +122,42 @@ class PrefillDispatcher:
 
     # In the thread.
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_keepalive_connections=20))
-        watching = [self._loop.create_task(self._watch(each)) for each in self._instances]
-        try:
-            self._loop.run_forever()
-        finally:
-            left = [*watching, *self._tasks]
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._client.aclose())
-            self._loop.close()
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        def begin() -> None:
-            task = self._loop.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        try:
-            self._loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # it is closed
-            work.close()
-
     async def _watch(self, instance: PrefillInstance) -> None:
-        assert self._client is not None
         while True:
             was_there = instance.address is not None
-            await instance.look(self._client)
+            await instance.look(self.client)
             if was_there != (instance.address is not None):
                 state = "not there any more" if was_there else f"found: its pages are at {instance.address}"
                 _LOG.info("longctx: the server %s that reads prompts is %s", instance.url, state)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def ask(self, instance: PrefillInstance, body: bytes, headers: Mapping[str, str]) -> str:
-        assert self._client is not None
-        return await instance.read(self._client, body, headers, _MOST_SECONDS)
-
     def make_source(self, instance: PrefillInstance, lease: str) -> LeasedSource:
         self._next += 1
-        return self._source(instance.address, lease, deadline=_MOST_SECONDS, patience=_PATIENCE)
-
-    def call(self, act: Callable[[], object]) -> None:
-        """Call something in the thread's loop."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(act)
+        return super().make_source(instance, lease)
 
 
-class _Reading:
-    """A prompt that is read elsewhere."""
+def prefill_body(
+    prepared: PreparedRequest, lease: str, count: int, prefix: Mapping[str, Any] | None = None
+) -> Callable[[], bytes]:
+    """Makes the body with which another server is asked to read a prompt's first tokens, and to keep their pages.
 
-    def __init__(
-        self,
-        dispatcher: PrefillDispatcher,
-        prepared: PreparedRequest,
-        lease: str,
-        seconds: float,
-        headers: Mapping[str, str],
-    ) -> None:
-        self._dispatcher, self._prepared, self._lease, self._headers = dispatcher, prepared, lease, headers
-        self._predicted = seconds
-        self._task: asyncio.Task[str] | None = None
-        self.prefill = RemotePrefill(lambda: dispatcher.call(self._cancel))
+    Args:
+      count: of the tokens.
+      prefix: from where that server gets the first pages; None: it has or computes them.
+    """
 
-    async def run(self) -> None:
-        """Ask one server after the other, until one has read it."""
-        dispatcher, tried = self._dispatcher, list[PrefillInstance]()
-        try:
-            body = await asyncio.to_thread(self._body)
-            while (instance := dispatcher.choose(tried, self._predicted)) is not None:
-                tried.append(instance)
-                patience = max(_LEAST_SECONDS, _MARGIN * (instance.wait + self._predicted))
-                if not self.prefill.begin(dispatcher.make_source(instance, self._lease), patience):
-                    dispatcher.answers["cancelled"] += 1
-                    return
-                answer = await self._ask(instance, body)
-                dispatcher.answers[answer] += 1
-                if answer == "done":
-                    return
-                _LOG.info("longctx: a prompt was sent to %s: %s", instance.url, answer)
-                if not self.prefill.end():
-                    return
-        except Exception:
-            _LOG.exception("longctx: a prompt could not be read elsewhere")
-        finally:
-            self.prefill.settle()
-
-    async def _ask(self, instance: PrefillInstance, body: bytes) -> str:
-        instance.begin(self._lease, self._predicted)
-        self._task = asyncio.ensure_future(self._dispatcher.ask(instance, body, self._headers))
-        try:
-            await asyncio.wait([self._task])
-            return "cancelled" if self._task.cancelled() else self._task.result()
-        finally:
-            self._task.cancel()
-            instance.end(self._lease)
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def _body(self) -> bytes:
-        request = self._prepared.request
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "lease": self._lease}
-        body: dict[str, Any] = {"prompt": self._prepared.tokens.tolist(), "max_tokens": 1, "temperature": 0}
+    def make() -> bytes:
+        request = prepared.request
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "lease": lease}
+        if prefix is not None:
+            params["prefix"] = dict(prefix)
+        body: dict[str, Any] = {"prompt": prepared.tokens[:count].tolist(), "max_tokens": 1, "temperature": 0}
         body |= {"priority": request.priority, "kv_transfer_params": params}
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         return msgspec.json.encode(body)
+
+    return make
 
 
 def _wait(instance: PrefillInstance) -> float:

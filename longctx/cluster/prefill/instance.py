@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 
 _CONNECT_SECONDS = 2.0
+_KNOWN_SECONDS = 5.0  # for which it is believed where the pages of a server are that nobody watches
 _MOST_MISSED = 3  # looks in a row that it may be too busy to answer
 _LONGEST_PAUSE = 30.0  # seconds for which a server is left out that fails again and again, or says that it is full
 
@@ -63,14 +64,15 @@ class PrefillInstance:
         """It has been read, or nobody wants it any more."""
         self._sent.pop(name, None)
 
+    async def find(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> bool:
+        """Whether it is known where its pages are; `headers`: of the request that it shall read."""
+        return self.address is not None
+
     async def look(self, client: httpx.AsyncClient) -> None:
         """Ask where its pages are and how busy it is. One that doesn't say where is left out."""
         try:
             if self.address is None:
-                found = await client.get(f"{self.url}/server_info", headers=self._headers, timeout=_CONNECT_SECONDS)
-                transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
-                host, port = str(transfer["host"]), int(transfer["port"])
-                self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                self.address = await self._ask_address(client, self._headers)
             asked = time.monotonic()
             load = await client.get(f"{self.url}/load", headers=self._headers, timeout=_CONNECT_SECONDS)
             if load.status_code == 200:
@@ -82,6 +84,12 @@ class PrefillInstance:
                 self.address = None
         except (httpx.HTTPError, KeyError, TypeError, ValueError):
             self.address = None  # another one may listen there when it is back
+
+    async def _ask_address(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> str:
+        found = await client.get(f"{self.url}/server_info", headers=headers, timeout=_CONNECT_SECONDS)
+        transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
+        host, port = str(transfer["host"]), int(transfer["port"])
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def read(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
         """Have it read a prompt, within so many seconds."""
@@ -113,3 +121,23 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or "1000"))
     except ValueError:
         return 1000.0
+
+
+class NamedInstance(PrefillInstance):
+    """A server that a request names. Nobody watches it: it is asked where its pages are when a prompt goes there."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._found = 0.0
+
+    async def find(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> bool:
+        """Whether it says where its pages are, now or a short time ago: another one may listen there by now."""
+        if self.address is None or time.monotonic() - self._found > _KNOWN_SECONDS:
+            self.address = None
+            known = {name: value for name, value in headers.items() if name == "authorization"}
+            try:
+                self.address = await self._ask_address(client, known)
+            except (httpx.HTTPError, KeyError, TypeError, ValueError):
+                return False
+            self._found = time.monotonic()
+        return True

@@ -15,6 +15,7 @@ from longctx.serving.executor.page_stats import MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.request.request import PreparedRequest, Request
 from longctx.serving.scheduler.sequence import Sequence
 
@@ -198,6 +199,25 @@ class PageTraffic:
             journal.note_pinned(keys, seconds)
         if self.store is not None:
             self.store.pin(keys, time.monotonic() + seconds)
+
+    def evict(self, tier: str, is_wanted: Callable[[Key], bool]) -> "Future[int]":
+        """Let pages that nobody uses leave the devices or the host's memory, whose keys are wanted so.
+
+        Slower tiers keep those that they have. The future ends, between steps, with how many they were.
+
+        Args:
+          tier: `"device"` or `"host"`.
+        """
+        done: Future[int] = Future()
+
+        def evict() -> None:
+            if tier == "device":
+                done.set_result(self._core.pool.evict(is_wanted))
+            else:
+                done.set_result(self.store.evict(is_wanted) if isinstance(self.store, TieredStore) else 0)
+
+        self._between_steps(evict)
+        return done
 
     def _begin_read(self, read: "_LaterRead", lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> None:
         lease = self._core.leases.get(lease_id)

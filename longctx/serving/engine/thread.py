@@ -222,6 +222,11 @@ class EngineThread:
         since = self._progressed
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._is_draining
+
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._is_draining = True

@@ -240,6 +240,21 @@ class PagePool:
                 self._free[rank].append(page)
         return page
 
+    def evict(self, is_wanted: Callable[[Key], bool]) -> int:
+        """Free those idle pages whose keys are wanted so, as if memory were needed; returns how many there were."""
+        count = 0
+        for free, idle in zip(self._free, self._idle, strict=True):
+            for page in [page for page in idle if is_wanted(self._key_of[page] or b"")]:
+                key = self.forget(page)
+                if self.on_evict is not None:
+                    self.on_evict(page, key)
+                del idle[page]
+                free.append(page)
+                count += 1
+        self.num_evicted += count
+        self.num_returned += count > 0
+        return count
+
     def state(self) -> list[RankState]:
         """What a pool knows of each rank when nobody holds pages."""
         return [

@@ -6,10 +6,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.mesh import MeshPredictor
-from longctx.serving.predictor.runtime import Program, RuntimePredictor
+from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
 
 _FORMAT = "longctx profile 1"
+Writable = RuntimePredictor | CurvePredictor | MeshPredictor
+"""Predictors that can be written as plain data."""
+
+
+def predictor_to_dict(predictor: Predictor) -> dict[str, Any]:
+    """A predictor as JSON has it, with its `kind`. ValueError: it is a custom one, which can't be written."""
+    if not isinstance(predictor, Writable):
+        raise ValueError(f"predictor must be one of longctx.serving.predictor, got {type(predictor).__name__}")
+    return dataclasses.asdict(predictor) | {"kind": type(predictor).__name__}
+
+
+def predictor_from_dict(fields: Mapping[str, Any]) -> Writable:
+    """The predictor of such fields; KeyError, TypeError or ValueError if they are none."""
+    fields = dict(fields)
+    kind = fields.pop("kind")
+    if kind == "CurvePredictor":
+        exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
+        knots = {name: tuple(fields[name]) for name in ("rows", "linear")}
+        return CurvePredictor(**fields | knots | {"exchange": exchange})
+    if kind == "MeshPredictor":
+        return MeshPredictor.from_dict(fields)
+    if kind != "RuntimePredictor":
+        raise ValueError(f"its predictor is a {kind!r}")
+    return RuntimePredictor(tuple(map(_program, fields["programs"])))
 
 
 def save_profile(
@@ -55,11 +80,9 @@ def read_profile(path: Path) -> tuple[RuntimePredictor | MeshPredictor, dict[str
         if contents["format"] != _FORMAT:
             raise ValueError(f"its format is {contents['format']!r}")
         measured, fields = dict(contents["subject"]), dict(contents["predictor"])
-        predictor: RuntimePredictor | MeshPredictor
-        if "buckets" in fields:
-            predictor = MeshPredictor.from_dict(fields)
-        else:
-            predictor = RuntimePredictor(tuple(map(_program, fields["programs"])))
+        predictor: Any = predictor_from_dict(
+            {"kind": "MeshPredictor" if "buckets" in fields else "RuntimePredictor"} | fields
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a profile as `longctx profile` writes it: {error}") from None
     return predictor, measured

@@ -12,17 +12,15 @@ from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.predictor.exchange import ExchangeCost
-from longctx.serving.predictor.mesh import MeshPredictor
+from longctx.serving.predictor.file import Writable as Writable
+from longctx.serving.predictor.file import predictor_from_dict
 from longctx.serving.predictor.roofline import element_bytes_of
-from longctx.serving.predictor.runtime import CurvePredictor, Predictor, Program, RuntimePredictor
+from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_text, shown
 
 FORMAT = "longctx log 2"
 NAME = "header.json"
-Writable = RuntimePredictor | CurvePredictor | MeshPredictor
-"""Predictors that a header can hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Header:
             raise FileNotFoundError(f"{directory} is no log of an engine: it has no {NAME}")
         try:
             contents = json.loads(path.read_text(encoding="utf-8"))
-            found = contents.pop("format")
+            found, predictor = contents.pop("format"), contents["predictor"]
             if found != FORMAT:
                 raise ValueError(f"its format is {found!r}, and this version of longctx reads {FORMAT!r}")
             return cls(
@@ -103,7 +101,7 @@ class Header:
                     "model": LlamaConfig.from_hf(contents["model"]),
                     "config": _config(contents["config"]),
                     "plan": ParallelPlan(**contents["plan"]),
-                    "predictor": _predictor(contents["predictor"]),
+                    "predictor": None if predictor is None else predictor_from_dict(predictor),
                     "topology": None if contents.get("topology") is None else Topology.from_dict(contents["topology"]),
                 }
             )
@@ -137,22 +135,3 @@ def _config(fields: dict[str, Any]) -> EngineConfig:
             "tiers": None if tiers is None else TierConfig(**tiers),
         }
     )
-
-
-def _predictor(fields: dict[str, Any] | None) -> Writable | None:
-    if fields is None:
-        return None
-    fields = dict(fields)
-    kind = fields.pop("kind")
-    if kind == "CurvePredictor":
-        exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
-        knots = {name: tuple(fields[name]) for name in ("rows", "linear")}
-        return CurvePredictor(**fields | knots | {"exchange": exchange})
-    if kind == "MeshPredictor":
-        return MeshPredictor.from_dict(fields)
-    if kind != "RuntimePredictor":
-        raise ValueError(f"its predictor is a {kind!r}")
-    programs = [
-        Program(**each | {name: tuple(each[name]) for name in ("tiles", "per_key")}) for each in fields["programs"]
-    ]
-    return RuntimePredictor(tuple(programs))

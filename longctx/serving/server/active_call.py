@@ -1,12 +1,24 @@
-"""`ActiveCall`: a call in the engine, from the first of its requests that is submitted to its client's end."""
+"""`ActiveCall`: a call that runs, from the first of its requests that is submitted to its client's end."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from longctx.serving.engine.admission_control import Refused
-from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.output import Event, Output
 from longctx.serving.server.errors import DROPPED, ApiError, not_servable
 from longctx.serving.server.read_call import Call
 from longctx.serving.server.streams import Deliveries, Delivery, Stream
 from longctx.serving.server.transfers import Received
+
+if TYPE_CHECKING:
+    from longctx.serving.server.frontend import Backend
+
+
+class Limits(NamedTuple):
+    """Of one call: completions of a prompt, and those of all its prompts, which have to wait together."""
+
+    most: int
+    most_waiting: int
 
 
 class ActiveCall:
@@ -15,8 +27,12 @@ class ActiveCall:
     Args:
       shown_id: by which the client knows the call.
       buffer: steps' tokens of each request that may wait for the client.
-      arrival: by the engine's clock.
+      arrival: by the backend's clock.
       received: what another engine has computed of the call's one request.
+      failures: see `Frontend`.
+
+    Attributes:
+      submitted: ids of all its requests.
 
     Raises:
       ApiError: a request can never be served, or not now, or the engine has failed.
@@ -24,19 +40,23 @@ class ActiveCall:
 
     def __init__(
         self,
-        thread: EngineThread,
+        backend: "Backend",
         deliveries: Deliveries,
         call: Call,
         shown_id: str,
         buffer: int,
+        limits: Limits,
         arrival: float | None = None,
         received: Received | None = None,
+        failures: Mapping[str, ApiError] | None = None,
     ) -> None:
-        self.call, self.shown_id, self._thread, self._received = call, shown_id, thread, received
+        self.call, self.shown_id, self._backend, self._received = call, shown_id, backend, received
+        self._failures = {} if failures is None else failures
+        self.submitted: list[str] = []
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
-        most, most_waiting = thread.engine.config.max_running, thread.control.limits.max_waiting
+        most, most_waiting = limits
         count = len(call.requests) * call.num_choices
         if call.num_choices > most:
             raise ApiError(400, f"n must be at most {most:,}, got {call.num_choices:,}", "n")
@@ -45,7 +65,8 @@ class ActiveCall:
         try:
             for number, prepared in enumerate(call.requests):
                 sink = deliveries.sink(self.stream, number, is_whole)
-                request_id = thread.submit(prepared, sink, arrival, received)
+                request_id = backend.submit(prepared, sink, arrival, received)
+                self.submitted.append(request_id)
                 self._open[number] = request_id, set(range(prepared.request.sampling.n))
         except BaseException as error:
             self.close()
@@ -87,7 +108,7 @@ class ActiveCall:
     def cancel(self) -> None:
         """End what has not ended; the last events still come."""
         for request_id in self.request_ids:
-            self._thread.cancel(request_id)
+            self._backend.cancel(request_id)
 
     def close(self) -> None:
         """End what has not ended, since nobody reads any more."""
@@ -98,10 +119,12 @@ class ActiveCall:
             self._received.release()
 
     def _note_ends(self, number: int, events: list[Event]) -> None:
-        _, indices = self._open[number]
+        request_id, indices = self._open[number]
         for event in events:
             if event.output is not None:
                 if event.output.finish_reason == "error":
+                    if request_id in self._failures:
+                        raise self._failures[request_id]
                     raise ApiError(500, event.output.error or "the request failed", code="engine_error")
                 indices.discard(event.index)
         if not indices:

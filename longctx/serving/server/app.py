@@ -1,68 +1,71 @@
-"""`make_app`: the ASGI app of a server."""
+"""`make_app`: the ASGI app of a server; `app_of`: of whoever else serves."""
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from longctx.serving.server.errors import ApiError
+from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.gate import Gate
 from longctx.serving.server.routes.administration import administration_router
 from longctx.serving.server.routes.caches import caches_router
 from longctx.serving.server.routes.generation import generation_router
 from longctx.serving.server.routes.health import health_router
+from longctx.serving.server.routes.instance import instance_router
 from longctx.serving.server.routes.introspection import introspection_router
 from longctx.serving.server.routes.migration import migration_router
+from longctx.serving.server.routes.models import models_router
 from longctx.serving.server.routes.page import page_router
+from longctx.serving.server.routes.profiles import profiles_router
 from longctx.serving.server.routes.tokenization import tokenization_router
 from longctx.serving.server.schemas.base import components
 from longctx.serving.server.schemas.caches import CacheBody
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
-from longctx.serving.server.schemas.other import AbortBody, DetokenizeBody, MigrateBody, ResumeBody, TokenizeBody
+from longctx.serving.server.schemas.other import (
+    AbortBody,
+    DetokenizeBody,
+    DrainBody,
+    MigrateBody,
+    ResumeBody,
+    SwapBody,
+    TokenizeBody,
+)
 from longctx.serving.server.server import Server
 
 logger = logging.getLogger(__name__)
 
-_BODIES: list[type[BaseModel]] = [
-    CompletionBody,
-    ChatBody,
-    TokenizeBody,
-    DetokenizeBody,
-    AbortBody,
-    MigrateBody,
-    ResumeBody,
-    CacheBody,
-]
-_ROUTERS = (
-    generation_router,
-    caches_router,
-    tokenization_router,
-    introspection_router,
-    health_router,
-    administration_router,
-    migration_router,
-    page_router,
-)
+COMMON_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
+_BODIES: list[type[BaseModel]] = [*COMMON_BODIES, MigrateBody, ResumeBody, DrainBody, SwapBody, CacheBody]
+_COMMON = (generation_router, tokenization_router, models_router, health_router, administration_router)
+_OWN = (caches_router, introspection_router, profiles_router, migration_router, instance_router, page_router)
 
 
 def make_app(server: Server) -> FastAPI:
-    """The app. It starts the server when it is started, and closes it at its end."""
+    """The app of an engine's server."""
+    return app_of(server, [make_router(server) for make_router in _OWN], _BODIES)
+
+
+def app_of(server: Frontend, routers: Sequence[APIRouter], bodies: Sequence[type[BaseModel]]) -> FastAPI:
+    """The app of whoever serves. It starts the server when it is started, and closes it at its end.
+
+    Args:
+      routers: of routes besides those that all have.
+      bodies: what their routes read by themselves, and OpenAPI is to describe.
+    """
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         server.start()
         yield
-        if server.migration is not None:
-            await server.migration.close()
-        await asyncio.to_thread(server.close)
+        await server.finish()
 
     app = FastAPI(
         title="longctx",
@@ -72,8 +75,10 @@ def make_app(server: Server) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for make_router in _ROUTERS:
+    for make_router in _COMMON:
         app.include_router(make_router(server))
+    for router in routers:
+        app.include_router(router)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(Gate, settings=server.settings)
@@ -85,7 +90,7 @@ def make_app(server: Server) -> FastAPI:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )
-    _describe_bodies(app)
+    _describe_bodies(app, bodies)
     return app
 
 
@@ -100,13 +105,13 @@ async def _answer(request: Request, error: Exception) -> Response:
     return error.response
 
 
-def _describe_bodies(app: FastAPI) -> None:
+def _describe_bodies(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
     """Put the schemas of bodies that routes read by themselves where OpenAPI has them."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = plain()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(components(_BODIES))
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components([*bodies]))
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from longctx.serving.server.server import Server
+from longctx.serving.server.frontend import Frontend
 
 
 class CallStream(StreamingResponse):
@@ -13,7 +13,7 @@ class CallStream(StreamingResponse):
 
     def __init__(
         self,
-        server: Server,
+        server: Frontend,
         call_id: str,
         pieces: AsyncIterator[bytes],
         media_type: str,

@@ -15,17 +15,20 @@ from longctx.serving.server.transfers import Received, Transfers
 _NO_TRANSFERS = "this server moves no requests: start it with --role prefill, decode or both"
 
 
-def begin_transfer(transfers: Transfers | None, call: Call, headers: Mapping[str, str]) -> tuple[Call, Received | None]:
+def begin_transfer(
+    transfers: Transfers | None, call: Call, headers: Mapping[str, str], is_admin: bool
+) -> tuple[Call, Received | None]:
     """A call as the engine gets it: with a lease if another engine decodes, and with what another one computes for it.
 
     Args:
       headers: of the request.
+      is_admin: whether an administrator sends it: others name no server that is to be asked for a prefix.
 
     Raises:
       ApiError: that can't be.
     """
     params = call.body.kv_transfer_params
-    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill or params.prefix):
         return call, None if transfers is None else _dispatch(transfers, call, headers)
     name = "kv_transfer_params"
     if transfers is None:
@@ -33,7 +36,13 @@ def begin_transfer(transfers: Transfers | None, call: Call, headers: Mapping[str
     if len(call.requests) != 1:
         raise ApiError(400, f"{name} needs one prompt, got {len(call.requests)}", name)
     prepared = call.requests[0]
-    received = transfers.receive(params, prepared) if params.do_remote_prefill else None
+    if params.prefix is not None and not is_admin:
+        raise ApiError(403, f"{name}.prefix needs the key of an administrator", name, "admin_key_needed")
+    received = None
+    if params.do_remote_prefill:
+        received = transfers.receive(params, prepared)
+    elif params.prefix is not None:
+        received = transfers.fetch_prefix(params.prefix, prepared, headers)
     if params.do_remote_decode:
         if call.body.stream:
             raise ApiError(400, f"{name} with do_remote_decode needs stream: false: its answer has them too", name)

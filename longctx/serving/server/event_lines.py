@@ -8,11 +8,12 @@ from longctx.serving.request.output import Event, FinishReason, TokenLogprob
 
 
 class End(msgspec.Struct, array_like=True, frozen=True):
-    """How a completion has ended: what its events don't say."""
+    """How a completion has ended: what its events don't say. `cached_tokens`: of its prompt, found or loaded."""
 
     reason: FinishReason
     error: str | None
     prompt_logprobs: list[TokenLogprob] | None
+    cached_tokens: int = 0
 
 
 class EventLine(msgspec.Struct, array_like=True, frozen=True):
@@ -37,7 +38,9 @@ def decode_events(line: str | bytes) -> list[EventLine]:
 
 def _line(event: Event) -> EventLine:
     output = event.output
-    end = None if output is None else End(output.finish_reason, output.error, output.prompt_logprobs)
+    end = None
+    if output is not None:
+        end = End(output.finish_reason, output.error, output.prompt_logprobs, output.metrics.cached_tokens)
     return EventLine(event.index, event.token_ids, event.text, event.logprobs, end)
 
 

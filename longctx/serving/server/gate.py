@@ -6,6 +6,7 @@ Closed by default: without a key only the paths that are listed here answer, whe
 import re
 import uuid
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -20,7 +21,11 @@ OPEN_PREFIXES = ("/page/static/",)
 """What whoever has no key may see: whether the server lives, and the page's own files, which know of nobody."""
 
 ADMIN_PATHS = frozenset({"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests"})
-ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile", "/migrate", "/resume"}
+ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile", "/migrate", "/resume", "/drain", "/kv_swap"}
+ADMIN_PREFIXES = ("/cluster/",)
+
+TENANT_HEADER = "x-longctx-tenant"
+"""By which administrators, such as a router, say for which tenant they ask; percent-encoded."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 
@@ -73,6 +78,11 @@ class Gate:
 
         try:
             tenant, is_admin = self._admit(scope, headers)
+            if TENANT_HEADER in headers:
+                if not is_admin:
+                    message = f"the header {TENANT_HEADER} needs the key of an administrator"
+                    raise ApiError(403, message, code="admin_key_needed")
+                tenant = unquote(headers[TENANT_HEADER])
         except ApiError as refused:
             await refused.response(scope, receive, send_with_id)
             return
@@ -95,7 +105,7 @@ class Gate:
             return user or "", False
         if admin is not None:
             return admin, True
-        needs_admin = path in ADMIN_PATHS and bool(self._admins)
+        needs_admin = (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)) and bool(self._admins)
         if user is None and (self._users or needs_admin):
             message = "a key must come in the header `Authorization: Bearer KEY`"
             if sent:

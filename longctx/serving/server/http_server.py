@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from longctx.serving.server.app import make_app
+from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.server import Server
 from longctx.serving.server.settings import ServerSettings
 
@@ -107,7 +109,7 @@ class _TooLarge(Exception):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves a `Server` until a signal comes.
+    """Serves a `Server`, or another `Frontend` with its app, until a signal comes.
 
     After the first SIGTERM or SIGINT, new requests get 503, while health and metrics still answer; running ones may
     finish within `shutdown_timeout`, and what has not is cancelled. A second signal ends the process at once.
@@ -118,10 +120,13 @@ class HttpServer(uvicorn.Server):
 
     loop: asyncio.AbstractEventLoop
 
-    def __init__(self, server: Server, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, server: Frontend, host: str = "127.0.0.1", port: int = 0, app: ASGIApp | None = None) -> None:
+        if app is None:
+            assert isinstance(server, Server), "only an engine's server has an app by itself"
+            app = make_app(server)
         protocol = type("Protocol", (LimitedProtocol,), {"settings": server.settings})
         config = uvicorn.Config(
-            make_app(server),
+            app,
             host,
             port,
             http=protocol,

@@ -19,7 +19,8 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.event_lines import EventLine, decode_events
-from longctx.serving.server.relay import Relay, RelayBroken
+from longctx.serving.server.relay import Relay
+from longctx.serving.server.relayed_outputs import RelayBroken
 from longctx.serving.server.streams import Deliveries
 from longctx.serving.server.transfers import Transfers
 
@@ -155,11 +156,11 @@ class Migration:
             if response.status_code != 200:
                 raise RelayBroken(f"the other server says {response.status_code}: {await _reason(response)}")
             _tell(accepted, None)
-            async for line in _split(response.aiter_bytes()):
+            async for line in split_lines(response.aiter_bytes()):
                 yield decode_events(line)
 
 
-async def _split(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def split_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The lines that are not empty. Only a line feed ends one: texts have other ends of lines within."""
     begun = bytearray()
     async for part in parts:

@@ -73,6 +73,7 @@ class Observers:
     ) -> None:
         self.metrics = ServerMetrics(settings.metrics_prefix, thread, model_name)
         self.tracing: tracing.Tracing | None = None
+        self.kv_events: dict[str, str | None] | None = None  # where they are published
         self._closings: list[Callable[[], object]] = []
         self._worker = ThreadPoolExecutor(1, "longctx-observers")
         self._closings.append(self._worker.shutdown)
@@ -101,6 +102,11 @@ class Observers:
         publisher = KvPublisher(endpoint, settings.kv_events_replay, settings.kv_events_topic)
         self._closings.append(publisher.close)
         self._closings.insert(0, KvEvents(thread, publisher.publish).close)
+        self.kv_events = {
+            "endpoint": publisher.endpoint,
+            "replay": publisher.replay_endpoint,
+            "topic": settings.kv_events_topic,
+        }
         for address in (publisher.endpoint, publisher.replay_endpoint or ""):
             if is_public(address):
                 logger.warning("whoever reaches %s reads prompts: it is open to other hosts", address)

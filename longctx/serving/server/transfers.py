@@ -5,15 +5,51 @@ to the request of its decode: docs/kv_transfer.md.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from longctx.serving.engine.thread import Received as Received
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.kv_metrics import TransferCounts
+
+
+class PagePrefix(BaseModel):
+    """A server that has or reads the first tokens of a prompt.
+
+    Attributes:
+      url: of its HTTP.
+      tokens: how many; None: all full pages before the prompt's last token.
+      seconds: predicted until it has read them; None: nobody knows.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    url: Annotated[str, Field(max_length=2048)]
+    tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return self.model_dump(exclude_none=True)
+
+
+class Prefill(BaseModel):
+    """Who reads the prompt of a request that another server sends.
+
+    Attributes:
+      url: of that server; None: this one.
+      prefix: from where whoever reads it gets the first pages; None: it has or computes them.
+      seconds: predicted until it has been read; None: nobody knows.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    url: Annotated[str, Field(max_length=2048)] | None = None
+    prefix: PagePrefix | None = None
+    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
 
 
 class TransferParams(BaseModel):
@@ -29,6 +65,7 @@ class TransferParams(BaseModel):
     lease: str | None = None
     fingerprint: str | None = None
     handoff: dict[str, Any] | None = None
+    prefix: PagePrefix | None = None
 
 
 class Transfers(Protocol):
@@ -48,6 +85,34 @@ class Transfers(Protocol):
         Raises:
           ApiError: it is not for this engine, or can't be right, or the request would make others too slow here; its
             pages are given up.
+        """
+        ...
+
+    def resume(
+        self,
+        params: TransferParams | None,
+        prefill: Prefill | None,
+        prepared: PreparedRequest,
+        headers: Mapping[str, str],
+    ) -> Received | None:
+        """What a request that another server sends begins with; None: with nothing.
+
+        Args:
+          params: what has been computed of it; without leases, no pages come with it.
+          prefill: who reads its prompt, where no pages come with it.
+          headers: of the request; those that say who sends it go along.
+
+        Raises:
+          ApiError: as from `receive`, or nobody may be asked there.
+        """
+        ...
+
+    def fetch_prefix(
+        self, prefix: PagePrefix, prepared: PreparedRequest, headers: Mapping[str, str]
+    ) -> Received | None:
+        """Get the first pages of a prompt from a server that has them, and what its request waits for.
+
+        None: they are here. ApiError: it may not be asked.
         """
         ...
 

@@ -56,12 +56,27 @@ META: list[str] = [
     "meta_decode:table_8",
 ]
 
-PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META}
+MOONCAKE: list[str] = [
+    "mooncake_stages:figure_2",
+    "mooncake_stages:figure_5",
+    "mooncake_stages:table_1",
+    "mooncake_policies:figure_6",
+    "mooncake_overload:figure_7",
+    "mooncake_overload:figure_8",
+    "mooncake_datasets:figure_9",
+    "mooncake_datasets:figure_10",
+    "mooncake_policies:figure_11",
+    "mooncake_overload:table_2",
+    "mooncake_stages:section_8",
+]
+
+PAPERS = {"mnemosyne": MNEMOSYNE, "medha": MEDHA, "meta": META, "mooncake": MOONCAKE}
 TITLES = {
     "mnemosyne": "Mnemosyne: Parallelization Strategies for Efficiently Serving Multi-Million Context Length LLM "
     "Inference Requests Without Approximations",
     "medha": "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation",
     "meta": "Context Parallelism for Scalable Million-Token Inference",
+    "mooncake": "Mooncake: Kimi's KVCache-centric Architecture for LLM Serving",
 }
 
 

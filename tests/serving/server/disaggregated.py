@@ -41,11 +41,17 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
 
 
 @contextlib.contextmanager
-def instance(engine: Engine, role: Role = "both", keys: tuple[ApiKey, ...] = (), **options: Any) -> Iterator[Served]:
+def instance(
+    engine: Engine,
+    role: Role = "both",
+    keys: tuple[ApiKey, ...] = (),
+    admin_keys: tuple[ApiKey, ...] = (),
+    **options: Any,
+) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
     made: dict[str, Any] = {"make_transfers": lambda engine: EngineTransfers(engine, role=role, **options)}
     made |= {"warm_up": lambda engine: None}
-    settings = ServerSettings(prepare_processes=0, api_keys=keys)
+    settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admin_keys)
     with served(engine, settings, names=(NAME,), **made) as running:
         yield running
 

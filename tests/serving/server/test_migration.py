@@ -17,7 +17,7 @@ from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, ParallelPlan
 from longctx.serving.server.keys import ApiKey
-from longctx.serving.server.migration import _split
+from longctx.serving.server.migration import split_lines
 from longctx.serving.server.settings import ServerSettings
 
 NAME = "tiny"
@@ -317,7 +317,7 @@ def test_only_line_feeds_end_lines(lines: list[str], size: int) -> None:
             yield sent[i : i + size]
 
     async def received() -> list[str]:
-        return [line.decode() async for line in _split(parts())]
+        return [line.decode() async for line in split_lines(parts())]
 
     assert asyncio.run(received()) == lines
 

@@ -243,6 +243,19 @@ class TieredStore:
         if self._disk is not None:
             self._disk.delete(doomed)
 
+    def evict(self, is_wanted: Callable[[Key], bool]) -> int:
+        """Let pages leave host memory whose keys are wanted so; how many did.
+
+        Pinned ones stay, and where there is a disk, those that it does not have.
+        """
+        with self._lock:
+            self._expire()
+            keys = [key for key in self._host.index.names if is_wanted(key) and key not in self._pins]
+            keys = [key for key in keys if self._disk is None or key in self._disk]
+            for key in keys:
+                self._host.forget(key)
+        return len(keys)
+
     def clear(self) -> int:
         """Forget all pages; how many there were in host memory. Loads in progress go on with what they found."""
         with self._lock:

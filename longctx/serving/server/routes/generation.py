@@ -13,13 +13,13 @@ from longctx.serving.server.answers import Answers, make_answers
 from longctx.serving.server.call_stream import CallStream
 from longctx.serving.server.disaggregation import answer_params, begin_transfer
 from longctx.serving.server.errors import ApiError
+from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.gate import visitor_of
 from longctx.serving.server.read_call import Kind, Origin
 from longctx.serving.server.schemas.base import body_of
 from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
 from longctx.serving.server.schemas.responses import encode
-from longctx.serving.server.server import Server
 
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
@@ -28,7 +28,7 @@ _GONE = 499  # nobody reads this answer
 _LARGE = 20_000  # tokens and log probabilities of an answer that takes long to write
 
 
-def generation_router(server: Server) -> APIRouter:
+def generation_router(server: Frontend) -> APIRouter:
     """The routes that generate text."""
     router = APIRouter(tags=["generation"])
 
@@ -45,19 +45,19 @@ def generation_router(server: Server) -> APIRouter:
     return router
 
 
-async def _answer(server: Server, request: Request, kind: Kind) -> Response:
+async def _answer(server: Frontend, request: Request, kind: Kind) -> Response:
     server.check_accepting()
-    arrival = server.engine.now()
+    arrival = server.now()
     visitor = visitor_of(request)
     call_id = visitor.request_id
     async with server.bodies.read(request) as body:
         call = await server.read(kind, body, origin_of(request))
     try:
-        call, received = begin_transfer(server.transfers, call, request.headers)
+        call, received = begin_transfer(server.transfers, call, request.headers, visitor.is_admin)
     except ApiError as error:
         server.note_refusal(error)
         raise
-    active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers.get("traceparent"), received)
+    active = await server.begin(call_id, visitor.shown_id, call, arrival, request.headers, received)
     answers = make_answers(call, call_id, server.model_name, server.token_bytes)
     if call.body.stream:
         return CallStream(server, call_id, _chunks(active, answers), "text/event-stream", _UNBUFFERED)

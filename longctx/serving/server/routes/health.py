@@ -3,10 +3,10 @@
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
-from longctx.serving.server.server import Server
+from longctx.serving.server.frontend import Frontend
 
 
-def health_router(server: Server) -> APIRouter:
+def health_router(server: Frontend) -> APIRouter:
     """Routes for who watches the process. They wait for nothing, so they answer while a step runs or compiles."""
     router = APIRouter(tags=["health"])
 
@@ -30,7 +30,7 @@ def health_router(server: Server) -> APIRouter:
         """200 while requests are taken: after warming up, and before shutting down."""
         problem = server.problem
         if problem is None and not server.is_warm:
-            problem = "the server compiles its programs"
+            problem = "the server is not ready yet"
         if problem is None and server.is_draining:
             problem = "the server is shutting down"
         return JSONResponse({"status": problem or "ok"}, 503 if problem else 200)

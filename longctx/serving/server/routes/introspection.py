@@ -1,49 +1,20 @@
-"""What the server serves and how busy it is, by the names under which clients, routers and balancers ask for it."""
+"""What the engine is and how busy it is, by the names under which clients, routers and balancers ask for it."""
 
 import dataclasses
 import time
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 
+from longctx.serving.predictor.file import predictor_to_dict
 from longctx.serving.server.errors import ApiError
-from longctx.serving.server.prometheus import CONTENT_TYPE
 from longctx.serving.server.server import Server
 
 
 def introspection_router(server: Server) -> APIRouter:
     """The routes that change nothing."""
     router = APIRouter(tags=["introspection"])
-    started = int(time.time())
-
-    def model(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "longctx",
-            "root": server.model_name,
-            "parent": None,
-            "max_model_len": server.engine.max_length,
-        }
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The names of the model."""
-        return {"object": "list", "data": [model(name) for name in server.model_names]}
-
-    @router.get("/v1/models/{name:path}")
-    async def model_named(name: str) -> dict[str, Any]:
-        """The model by one of its names."""
-        if name not in server.model_names:
-            raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
-        return model(name)
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of longctx."""
-        return {"version": server.version}
 
     @router.get("/server_info")
     @router.get("/get_server_info")
@@ -51,27 +22,26 @@ def introspection_router(server: Server) -> APIRouter:
         """The engine's sizes and rules. No path, no key."""
         info = _server_info(server)
         if server.transfers is not None:
-            info["kv_transfer"] = server.transfers.info()
+            info |= {"kv_transfer": server.transfers.info(), "kv_events": server.observers.kv_events}
         return JSONResponse(info)
 
-    @router.get("/model_info")
-    @router.get("/get_model_info")
-    async def model_info() -> dict[str, Any]:
-        """What the model is."""
-        config = server.engine.model.config
-        return {
-            "model_path": server.model_name,
-            "served_model_name": server.model_name,
-            "is_generation": True,
-            "max_model_len": server.engine.max_length,
-            "vocab_size": config.vocab_size,
-            "has_chat_template": server.chat_format.has_template,
-        }
+    @router.get("/predictor")
+    async def predictor() -> JSONResponse:
+        """By what the engine predicts the seconds of its steps, as it corrects that now: see `predictor_from_dict`."""
+        own = server.engine.predictor
+        try:
+            found = predictor_to_dict(own.predictor)
+        except ValueError as error:
+            raise ApiError(409, str(error), code="custom_predictor") from None
+        factors = {"prompt_factor": own.prompt_factor, "decode_factor": own.decode_factor}
+        return JSONResponse({"predictor": found, **factors})
 
     @router.get("/load")
     async def load() -> dict[str, Any]:
         """How busy the server is: requests that have not ended, and more."""
-        return {"server_load": _load(server)["num_running_reqs"] + _load(server)["num_waiting_reqs"], **_load(server)}
+        found = _load(server)
+        more = {"request_ids": server.request_ids, "draining": server.is_draining, "time": time.time()}
+        return {"server_load": found["num_reqs"], **found, **more}
 
     @router.get("/loads")
     @router.get("/v1/loads")
@@ -83,12 +53,6 @@ def introspection_router(server: Server) -> APIRouter:
     async def get_load() -> list[dict[str, Any]]:
         """The same, as older routers ask for it."""
         return [_load(server)]
-
-    @router.head("/metrics", include_in_schema=False)
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """For Prometheus."""
-        return Response(server.metrics.render(), media_type=CONTENT_TYPE)
 
     return router
 
@@ -108,6 +72,8 @@ def _load(server: Server) -> dict[str, Any]:
         "token_usage": load.cache_usage,
         "max_running_requests": config.max_running,
         "backlog_seconds": load.backlog_seconds,
+        "decoding": load.decoding,
+        "decode_tokens": load.decode_tokens,
         "num_pages": load.num_pages,
         "free_pages": load.free_pages,
         "pages_by_rank": list(load.pages_by_rank),
@@ -116,6 +82,8 @@ def _load(server: Server) -> dict[str, Any]:
 
 def _server_info(server: Server) -> dict[str, Any]:
     engine = server.engine
+    pages = engine.page_identity
+    page_size, page_hash = engine.config.page_size, engine.core.page_hash
     config = {
         field.name: getattr(engine.config, field.name)
         for field in dataclasses.fields(engine.config)
@@ -126,10 +94,18 @@ def _server_info(server: Server) -> dict[str, Any]:
         "served_model_name": server.model_name,
         "model_path": server.model_name,
         "max_model_len": engine.max_length,
+        "vocab_size": engine.model.config.vocab_size,
+        "page_size": page_size,
+        "max_running": engine.config.max_running,
+        "token_budget": engine.config.token_budget,
+        "kv_bytes_per_token": None if pages is None else pages.layout.page_bytes // page_size,
+        "keys": None if page_hash is None else page_hash.fingerprint("cluster").hex(),
+        "instance": server.instance,
+        "time": time.time(),
         "tp_size": engine.plan.tensor,
         "dp_size": 1,
         "num_pages": engine.num_pages * engine.plan.context,
-        "max_total_num_tokens": engine.num_pages * engine.plan.context * engine.config.page_size,
+        "max_total_num_tokens": engine.num_pages * engine.plan.context * page_size,
         "plan": dataclasses.asdict(engine.plan),
         "engine": config | {"policy": str(engine.config.policy), "slo": dataclasses.asdict(engine.config.slo)},
     }

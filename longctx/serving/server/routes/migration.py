@@ -1,6 +1,7 @@
 """`/migrate` and `/resume`: requests that move from one server to another."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
@@ -18,6 +19,8 @@ from longctx.serving.server.schemas.completions import CompletionBody
 from longctx.serving.server.schemas.other import MigrateBody, ResumeBody
 from longctx.serving.server.server import Server
 from longctx.serving.server.transfers import Transfers
+
+_ALIVE_SECONDS = 2.0  # after which a line says that the request lives, though nothing has come
 
 
 def migration_router(server: Server) -> APIRouter:
@@ -41,15 +44,16 @@ def migration_router(server: Server) -> APIRouter:
 
     @router.post("/resume", openapi_extra=body_of(ResumeBody))
     async def resume(request: Request) -> CallStream:
-        """Go on with a request of another server: lines of JSON, one for the events of each step."""
+        """Begin or go on with a request of another server: lines of JSON, one for the events of each step."""
         transfers = _check(server, request)
         server.check_accepting()
         arrival, visitor = server.engine.now(), visitor_of(request)
         body = await server.bodies.fields(request, ResumeBody)
-        if body.kv_transfer_params.remote_engine_id == transfers.info()["engine_id"]:
+        params = body.kv_transfer_params
+        if params is not None and params.remote_engine_id == transfers.info()["engine_id"]:
             raise ApiError(409, "a request can't move to the server that it comes from", "to", "cannot_move")
         prepared = await asyncio.to_thread(_prepare, server, body)
-        received = transfers.receive(body.kv_transfer_params, prepared)
+        received = transfers.resume(params, body.prefill, prepared, request.headers)
         call = Call(CompletionBody.model_validate({"prompt": "", "stream": True}), [prepared], [], 1)
         active = await server.begin(visitor.request_id, visitor.shown_id, call, arrival, None, received)
         return CallStream(server, visitor.request_id, _lines(active), "application/x-ndjson")
@@ -83,7 +87,10 @@ async def _lines(active: ActiveCall) -> AsyncIterator[bytes]:
     try:
         yield b"\n"
         while active.is_open:
-            taken = await active.take()
+            taken = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ALIVE_SECONDS):
+                    taken = await active.take()
             yield b"".join(encode_events(events) for _, events in taken) or b"\n"
     except ApiError:
         return  # the other server goes on by itself

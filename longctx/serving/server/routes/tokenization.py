@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from longctx.serving.server.frontend import Frontend
 from longctx.serving.server.read_call import Call, Kind
 from longctx.serving.server.routes.generation import origin_of
 from longctx.serving.server.schemas.base import body_of
@@ -12,10 +13,9 @@ from longctx.serving.server.schemas.chat import ChatBody
 from longctx.serving.server.schemas.completions import CompletionBody
 from longctx.serving.server.schemas.other import DetokenizeBody, TokenizeBody
 from longctx.serving.server.schemas.responses import encode
-from longctx.serving.server.server import Server
 
 
-def tokenization_router(server: Server) -> APIRouter:
+def tokenization_router(server: Frontend) -> APIRouter:
     """The routes that need the tokenizer alone; long bodies are read in a process, as those of `generation`."""
     router = APIRouter(tags=["tokenization"])
 
@@ -31,7 +31,7 @@ def tokenization_router(server: Server) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a chat."""
         tokens, names = await read(request, "tokenize")
-        answer = {"count": len(tokens), "max_model_len": server.engine.max_length, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": server.max_length, "tokens": tokens}
         return _json(answer | {"token_strs": names})
 
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
@@ -56,7 +56,7 @@ def _json(answer: Any) -> Response:
     return Response(encode(answer), media_type="application/json")
 
 
-def _rendered(server: Server, call: Call) -> list[dict[str, Any]]:
+def _rendered(server: Frontend, call: Call) -> list[dict[str, Any]]:
     return [
         {
             "request_id": prepared.request.request_id,

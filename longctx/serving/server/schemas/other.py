@@ -1,13 +1,15 @@
 """The bodies of all other routes."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from longctx.serving.request.request import Request
 from longctx.serving.server.schemas.base import Body, TokenId
 from longctx.serving.server.schemas.chat import Message
-from longctx.serving.server.transfers import TransferParams
+from longctx.serving.server.transfers import Prefill, TransferParams
+
+BlockHash = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class TokenizeBody(Body):
@@ -48,10 +50,24 @@ class MigrateBody(Body):
 
 
 class ResumeBody(Body):
-    """A request of another server, as far as that has computed it."""
+    """A request of another server, as far as that has computed it, if it has; and who reads its prompt."""
 
     request: Request
-    kv_transfer_params: TransferParams
+    kv_transfer_params: TransferParams | None = None
+    prefill: Prefill | None = None
+
+
+class DrainBody(Body):
+    """`drain`: take no new requests from now on; false: take some again."""
+
+    drain: bool = True
+
+
+class SwapBody(Body):
+    """`keys`: of blocks, as KV events have them. `tier`: which they leave, while nobody uses them there."""
+
+    keys: Annotated[list[BlockHash], Field(max_length=1_000_000, fail_fast=True)]
+    tier: Literal["device", "host"]
 
 
 class ProfileBody(Body):

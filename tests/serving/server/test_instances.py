@@ -1,0 +1,243 @@
+"""Instances of a cluster: they begin and go on with requests of a router, which says who reads and who has what."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from disaggregated import body, instance, make_engine, nothing_is_left, post, transfers_of
+from serve_process import free_port
+from served import Served
+
+from longctx.serving.predictor.file import predictor_from_dict
+from longctx.serving.predictor.work import Work
+from longctx.serving.request.request import Request
+from longctx.serving.server.event_lines import EventLine, decode_events
+from longctx.serving.server.gate import TENANT_HEADER
+from longctx.serving.server.keys import ApiKey
+from longctx.serving.server.kv_events import block_hash
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[list[Served]]:
+    with instance(make_engine()) as one, instance(make_engine()) as two, instance(make_engine()) as three:
+        yield [one, two, three]
+
+
+@pytest.fixture(autouse=True)
+def all_ends(trio: list[Served]) -> Iterator[None]:
+    yield
+    nothing_is_left(*trio)
+    for each in trio:
+        each.wait_until("all reading has ended", lambda each=each: not transfers_of(each).named._tasks)
+
+
+def prompt_of(seed: int, num_tokens: int = 700) -> list[int]:
+    return [(i * i + seed * 37 + i // 5) % 250 for i in range(num_tokens)]
+
+
+def request_of(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    params = {"max_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True} | sampling
+    return {"prompt": prompt, "sampling": params}
+
+
+def resume(server: Served, sent: dict[str, Any], **headers: str) -> list[EventLine]:
+    """The events with which a server answers."""
+    answer = httpx.post(f"{server.url}/resume", json=sent, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [event for line in answer.content.splitlines() if line for event in decode_events(line)]
+
+
+def tokens_of(events: list[EventLine], index: int = 0) -> list[int]:
+    return [token for event in events if event.index == index for token in event.token_ids]
+
+
+def alone(server: Served, prompt: list[int], **sampling: Any) -> list[list[int]]:
+    """The tokens of each completion, where one engine computes all."""
+    options = {"temperature": 1.0, "seed": 11, "cache_salt": f"alone {sampling}"} | sampling
+    return [choice["token_ids"] for choice in post(server, body(prompt, **options)).json()["choices"]]
+
+
+def computed(*servers: Served) -> list[int]:
+    """Tokens of prompts that each has computed."""
+    return [server.server.engine.stats().prompt_tokens for server in servers]
+
+
+def loaded(server: Served) -> int:
+    """Pages that a server has fetched."""
+    pages: int = server.server.engine._executor.mover.stats.loaded_pages
+    return pages
+
+
+def test_a_request_without_pages_begins(trio: list[Served]) -> None:
+    events = resume(trio[0], {"request": request_of(prompt_of(1))})
+    assert [tokens_of(events)] == alone(trio[1], prompt_of(1))
+    end = events[-1].end
+    assert end is not None
+    assert (end.reason, end.cached_tokens) == ("length", 0)
+
+
+def test_another_one_goes_on_from_tokens_alone(trio: list[Served]) -> None:
+    [expected] = alone(trio[1], prompt_of(2))
+    progress = {"lease": None, "length": 0, "tokens": expected[:5], "logprobs": []}
+    handoff = {"seed": 11, "completions": [progress], "prompt_logprobs": None}
+    sent = {"request": request_of(prompt_of(2)), "kv_transfer_params": {"handoff": handoff}}
+    assert tokens_of(resume(trio[0], sent)) == expected
+    # Its prompt may be read elsewhere, too.
+    before, (read,) = loaded(trio[0]), computed(trio[2])
+    again = sent | {"prefill": {"url": trio[2].url, "prefix": None, "seconds": 1.0}}
+    again["request"] = again["request"] | {"cache_salt": "again"}
+    assert tokens_of(resume(trio[0], again)) == expected
+    assert (loaded(trio[0]) - before, computed(trio[2])[0] - read) == (700 // PAGE, 700)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_named_server_reads_the_prompt(trio: list[Served], n: int) -> None:
+    p, d, other = trio
+    prompt, before, pages = prompt_of(10 + n), computed(p, d), loaded(d)
+    sent = {"request": request_of(prompt, n=n), "prefill": {"url": p.url, "prefix": None}}
+    events = resume(d, sent)
+    assert [tokens_of(events, index) for index in range(n)] == alone(other, prompt, n=n)
+    after = computed(p, d)
+    assert after[0] - before[0] == 700
+    assert after[1] - before[1] == n * (700 - 688)  # what follows the last full page
+    assert loaded(d) - pages == 688 // PAGE
+    assert httpx.get(f"{d.url}/server_info").json()["kv_transfer"]["answers"]["done"] >= 1
+
+
+def test_a_prefix_comes_from_who_has_it_and_stays_there(trio: list[Served]) -> None:
+    p, d, holder = trio
+    prompt = prompt_of(20)
+    shared = prompt[: 20 * PAGE]
+    post(holder, body([*shared, 1, 2, 3]))
+    before, pages = computed(p, d, holder), (loaded(p), loaded(d))
+    prefix = {"url": holder.url, "tokens": 20 * PAGE}
+    sent = {"request": request_of(prompt), "prefill": {"url": p.url, "prefix": prefix}}
+    assert [tokens_of(resume(d, sent))] == alone(holder, prompt)
+    after = computed(p, d)
+    assert after[0] - before[0] == 700 - 20 * PAGE, "p computes what the holder does not have"
+    assert (loaded(p) - pages[0], loaded(d) - pages[1]) == (20, 688 // PAGE)
+    # Now p has the prefix too: the block is replicated.
+    before = computed(p)
+    assert post(p, body([*shared, 9])).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 20 * PAGE
+
+
+def test_who_decodes_gets_a_prefix_for_itself(trio: list[Served]) -> None:
+    d, holder = trio[:2]
+    prompt = prompt_of(30)
+    post(holder, body(prompt))
+    (before,), pages = computed(d), loaded(d)
+    sent = {"request": request_of(prompt), "prefill": {"url": None, "prefix": {"url": holder.url, "tokens": 320}}}
+    assert [tokens_of(resume(d, sent))] == alone(holder, prompt)
+    assert (computed(d)[0] - before, loaded(d) - pages) == (700 - 320, 20)
+    # What is there is not fetched again.
+    pages = loaded(d)
+    assert [tokens_of(resume(d, sent))] == alone(holder, prompt)
+    assert loaded(d) == pages
+
+
+def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
+    d, other = trio[:2]
+    nobody = f"http://127.0.0.1:{free_port()}"
+    for seed, prefill in (
+        (40, {"url": nobody, "prefix": None}),
+        (41, {"url": None, "prefix": {"url": nobody, "tokens": 320}}),
+        (42, {"url": other.url, "prefix": {"url": nobody, "tokens": 320}}),
+    ):
+        events = resume(d, {"request": request_of(prompt_of(seed)), "prefill": prefill})
+        assert [tokens_of(events)] == alone(other, prompt_of(seed))
+    other.server.is_draining = True
+    try:
+        events = resume(d, {"request": request_of(prompt_of(43)), "prefill": {"url": other.url}})
+    finally:
+        other.server.is_draining = False
+    assert [tokens_of(events)] == alone(other, prompt_of(43))
+
+
+def test_hosts_that_are_no_peers_are_not_asked(trio: list[Served]) -> None:
+    for prefill in (
+        {"url": "http://10.1.2.3:80"},
+        {"url": trio[1].url, "prefix": {"url": "http://10.1.2.3:80", "tokens": 16}},
+        {"url": None, "prefix": {"url": "http://10.1.2.3:80", "tokens": 16}},
+    ):
+        sent = {"request": request_of(prompt_of(50)), "prefill": prefill}
+        answer = httpx.post(f"{trio[0].url}/resume", json=sent)
+        assert answer.status_code == 403, answer.text
+        assert "--kv-peer" in answer.json()["error"]["message"]
+    sent["prefill"] = {"url": "file:///etc/passwd"}
+    assert httpx.post(f"{trio[0].url}/resume", json=sent).status_code == 400
+
+
+def test_tenants_stay_apart_and_need_an_administrator(trio: list[Served]) -> None:
+    keys, admin = (ApiKey("ann", "key-of-ann"),), {"authorization": "Bearer key-of-router"}
+    admins = (ApiKey("router", "key-of-router"),)
+    with (
+        instance(make_engine(), keys=keys, admin_keys=admins) as p,
+        instance(make_engine(), keys=keys, admin_keys=admins) as d,
+    ):
+        sent = {"request": request_of(prompt_of(60)) | {"tenant": "ann"}, "prefill": {"url": p.url}}
+        assert [tokens_of(resume(d, sent, **admin))] == alone(trio[0], prompt_of(60))
+        assert loaded(d) == 688 // PAGE
+        ann = {"authorization": "Bearer key-of-ann"}
+        for server in (p, d):  # the pages are hers
+            answer = httpx.post(f"{server.url}/v1/completions", json=body(prompt_of(60)), headers=ann, timeout=60)
+            assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 688
+        for headers, more in (
+            (ann | {TENANT_HEADER: "bob"}, {}),
+            (ann, {"kv_transfer_params": {"do_remote_decode": True, "prefix": {"url": p.url, "tokens": 16}}}),
+        ):
+            asked = body(prompt_of(61)) | more
+            assert httpx.post(f"{d.url}/v1/completions", json=asked, headers=headers).status_code == 403
+        for path in ("/drain", "/kv_swap", "/resume", "/load"):
+            assert httpx.post(f"{d.url}{path}", json={}, headers=ann).status_code == 403
+        nothing_is_left(p, d)
+
+
+def test_what_a_router_is_told(trio: list[Served]) -> None:
+    infos = [httpx.get(f"{each.url}/server_info").json() for each in trio]
+    assert len({info["kv_transfer"]["fingerprint"] for info in infos}) == 1
+    assert len({info["keys"] for info in infos}) == 1
+    assert len({info["instance"] for info in infos}) == 3
+    engine = trio[0].server.engine
+    assert (infos[0]["page_size"], infos[0]["max_running"]) == (PAGE, 8)
+    assert infos[0]["kv_bytes_per_token"] * PAGE == engine.page_identity.layout.page_bytes
+    found = httpx.get(f"{trio[0].url}/predictor").json()
+    predictor, work = predictor_from_dict(found["predictor"]), Work().with_chunk(100, 50, True)
+    assert predictor.seconds(work) * found["prompt_factor"] == pytest.approx(engine.predictor.seconds(work))
+    load = httpx.get(f"{trio[0].url}/load").json()
+    assert (load["decoding"], load["decode_tokens"], load["request_ids"]) == (0, 0, [])
+    sent = body(prompt_of(70), max_tokens=3000, stream=True)
+    with httpx.stream("POST", f"{trio[0].url}/v1/completions", json=sent, headers={"x-request-id": "mine"}) as answer:
+        lines = answer.iter_lines()  # whoever drops it leaves
+        next(lines)
+        trio[0].wait_until("it decodes", lambda: httpx.get(f"{trio[0].url}/load").json()["decoding"])
+        load = httpx.get(f"{trio[0].url}/load").json()
+        assert load["request_ids"] == ["mine"]
+        assert load["decode_tokens"] >= 700
+        assert load["backlog_seconds"] == 0
+
+
+def test_drained_servers_take_requests_again(trio: list[Served]) -> None:
+    with trio[0].http_client() as client:
+        assert client.post("/drain", json={}).json() == {"draining": True, "requests": 0}
+        assert client.get("/load").json()["draining"]
+        assert post(trio[0], body()).status_code == 503
+        assert client.get("/ready").status_code == 503
+        assert client.post("/drain", json={"drain": False}).json() == {"draining": False, "requests": 0}
+    assert post(trio[0], body()).status_code == 200
+
+
+def test_cold_blocks_leave(trio: list[Served]) -> None:
+    server, prompt = trio[0], prompt_of(80)
+    post(server, body(prompt))
+    engine = server.server.engine
+    server.wait_idle()
+    keys = engine.input_processor.prepare(Request(prompt)).keys
+    swap = {"keys": [block_hash(key) for key in keys[10:]] + [5], "tier": "device"}
+    assert httpx.post(f"{server.url}/kv_swap", json=swap).json() == {"evicted": len(keys) - 10}
+    assert engine.scheduler.count_cached(keys) == 10 * PAGE
+    usage = post(server, body(prompt)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 10 * PAGE
+    assert httpx.post(f"{server.url}/kv_swap", json=swap | {"tier": "tape"}).status_code == 400
