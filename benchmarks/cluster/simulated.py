@@ -68,12 +68,7 @@ def compare(measured: Mapping[int, float], simulated: Mapping[int, float], besid
     numbers = sorted(measured.keys() & simulated.keys())
     real = np.array([measured[number] for number in numbers])
     ours = np.array([simulated[number] + beside for number in numbers])
-    found = {
-        "requests": len(numbers),
-        "beside": beside,
-        "measured": float(real.mean()),
-        "simulated": float(ours.mean()),
-    }
+    found = {"requests": len(numbers), "beside": beside, "measured": float(real.mean()), "simulated": float(ours.mean())}
     found["error"] = found["simulated"] / found["measured"] - 1
     for share in (50, 90, 99):
         found[f"error_p{share}"] = float(np.percentile(ours, share) / np.percentile(real, share) - 1)
