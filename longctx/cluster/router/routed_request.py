@@ -38,6 +38,7 @@ PATIENCE = 30.0
 """Seconds for which a request that has begun waits for an instance that can go on with it."""
 
 _PAUSE = 0.25  # seconds between two attempts to place it, where nobody can take it
+_LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
 
 
@@ -218,6 +219,8 @@ class RoutedRequest:
             if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
                 raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
             self._check.check(entry, relayed)
+            if end is not None:
+                self._note_cached(end.cached_tokens)
             event = relayed.read(entry, now)
             if event is not None:
                 events.append(event)
@@ -227,6 +230,14 @@ class RoutedRequest:
         self._tell(events)
         if not relayed.open:
             routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+
+    def _note_cached(self, cached: int) -> None:
+        """Tokens of the prompt that were found, or loaded: but not those that the prefill instance has computed."""
+        placed = self.assignment
+        if self._relayed.cached_tokens is None and placed is not None:
+            is_apart = placed.prefill != placed.decode
+            most = placed.cached if is_apart else len(self._prepared.tokens)
+            self._relayed.cached_tokens = min(cached, most)
 
     def _note_tokens(self, count: int, now: float, is_first: bool) -> None:
         """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
@@ -256,10 +267,18 @@ class RoutedRequest:
             self._prepared.request,
             prompt=self._prepared.tokens.tolist(),
             request_id=None,
-            ttft_deadline=None,
+            ttft_deadline=self._time_left(),
         )
         body = {"request": request, "kv_transfer_params": {"handoff": self._relayed.handoff().to_dict()}}
         return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
+
+    def _time_left(self) -> float | None:
+        """Seconds within which the first token is wanted; None: nobody said so, or it is there, or too late."""
+        deadline = self._prepared.request.ttft_deadline
+        if deadline is None or self.has_tokens:
+            return None
+        left = deadline - (self._routing.clock() - self._arrival)
+        return left if left > _LEAST_TIME else None
 
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
         """Who reads the prompt, and who has its beginning."""

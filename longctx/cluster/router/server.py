@@ -48,13 +48,16 @@ class RouterSettings(NamedTuple):
 
     Attributes:
       instance_key: of an administrator of the instances; None: they need none.
-      bandwidth: bytes per second at which an instance sends pages, where it does not say.
+      bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
+      look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
     """
 
     instance_key: str | None = None
     bandwidth: float = 1e9
+    latency: float = 0.0
+    look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
 
@@ -113,6 +116,8 @@ class RouterServer(Frontend):
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
             router.bandwidth,
+            router.latency,
+            router.look_seconds,
         )
         self.cluster = ClusterBackend(self.conductor, self.instances, model.vocab_size, self.failures, self._flush)
         self.metrics: RouterMetrics = RouterMetrics(router.metrics_prefix, self)
