@@ -223,10 +223,6 @@ class Conductor:
         """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
         return None if self._roles is None else self._roles.change(self.state, now)
 
-    def swaps(self, now: float) -> list[Swap]:
-        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
-        return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
-
     # Parts of the above.
 
     def _instance(self, name: str) -> InstanceState:
