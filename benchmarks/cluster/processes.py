@@ -124,5 +124,3 @@ def metric(process: Process, name: str, **labels: str) -> float:
     lines = [line for line in text.splitlines() if re.match(rf"longctx:{name}[ {{]", line)]
     lines = [line for line in lines if all(f'{key}="{value}"' in line for key, value in labels.items())]
     return sum(float(line.split()[-1]) for line in lines)
-
-

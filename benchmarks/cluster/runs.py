@@ -22,10 +22,10 @@ def run(
 ) -> tuple[dict[str, Any], list[Answer]]:
     """The trace once, through a router that is ready: figures, and all answers."""
     model = httpx.get(f"{router.url}/v1/models", timeout=10).json()["data"][0]["id"]
-    warm_up = [
-        WorkloadRequest(0.2 * number, 200 + 100 * number, 4, number=number) for number in range(WARM_UP)
+    warm_up = [WorkloadRequest(0.2 * number, 200 + 100 * number, 4, number=number) for number in range(WARM_UP)]
+    failed = [
+        x.failures for x in asyncio.run(run_clients(router.url, warm_up, LETTERS, seed + 10_000, model)) if x.failures
     ]
-    failed = [x.failures for x in asyncio.run(run_clients(router.url, warm_up, LETTERS, seed + 10_000, model)) if x.failures]
     if failed:
         raise RuntimeError(f"{router.name} answers nothing: {failed[0]}; {router.tail()}")
     wait_until_idle(instances)
