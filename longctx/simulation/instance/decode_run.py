@@ -253,6 +253,9 @@ class DecodeRun:
                 metrics.longest_gap = max(metrics.longest_gap, float(ends[0]) - metrics.last_token, longest)
                 metrics.last_token = float(ends[-1])
                 metrics.output_tokens += periods
+                times = getattr(completion, "times", None)
+                if times is not None:
+                    times.append(ends)  # of all sequences of a batch the same array
 
     def _move_batches(self, periods: int) -> None:
         count, core, executor = periods * self._stage, self._runs.core, self._runs.executor

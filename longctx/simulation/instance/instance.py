@@ -19,7 +19,7 @@ from longctx.serving.request.output import Metrics
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.sequence import Sequence
+from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.decode_run import DecodeRun, DecodeRuns
 from longctx.simulation.instance.device_speed import DeviceSpeed
@@ -171,7 +171,11 @@ class Instance:
             tokens = request.tokens(self._vocab_size, self._seed)
             prepared = self._input_processor.prepare(Request(tokens, sampling))  # type: ignore[arg-type]
             (sequence,) = self._sequence_maker.make(prepared, request_id, arrival)
-        self._open[request_id] = request, sequence
+        self._join(request, sequence)
+
+    def _join(self, request: WorkloadRequest, sequence: Sequence) -> None:
+        """Let a sequence enter the core before the next batch is planned."""
+        self._open[completion_of(sequence).request_id] = request, sequence
         self._entering.append(sequence)
         self._wake()
 
@@ -264,10 +268,14 @@ class Instance:
         self._enter()
         self._is_busy = begin_steps(self._core, self._queue, now, self._logs)
         for batch in self.executor.take_moves():
-            assert self._tier is not None
-            self._tier.put(store.key for store in batch.stores)
-            for load in batch.loads:
-                self._tier.load(load, self._loop, self._link, self._end_load)
+            self._begin_moves(batch)
+
+    def _begin_moves(self, batch: Batch) -> None:
+        """Store and load the pages that a batch says."""
+        assert self._tier is not None
+        self._tier.put(store.key for store in batch.stores)
+        for load in batch.loads:
+            self._tier.load(load, self._loop, self._link, self._end_load)
 
     def _end_load(self, loaded: Loaded) -> None:
         """Pages have come from the host's memory: their sequence goes on."""
@@ -279,12 +287,19 @@ class Instance:
         step = end_step(self._queue, self._logs)
         self._note(step, stage_seconds)
         events = self._core.end(step.batch, step.results, step.finished, step.seconds)
+        self._note_results(step.batch)
         for event in events:
             if event.output is not None:
-                request, _ = self._open.pop(event.request_id)
-                self._on_end(request, event.output.metrics)
+                self._end_request(event.request_id, event.output.metrics)
         if self.keep_steps:
             self._timeline.append(self._point(step.finished))
+
+    def _note_results(self, batch: Batch) -> None:
+        """The core has taken the results of a batch, before those that end with it are told of."""
+
+    def _end_request(self, request_id: str, metrics: Metrics) -> None:
+        request, _ = self._open.pop(request_id)
+        self._on_end(request, metrics)
 
     def _point(self, at: float) -> tuple[float, int, int]:
         scheduler = self._core.scheduler

@@ -70,9 +70,8 @@ class TokenlessCompletion(Completion):
     """A completion of which only the length is known: it ends after `max_tokens`, as greedy benchmarks do."""
 
     def __init__(
-        self, source: WorkloadRequest, request_id: str, arrival: float, max_tokens: int, keys: PageKeys
+        self, source: WorkloadRequest, request_id: str, arrival: float, prompt: int, max_tokens: int, keys: PageKeys
     ) -> None:
-        prompt = source.prompt_tokens
         super().__init__(
             request=_request(),
             request_id=request_id,
@@ -86,6 +85,7 @@ class TokenlessCompletion(Completion):
             prompt_logprobs=None,
         )
         self.source, self._last, self._keys = source, prompt + max_tokens, keys
+        self.times: list[float | np.ndarray] | None = None  # of its tokens, by runs of them, if they are kept
 
     @property
     def tokens(self) -> np.ndarray:
@@ -98,6 +98,8 @@ class TokenlessCompletion(Completion):
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
         self.num_known += 1
         self.metrics.note_token(now)
+        if self.times is not None:
+            self.times.append(now)
         return "", "length" if self.num_known == self._last else None
 
     def event(self, text: str = "", token: int | None = None, reason: FinishReason | None = None) -> Event:
@@ -112,26 +114,38 @@ class TokenlessCompletion(Completion):
 
 
 def make_sequence(
-    source: WorkloadRequest, request_id: str, order: int, arrival: float, page_size: int, seed: int, has_keys: bool
+    source: WorkloadRequest,
+    request_id: str,
+    order: int,
+    arrival: float,
+    page_size: int,
+    seed: int,
+    has_keys: bool,
+    known: int = 0,
+    max_tokens: int | None = None,
 ) -> Sequence:
     """The sequence of a request, without tokens.
 
     Args:
       order: of its arrival, a number that no other sequence of its engine has.
       has_keys: whether it shares pages with others.
+      known: tokens of its output that are known, and belong to the prompt here.
+      max_tokens: that are generated here; None: all.
     """
     page_keys = PageKeys(source, page_size, seed)
+    prompt = source.prompt_tokens + known
+    max_tokens = source.output_tokens - known if max_tokens is None else max_tokens
     keys: list[Key] = []
     if has_keys:
-        page_keys.extend(keys, source.prompt_tokens)
+        page_keys.extend(keys, prompt)
     return Sequence(
         name=f"{request_id}/0",
         order=order,
-        prompt_length=source.prompt_tokens,
-        max_tokens=source.output_tokens,
+        prompt_length=prompt,
+        max_tokens=max_tokens,
         arrival=arrival,
         keys=keys,
-        completion=TokenlessCompletion(source, request_id, arrival, source.output_tokens, page_keys),
+        completion=TokenlessCompletion(source, request_id, arrival, prompt, max_tokens, page_keys),
     )
 
 

@@ -24,16 +24,17 @@ class TokenlessExecutor(VirtualExecutor):
         super().__init__(lambda batch: seconds(batch) + host.shared, vocab_size, plan.stage, speed)
         self._host_seconds = host.batch
         self.has_tokens = False  # whether any sequence has
+        self.notes_prompts = False  # whether batches with prompts count as moves, as their pages leave for elsewhere
         self._moves: list[Batch] = []
 
     def submit(self, batch: Batch) -> Pending:
         self.now += self._host_seconds
-        if batch.loads or batch.stores:
+        if batch.loads or batch.stores or (self.notes_prompts and has_prompts(batch)):
             self._moves.append(batch)
         return super().submit(batch)
 
     def take_moves(self) -> list[Batch]:
-        """Batches since the last call that load or store pages."""
+        """Batches since the last call that load or store pages, or read prompts where that is noted."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -42,3 +43,8 @@ class TokenlessExecutor(VirtualExecutor):
 
     def _token(self, chunk: Chunk) -> int:
         return 0 if isinstance(chunk.sequence.completion, TokenlessCompletion) else super()._token(chunk)
+
+
+def has_prompts(batch: Batch) -> bool:
+    """Whether some of its rows are of prompts; those of decodes come first."""
+    return bool(batch.chunks) and not batch.chunks[-1].decodes

@@ -15,6 +15,10 @@ HOST_BANDWIDTH = 25e9
 """Bytes per second between a device and its host: about 80 % of the 31.5 GB/s of PCIe 4.0 with 16 lanes."""
 
 
+TierListener = Callable[[List[Key], List[Key]], object]
+"""Hears which pages a tier keeps from now on, and which no more; a page may be in both lists."""
+
+
 class VirtualTier:
     """What an engine's tiers keep: as many pages as fit into some bytes, the least recently used go first.
 
@@ -22,22 +26,40 @@ class VirtualTier:
 
     Args:
       num_bytes: of all pages. page_bytes: of one, on all devices together.
+
+    Attributes:
+      listener: hears of changes.
     """
 
     def __init__(self, num_bytes: float, page_bytes: float) -> None:
         self._most, self._page_bytes = int(num_bytes // page_bytes), page_bytes
         self._keys: OrderedDict[Key, None] = OrderedDict()
+        self.listener: TierListener | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
     def put(self, keys: Iterable[Key]) -> None:
         """Keep pages."""
+        new, removed = [], []
         for key in keys:
+            if key not in self._keys:
+                new.append(key)
             self._keys[key] = None
             self._keys.move_to_end(key)
         while len(self._keys) > self._most:
-            self._keys.popitem(last=False)
+            removed.append(self._keys.popitem(last=False)[0])
+        if self.listener is not None and (new or removed):
+            self.listener(new, removed)
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Keep pages no more."""
+        removed = [key for key in keys if self._keys.pop(key, key) is None]
+        if self.listener is not None and removed:
+            self.listener([], removed)
 
     def look_up(self, keys: List[Key]) -> int:
         """How many leading pages it has."""

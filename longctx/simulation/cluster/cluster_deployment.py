@@ -1,0 +1,152 @@
+"""Clusters to simulate: so many prefill, decode and coupled instances of one model, each on the devices of a plan."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as List
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.instance import Role
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import AXES, Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.scheduler.slo import Slo
+from longctx.serving.validation import check_integer
+from longctx.simulation.cluster.changes import Change
+from longctx.simulation.cluster.cluster_instance import NIC_BANDWIDTH, ClusterInstance
+from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
+from longctx.simulation.cluster.run import Priority
+from longctx.simulation.cluster.settings import ClusterSettings
+from longctx.simulation.hardware import predictor
+from longctx.simulation.utilization import max_tokens
+from longctx.simulation.workloads import WorkloadRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterDeployment:
+    """A cluster. Plain data, so that other processes can simulate it.
+
+    Attributes:
+      plan: of each instance.
+      prefill, decode, coupled: how many instances of each kind. A coupled one prefills and decodes, and
+        lets requests wait that it has no room for.
+      config: of the conductor. settings: of the simulation.
+      page_size: tokens of a page, which is the conductor's block: 512 in Mooncake's traces.
+      chunk: the most tokens of prompts that a prefill instance computes in a step (Mooncake's `prefill_chunk`).
+      coupled_chunk: so of a coupled instance, beside its decodes; as many as the longest prompt: prompts are read
+        whole, as vLLM did when the paper was written.
+      max_running: of decode and coupled instances. With 1, coupled ones serve one request after the other (7.1.2).
+      host_bytes: of each prefill instance's host memory that keep pages; 0: only its devices do.
+      coupled_host_bytes: so of each coupled instance; 0, as of vLLM.
+      prefix_cache: whether prefill and coupled instances find the pages of prefixes.
+      roles_change: whether any instance may get any role: then decode instances are made as prefill instances are.
+      bandwidth: bytes per second at which an instance sends. latency: in seconds.
+      changes: see `Change`; instances are named `prefill-0`, `decode-0`, `coupled-0` and so on.
+
+    Raises:
+      ValueError: the plan doesn't suit the model or the topology, or nobody prefills or decodes.
+    """
+
+    model: LlamaConfig
+    topology: Topology
+    plan: ParallelPlan
+    prefill: int = 0
+    decode: int = 0
+    coupled: int = 0
+    config: ConductorConfig = dataclasses.field(default_factory=ConductorConfig)
+    settings: ClusterSettings = dataclasses.field(default_factory=ClusterSettings)
+    page_size: int = 512
+    chunk: int = 8192
+    coupled_chunk: int = 1 << 20
+    max_running: int = 256
+    host_bytes: int = 10**12
+    coupled_host_bytes: int = 0
+    prefix_cache: bool = True
+    roles_change: bool = False
+    bandwidth: float = NIC_BANDWIDTH
+    latency: float = 0.0
+    changes: tuple[Change, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "coupled", "host_bytes", "coupled_host_bytes"):
+            check_integer(name, getattr(self, name), 0)
+        for name in ("page_size", "chunk", "coupled_chunk", "max_running"):
+            check_integer(name, getattr(self, name), 1)
+        if not (self.coupled or (self.prefill and self.decode)):
+            raise ValueError("prefill and decode must both be at least 1, or coupled must be")
+        self.plan.check(self.model, self.plan.num_devices)
+        self.topology.check(**{axis: getattr(self.plan, axis) for axis in AXES})
+
+    @property
+    def num_devices(self) -> int:
+        """Of all instances together."""
+        return (self.prefill + self.decode + self.coupled) * self.plan.num_devices
+
+    def instances(self) -> list[ClusterInstance]:
+        """The instances, in the order in which they join."""
+        kept = self._tiers(self.host_bytes)
+        prefill = self._config(token_budget=max(self.chunk, self.max_running), max_running=min(64, self.max_running))
+        prefill = dataclasses.replace(prefill, chunking=f"static:{self.chunk}", tiers=kept)
+        decode = self._config(token_budget=self.max_running, max_running=self.max_running, prefix_cache=False)
+        if self.roles_change:
+            prefill = decode = dataclasses.replace(prefill, max_running=self.max_running)
+        rows = self.coupled_chunk + self.max_running
+        coupled = self._config(token_budget=rows, max_running=self.max_running)
+        coupled = dataclasses.replace(coupled, tiers=self._tiers(self.coupled_host_bytes))
+        found: list[ClusterInstance] = []
+        for role, name, count, config in (
+            ("prefill", "prefill", self.prefill, prefill),
+            ("decode", "decode", self.decode, decode),
+            ("both", "coupled", self.coupled, coupled),
+        ):
+            if count:
+                found += self._copies(role, name, count, config)  # type: ignore[arg-type]
+        return found
+
+    def run(
+        self,
+        requests: List[WorkloadRequest],
+        seed: int = 0,
+        until: float = math.inf,
+        progress: Callable[[ClusterRecord], object] | None = None,
+        priority: Priority | None = None,
+        keep_steps: bool = False,
+    ) -> ClusterRecord:
+        """See `ClusterSimulation.run`."""
+        simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
+        return simulation.run(requests, seed, until, progress, priority, keep_steps)
+
+    def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
+        tokens = max_tokens(self.model, self.plan, self.topology.device, min(token_budget, self.chunk))
+        return EngineConfig(
+            page_size=self.page_size,
+            num_pages=max(1, tokens // self.plan.context // self.page_size),
+            max_running=max_running,
+            token_budget=token_budget,
+            policy="fcfs",
+            slo=Slo(tpot=self.config.tpot),
+            run_ahead=1,
+            prefix_cache=self.prefix_cache if prefix_cache is None else prefix_cache,
+        )
+
+    def _tiers(self, num_bytes: int) -> TierConfig | None:
+        return TierConfig(host_bytes=num_bytes) if num_bytes and self.prefix_cache else None
+
+    def _copies(self, role: Role, name: str, count: int, config: EngineConfig) -> list[ClusterInstance]:
+        seconds = predictor(self.model, self.topology, self.plan, max_rows=config.token_budget)
+        first = ClusterInstance(
+            name=f"{name}-0",
+            role=role,
+            model=self.model,
+            config=config,
+            predictor=seconds,
+            plan=self.plan,
+            topology=self.topology,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            is_patient=role == "both",
+        )
+        return [dataclasses.replace(first, name=f"{name}-{number}") for number in range(count)]

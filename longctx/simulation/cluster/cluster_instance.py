@@ -1,0 +1,79 @@
+"""`ClusterInstance`: what an instance of a simulated cluster is made of."""
+
+import sys
+from dataclasses import dataclass, field
+
+from longctx.cluster.conductor.instance import ROLES, Costs, InstanceSpec, Role
+from longctx.models.config import LlamaConfig
+from longctx.parallel.topology import Topology
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.runtime import Predictor
+from longctx.serving.validation import check_real, check_text
+from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH
+
+NIC_BANDWIDTH = 100e9
+"""Bytes per second of a host's network cards: Mooncake's 800 Gb/s (7.1)."""
+
+
+@dataclass(frozen=True)
+class ClusterInstance:
+    """An instance; plain data.
+
+    Attributes:
+      name: that no other instance of the cluster has.
+      role: at first.
+      config: of its engine, with `num_pages`; `tiers.host_bytes` is the host memory that keeps pages of prefixes.
+      predictor: of its batches: how long they take, and what the conductor goes by.
+      plan: of its devices. topology: of these, where exchanges are chosen by it.
+      bandwidth: bytes per second at which it sends to others, shared by all that it sends.
+      latency: seconds from the last byte that it sends to its arrival.
+      host_bandwidth: bytes per second between each device and its host.
+      is_patient: whether requests that it has no room for may wait there, so that the conductor is told of no limit: as
+        engines with queues of their own are used behind plain routers.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+    """
+
+    name: str
+    role: Role
+    model: LlamaConfig
+    config: EngineConfig
+    predictor: Predictor
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
+    topology: Topology | None = None
+    bandwidth: float = NIC_BANDWIDTH
+    latency: float = 0.0
+    host_bandwidth: float = HOST_BANDWIDTH
+    is_patient: bool = False
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name)
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
+        if self.config.num_pages is None:
+            raise ValueError("config must have num_pages: there is no device whose memory would say it")
+        for name in ("bandwidth", "host_bandwidth"):
+            if not check_real(name, getattr(self, name), 0) > 0:
+                raise ValueError(f"{name} must be bytes per second, more than 0, got {getattr(self, name)}")
+        check_real("latency", self.latency, 0)
+
+    def spec(self, costs: Costs, role: Role | None = None) -> InstanceSpec:
+        """What the conductor is told of it.
+
+        Args:
+          role: None: its first one.
+        """
+        config = self.config
+        assert config.num_pages is not None
+        return InstanceSpec(
+            name=self.name,
+            role=role or self.role,
+            costs=costs,
+            block_size=config.page_size,
+            decode_tokens=sys.maxsize if self.is_patient else config.num_pages * self.plan.context * config.page_size,
+            max_running=sys.maxsize if self.is_patient else config.max_running,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+        )

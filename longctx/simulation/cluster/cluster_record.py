@@ -1,0 +1,105 @@
+"""What came of a workload on a cluster."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from longctx.cluster.conductor.decision import Assignment, Bound
+from longctx.simulation.record import Record, Served
+
+
+class Placed(NamedTuple):
+    """Where a request was served, and what was predicted.
+
+    Attributes:
+      assignment: the last one: names of instances, and predicted seconds.
+      num_assigned: how often it was assigned, in all: more than once after failures.
+      tbt: mean of the longest tenth of the gaps between its tokens, seconds (Mooncake, FAST'25, 5.1); None: it had one
+        token.
+    """
+
+    assignment: Assignment
+    num_assigned: int
+    tbt: float | None
+
+
+class Rejected(NamedTuple):
+    """A request that was not served, see `longctx.cluster.conductor.decision.Rejection`.
+
+    Attributes:
+      due: when it came, seconds from the beginning of the workload. at: when it was rejected.
+      deferred: how often it was told to come again before.
+      ttft, tbt: predicted seconds, had it been accepted.
+    """
+
+    number: int
+    due: float
+    at: float
+    stage: Literal["prefill", "decode"]
+    bound: Bound
+    ttft: float
+    tbt: float
+    load: float
+    prompt_tokens: int
+    deferred: int = 0
+
+
+class Moved(NamedTuple):
+    """Pages that went from one instance to another.
+
+    Attributes:
+      kind: `"prefix"`: of a prefix, to where a prompt is computed; `"pages"`: of a whole prompt, to where it decodes.
+      begun, ended: seconds from the beginning of the workload.
+      exposed: seconds that somebody waited for them: of `"pages"`, since the prompt had been computed.
+    """
+
+    number: int
+    kind: Literal["prefix", "pages"]
+    source: str
+    target: str
+    num_bytes: float
+    begun: float
+    ended: float
+    exposed: float
+
+
+class LoadPoint(NamedTuple):
+    """The load of both pools at a time: predicted TTFT and TBT over their SLOs (Mooncake, 6.1)."""
+
+    at: float
+    prefill: float
+    decode: float
+
+
+@dataclass
+class ClusterRecord(Record):
+    """A `Record`, and what only clusters have. Times are seconds from the beginning of the workload.
+
+    Attributes:
+      placed: of each request in `served`, in the same order.
+      rejected: in the order of rejections.
+      loads: at every report.
+      moved: in the order in which they ended.
+      num_deferred: how often a request was told to come again.
+      num_reassigned: how often a request was assigned anew, as an instance died.
+    """
+
+    placed: list[Placed] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    loads: list[LoadPoint] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    num_deferred: int = 0
+    num_reassigned: int = 0
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of prompts whose keys and values were found, of requests that were served."""
+        return sum(each.metrics.cached_tokens for each in self.served)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the prompts' tokens that were found, of requests that were served."""
+        return self.hit_tokens / max(1, sum(each.metrics.prompt_tokens for each in self.served))
+
+    def goodput(self, ttft: float, tpot: float) -> list[Served]:
+        """The requests that completed within both SLOs, in seconds: only completed ones count (section 2)."""
+        return [each for each in self.served if each.ttft <= ttft and (each.tpot is None or each.tpot <= tpot)]

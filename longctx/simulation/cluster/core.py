@@ -1,0 +1,283 @@
+"""A simulated core that serves parts of requests: prompts for others, answers to prompts that others have read."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Protocol
+
+from longctx.models.footprint import cache_bytes
+from longctx.serving.kv_cache.connector import Loaded, PageLoad
+from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.request.output import Metrics
+from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving.scheduler.sequence import Sequence, completion_of
+from longctx.simulation.cluster.cluster_instance import ClusterInstance
+from longctx.simulation.event_loop import EventLoop, Link
+from longctx.simulation.instance.instance import Instance
+from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
+from longctx.simulation.instance.tokenless_executor import has_prompts
+from longctx.simulation.workloads import WorkloadRequest
+
+_TAIL = b"tail"  # stands for the key of a last, partial page
+
+
+class LegOwner(Protocol):
+    """Hears of a leg, at `loop.now`."""
+
+    def chunk_begins(self, start: int, tokens: int) -> None:
+        """So many tokens of its prompt are computed from now on; those before `start` are there."""
+        ...
+
+    def chunk_ends(self, start: int, tokens: int) -> None:
+        """They have been computed."""
+        ...
+
+    def first_token(self) -> None:
+        """Its prompt has been read, and its first token drawn, which is not its last."""
+        ...
+
+    def leg_ends(self, part: TokenlessCompletion) -> None:
+        """It has all its tokens."""
+        ...
+
+    def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
+        """Pages of its prefix have come from another instance."""
+        ...
+
+
+@dataclass(eq=False)
+class Leg:
+    """The part of a request that one core serves.
+
+    Attributes:
+      request_id: no other leg of a core has it.
+      arrival: of the request.
+      known: tokens of its output that are known, and belong to the prompt here.
+      max_tokens: that are generated here.
+      came: leading tokens whose keys and values are in the host's memory, for this leg alone.
+      source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
+    """
+
+    request: WorkloadRequest
+    request_id: str
+    arrival: float
+    owner: LegOwner
+    known: int
+    max_tokens: int
+    came: int = 0
+    source: "ClusterCore | None" = None
+    prefix: int = 0
+
+
+class ClusterCore(Instance):
+    """One life of an instance of a cluster, from when it joins until it dies.
+
+    Args:
+      seed: of keys of pages that no trace names.
+
+    Attributes:
+      nic: over which all leaves that others get.
+      is_dead: nothing that it has can be had any more.
+    """
+
+    def __init__(self, spec: ClusterInstance, loop: EventLoop, seed: int, keep_steps: bool = False) -> None:
+        super().__init__(
+            spec.model,
+            spec.config,
+            spec.predictor,
+            spec.plan,
+            topology=spec.topology,
+            name=spec.name,
+            host_bandwidth=spec.host_bandwidth,
+        )
+        self.executor.notes_prompts = True
+        self.keep_steps, self.is_dead = keep_steps, False
+        self.page_bytes = cache_bytes(spec.model, spec.config.page_size)
+        self.attach(loop, lambda request, metrics: None, seed)
+        self.nic = Link(loop, spec.bandwidth, spec.latency)
+        self._legs: dict[str, tuple[Leg, Sequence]] = {}
+        self._of_source: dict[str, Leg] = {}  # whose pages come from beyond its own tier
+
+    def listen(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
+        """Tell of pages that can be found from now on, and of those that can't any more, by tier."""
+        if self.config.prefix_cache:
+            self._core.pool.listener = _PoolListener(on_change)
+        if self._tier is not None:
+            self._tier.listener = lambda new, gone: on_change("host", new, gone)
+
+    def serve(self, leg: Leg) -> None:
+        """A leg comes at `loop.now`."""
+        self._settle()
+        is_whole = not leg.came  # its pages are those of the prompt, which others may share
+        sequence = make_sequence(
+            leg.request,
+            leg.request_id,
+            self._sequence_maker.next_order(),
+            leg.arrival,
+            self.config.page_size,
+            self._seed,
+            self.config.prefix_cache and is_whole,
+            leg.known,
+            leg.max_tokens,
+        )
+        _tokenless(sequence).times = []
+        if leg.came or leg.source is not None:
+            sequence.source = leg.request_id
+            self._of_source[leg.request_id] = leg
+        if leg.came:
+            sequence.available, sequence.tail_key = leg.came, _TAIL
+        self._legs[leg.request_id] = leg, sequence
+        self._join(leg.request, sequence)
+
+    def cancel(self, request_id: str) -> TokenlessCompletion:
+        """End a leg wherever it is; what it came to."""
+        self._settle()
+        _, sequence = self._legs.pop(request_id)
+        self._of_source.pop(request_id, None)
+        del self._open[request_id]
+        if sequence in self._entering:
+            self._entering.remove(sequence)
+        else:
+            self._core.cancel(sequence)
+            self._wake()
+        return _tokenless(sequence)
+
+    def kill(self) -> None:
+        """Nothing it has can be had any more."""
+        self.is_dead = True
+        self._core.pool.listener = None
+        if self._tier is not None:
+            self._tier.listener = None
+
+    def count_held(self, keys: List[Key]) -> int:
+        """How many leading pages it has, on its devices or in its host's memory."""
+        if self.is_dead:
+            return 0
+        pool, tier = self._core.pool, self._tier
+        missing = (i for i, key in enumerate(keys) if pool.find(key) is None and (tier is None or key not in tier))
+        return next(missing, len(keys))
+
+    def discard(self, keys: List[Key], tier: str) -> None:
+        """Let pages of a tier be found no more."""
+        if tier == "device":
+            self.core.forget([*keys])
+        elif self._tier is not None:
+            self._tier.discard(keys)
+
+    def decodes(self) -> tuple[int, int]:
+        """Legs whose prompts have been read, here or elsewhere, and the tokens of their contexts in all."""
+        done = 0 if self._run is None else self._run.periods_until(self._loop.now)
+        count = tokens = 0
+        for leg, sequence in self._legs.values():
+            if leg.came or sequence.length > sequence.prompt_length:
+                count += 1
+                tokens += sequence.length + (done if sequence.is_running else 0)
+        return count, tokens
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Ids of its legs."""
+        return frozenset(self._legs)
+
+    def _enter(self) -> None:
+        for sequence in self._entering:
+            leg = self._of_source.get(completion_of(sequence).request_id)
+            if self._tier is not None and (leg is None or not leg.came):
+                self._core.look_up([sequence], self._tier)
+            if leg is not None and leg.source is not None:
+                if sequence.available >= leg.prefix:  # it is in its own memory by now
+                    sequence.source = "tiers"
+                sequence.available = max(sequence.available, leg.prefix)
+            self._core.add([sequence])
+        self._entering.clear()
+
+    def _begin_moves(self, batch: Batch) -> None:
+        if self._tier is not None and batch.stores:
+            self._tier.put(store.key for store in batch.stores)
+        for load in batch.loads:
+            self._begin_load(load)
+        if has_prompts(batch):
+            for leg, chunk in self._prompts(batch):
+                leg.owner.chunk_begins(chunk.start, chunk.num_tokens)
+
+    def _begin_load(self, load: PageLoad) -> None:
+        leg, loop = self._of_source.get(load.source), self._loop
+        if leg is None:
+            assert self._tier is not None
+            self._tier.load(load, loop, self._link, self._end_load)
+            return
+        begun = loop.now
+        if leg.came:
+            done = Loaded(load.name, len(load.pages), 0.0)
+            self._link.send(leg.came / self.config.page_size * self.page_bytes, lambda: self._end_load(done))
+            return
+        source, keys = leg.source, load.keys
+        assert source is not None
+        own = 0 if self._tier is None else self._tier.look_up(keys)
+        if self._tier is not None:
+            self._tier.put(keys[:own])
+        there = source.count_held(keys[own:])
+
+        def end_prefix() -> None:
+            if there and not source.is_dead:
+                leg.owner.prefix_came(source.name, there * self.page_bytes, begun)
+            found = own + (0 if source.is_dead else there)
+            self._end_load(Loaded(load.name, found, loop.now - begun))
+
+        # What it has itself comes while the rest is on its way: whichever is later ends the load.
+        waits = [None, None]
+
+        def end_part() -> None:
+            waits.pop()
+            if not waits:
+                end_prefix()
+
+        self._link.send(own * self.page_bytes, end_part)
+        source.nic.send(there * self.page_bytes, end_part)
+
+    def _note_results(self, batch: Batch) -> None:
+        if not has_prompts(batch):
+            return
+        for leg, chunk in self._prompts(batch):
+            leg.owner.chunk_ends(chunk.start, chunk.num_tokens)
+            if chunk.samples and leg.max_tokens > 1:
+                leg.owner.first_token()
+
+    def _prompts(self, batch: Batch) -> list[tuple[Leg, Chunk]]:
+        """The chunks of prompts that are read here, and their legs, but for those that have been cancelled."""
+        found = []
+        for chunk in reversed(batch.chunks):
+            if chunk.decodes:
+                break
+            entry = self._legs.get(completion_of(chunk.sequence).request_id)
+            if entry is not None and entry[1] is chunk.sequence and not entry[0].came:
+                found.append((entry[0], chunk))
+        return found
+
+    def _end_request(self, request_id: str, metrics: Metrics) -> None:
+        super()._end_request(request_id, metrics)
+        leg, sequence = self._legs.pop(request_id)
+        self._of_source.pop(request_id, None)
+        leg.owner.leg_ends(_tokenless(sequence))
+
+
+def _tokenless(sequence: Sequence) -> TokenlessCompletion:
+    completion = sequence.completion
+    assert isinstance(completion, TokenlessCompletion)
+    return completion
+
+
+class _PoolListener:
+    """Hears of the pages of a pool."""
+
+    def __init__(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
+        self._on_change = on_change
+
+    def stored(self, parent: Key | None, keys: list[Key], tokens: object, salt: str) -> None:
+        self._on_change("device", keys, [])
+
+    def removed(self, key: Key) -> None:
+        self._on_change("device", [], [key])
+
+    def cleared(self) -> None:
+        pass

@@ -1,0 +1,34 @@
+"""`ClusterSettings`: how a simulated cluster hears of its instances, and how pages move."""
+
+from dataclasses import dataclass
+
+from longctx.serving.validation import check_real
+from longctx.simulation.cluster.page_stream import OVERLAPS, Overlap
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Settings that are no instance's own.
+
+    Attributes:
+      overlap: when pages leave for where a request decodes, see `Overlap`.
+      report_seconds: between two reports of each instance to the conductor.
+      event_seconds: after which the conductor hears what an instance has stored or dropped.
+      least_retry: seconds after which a request that is deferred asks again, at least.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+    """
+
+    overlap: Overlap = "layer"
+    report_seconds: float = 1.0
+    event_seconds: float = 0.0
+    least_retry: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
+        check_real("event_seconds", self.event_seconds, 0)
+        for name in ("report_seconds", "least_retry"):
+            if not check_real(name, getattr(self, name), 0) > 0:
+                raise ValueError(f"{name} must be seconds, more than 0, got {getattr(self, name)}")
