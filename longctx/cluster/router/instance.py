@@ -7,6 +7,7 @@ from typing import Literal
 
 from longctx.cluster.conductor.instance import Role
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ServerInfo
+from longctx.cluster.router.instance_costs import InstanceCosts
 
 State = Literal["joining", "open", "draining", "dead", "excluded"]
 """Never reached yet; taking requests; finishing what it has; not there any more; not to be trusted."""
@@ -23,7 +24,7 @@ class Instance:
       is_held: an administrator drains it: it does not open by itself.
       retry_at: when it may join again, by `time.monotonic`.
       num_excluded: how often in a row it was excluded.
-      info, load: what it said last.
+      info, costs, load: what it said last.
       heard: when that was, by `time.monotonic`.
       followers: tasks that read events of requests there; all are cancelled when it is lost.
     """
@@ -38,6 +39,7 @@ class Instance:
     num_excluded: int = 0
     missed: int = 0
     info: ServerInfo | None = None
+    costs: InstanceCosts | None = None
     load: LoadInfo | None = None
     heard: float = field(default_factory=time.monotonic)
     followers: set["asyncio.Task[None]"] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """`InstanceClient`: what the router asks an instance over HTTP, and answers that are checked."""
 
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -45,6 +45,14 @@ class KvTransferInfo(msgspec.Struct):
     fingerprint: str
 
 
+class PlanInfo(msgspec.Struct):
+    """The sizes of the instance's mesh."""
+
+    stage: int
+    context: int
+    tensor: int
+
+
 class ServerInfo(msgspec.Struct):
     """`/server_info` of an instance, as far as the router needs it.
 
@@ -61,6 +69,7 @@ class ServerInfo(msgspec.Struct):
     max_model_len: int
     vocab_size: int
     token_budget: int
+    plan: PlanInfo
     time: float
     instance: str
     keys: str | None
@@ -110,13 +119,9 @@ class InstanceClient:
         """See `ServerInfo`. NotUnderstood; httpx.HTTPError: it is not there."""
         return _decode(ServerInfo, await self._get("/server_info", _JOIN))
 
-    async def predictor(self) -> Any:
-        """What its work costs, see `longctx.serving.predictor.file`."""
-        content = await self._get("/predictor", _JOIN)
-        try:
-            return msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
-            raise NotUnderstood(f"its predictor is no JSON: {error}") from None
+    async def predictor(self) -> bytes:
+        """What its work costs, for `InstanceCosts`."""
+        return await self._get("/predictor", _JOIN)
 
     async def load(self) -> LoadInfo:
         """See `LoadInfo`. NotUnderstood; httpx.HTTPError: it is not there."""

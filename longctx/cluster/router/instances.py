@@ -16,7 +16,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
-from longctx.cluster.router.instance_costs import read_costs
+from longctx.cluster.router.instance_costs import InstanceCosts
 from longctx.cluster.router.kv_feed import KvFeed
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ MAX_SKEW = 10.0
 """Seconds that clocks of instances may differ from the router's."""
 
 _REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is dead: nobody listens; nothing comes
-_READY_EVERY = 8  # looks
+_READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
 
@@ -152,7 +152,7 @@ class Instances:
             count += 1
             try:
                 if instance.is_member:
-                    await self._look(instance, count % _READY_EVERY == 0)
+                    await self._look(instance, count)
                 elif time.monotonic() >= instance.retry_at:
                     await self._join(instance)
             except NotUnderstood as error:
@@ -176,11 +176,11 @@ class Instances:
         info = await instance.client.info()
         self._check(info, sent, time.time())
         load = await instance.client.load()
-        predictor = await instance.client.predictor()
+        costs = InstanceCosts(info, await instance.client.predictor())
         spec = InstanceSpec(
             name=instance.name,
             role=instance.role,
-            costs=read_costs(predictor, info),
+            costs=costs,
             block_size=info.page_size,
             decode_tokens=info.max_total_num_tokens,
             max_running=info.max_running,
@@ -191,7 +191,7 @@ class Instances:
             self._conductor.join(spec, time.monotonic())
         except (TypeError, ValueError) as error:
             raise NotUnderstood(str(error)) from None
-        instance.info, instance.state, instance.reason, instance.missed = info, "open", "", 0
+        instance.costs, instance.info, instance.state, instance.reason, instance.missed = costs, info, "open", "", 0
         self._feed.open(instance.name, info, instance.client.url)
         logger.info("longctx: %s has joined as %s: %s", instance.name, instance.role, instance.client.url)
         if instance.is_held:
@@ -213,9 +213,13 @@ class Instances:
         if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
             raise NotUnderstood("it says that it has no room for any request")
 
-    async def _look(self, instance: Instance, asks_ready: bool) -> None:
+    async def _look(self, instance: Instance, count: int) -> None:
         load = await instance.client.load()
-        not_ready = await instance.client.ready() if asks_ready else None
+        not_ready = None
+        if count % _READY_EVERY == 0:
+            not_ready = await instance.client.ready()
+        if count % _COSTS_EVERY == 0 and instance.costs is not None:
+            instance.costs.update(await instance.client.predictor())
         if not instance.is_member:
             return
         instance.missed = 0

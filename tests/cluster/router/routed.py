@@ -54,7 +54,9 @@ class Routed:
     def wait_idle(self) -> None:
         """Nothing is left of any request."""
         self.wait_until("all requests have ended", lambda: not self.server.cluster.num_requests)
-        assert not self.server.conductor.state.requests
+        state = self.server.conductor.state
+        assert not state.prefilling
+        assert not state.decoding
         assert not self.server.failures
 
 
@@ -100,5 +102,7 @@ def members_of(instances: Sequence[Served], roles: str = "") -> list[Member]:
     """Names `p0`, `d1` and so on by the letters of their roles: `p`, `d` or `b`."""
     names = {"p": "prefill", "d": "decode", "b": "both"}
     roles = roles or "b" * len(instances)
-    made: Any = [(each.url, f"{role}{i}", names[role]) for i, (each, role) in enumerate(zip(instances, roles, strict=True))]
+    made: Any = [
+        (each.url, f"{role}{i}", names[role]) for i, (each, role) in enumerate(zip(instances, roles, strict=True))
+    ]
     return [Member(*fields) for fields in made]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from disaggregated import body, post, streamed
+from disaggregated import body, post
 from routed import TEXT, Routed, members_of, routed
 from served import Served
 

@@ -1,0 +1,263 @@
+"""`read_cluster`: a cluster's file, `cluster.toml`: its conductor's settings, its instances, and who starts them."""
+
+import difflib
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.instance import ROLES, Role
+from longctx.serving.validation import check_integer, check_real
+
+Launcher = Literal["processes", "ray", "static"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+"""Who starts the instances: the router's own machine, a Ray cluster, or somebody else."""
+STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
+
+_MOST = 1024  # instances
+_CONDUCTOR = tuple(each.name for each in fields(ConductorConfig))
+_NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
+_SIMULATED = ("model", "topology", "plan", "overlap")  # texts of [simulation]
+_COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
+_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "least_retry")
+_SWITCHES = ("prefix_cache", "roles_change")
+
+
+@dataclass(frozen=True)
+class InstanceEntry:
+    """An instance of a cluster.
+
+    Attributes:
+      name: no other one has it.
+      url: where it runs already; None: it is to be started.
+      flags: of `longctx serve`, by their names, for this instance alone.
+    """
+
+    name: str
+    role: Role
+    url: str | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What each instance gets on a Ray cluster.
+
+    Attributes:
+      address: of the cluster; None: one is started on this machine.
+      cpus, gpus: of each instance.
+      strategy: how Ray places instances on machines: one of `STRATEGIES`.
+    """
+
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    strategy: str = "SPREAD"
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster.
+
+    Attributes:
+      instances: those that are there from the beginning; others may register.
+      conductor: how requests are placed, and which are rejected.
+      launcher: who starts the instances without a URL.
+      report_seconds: between two looks at each instance.
+      bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
+      engine: flags of `longctx serve`, by their names, for every instance.
+      ray: see `RayOptions`.
+      simulation: what `longctx simulate --cluster` is told of models, devices and links.
+    """
+
+    instances: tuple[InstanceEntry, ...] = ()
+    conductor: ConductorConfig = field(default_factory=ConductorConfig)
+    launcher: Launcher = "processes"
+    report_seconds: float = 1.0
+    bandwidth: float = 1e9
+    latency: float = 0.0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    ray: RayOptions = field(default_factory=RayOptions)
+    simulation: Mapping[str, Any] = field(default_factory=dict)
+
+    def count(self, role: Role) -> int:
+        """How many instances have a role."""
+        return sum(each.role == role for each in self.instances)
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """Read a cluster's file.
+
+    Raises:
+      ValueError: it can't be read, or a key of it is unknown, or has a value that it can't have; the message names
+        the file and the key.
+    """
+    try:
+        contents = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    try:
+        return parse_cluster(contents)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_cluster(contents: Mapping[str, Any]) -> ClusterFile:
+    """The cluster of a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
+    _check_keys("", contents, ("cluster", "engine", "instances", "ray", "simulation"))
+    for name in ("cluster", "engine", "ray", "simulation"):
+        if not isinstance(contents.get(name, {}), dict):
+            raise ValueError(f"{name} must be a table, [{name}], got {contents[name]!r}")
+    settings, engine = dict(contents.get("cluster", {})), contents.get("engine", {})
+    _check_keys("[cluster] ", settings, (*_CONDUCTOR, "launcher", *_NUMBERS))
+    launcher = settings.pop("launcher", "processes")
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"[cluster] launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    numbers = {
+        name: _number("[cluster] ", name, settings.pop(name), least)
+        for name, least in _NUMBERS.items()
+        if name in settings
+    }
+    try:
+        conductor = ConductorConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"[cluster] {error}") from None
+    instances = _read_instances(contents.get("instances", []), launcher)
+    _check_models(engine, instances)
+    return ClusterFile(
+        instances=instances,
+        conductor=conductor,
+        launcher=launcher,
+        engine=MappingProxyType(dict(engine)),
+        ray=_read_ray(contents.get("ray", {})),
+        simulation=_read_simulation(contents.get("simulation", {})),
+        **numbers,
+    )
+
+
+def _read_instances(entries: Any, launcher: Launcher) -> tuple[InstanceEntry, ...]:
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        raise ValueError(f"instances must be tables, [[instances]], got {entries!r}")
+    numbers: Counter[str] = Counter()
+    found: list[InstanceEntry] = []
+    for place, entry in ((f"[[instances]] {i + 1}: ", entry) for i, entry in enumerate(entries)):
+        found += _read_entry(place, entry, launcher, numbers)
+        if len(found) > _MOST:
+            raise ValueError(f"[[instances]] must be {_MOST} instances at most")
+    for what in ("name", "url"):
+        values = Counter(getattr(each, what) for each in found if getattr(each, what) is not None)
+        for value, count in values.items():
+            if count > 1:
+                raise ValueError(f"[[instances]] {what} must be one instance's alone, and {value!r} is {count} times")
+    roles = {each.role for each in found}
+    if found and launcher != "static" and not ("both" in roles or {"prefill", "decode"} <= roles):
+        raise ValueError("[[instances]] role must be prefill for some and decode for others, or both for one at least")
+    if launcher != "static" and not found:
+        raise ValueError(f"[[instances]] must be there: launcher {launcher!r} has nothing to start")
+    return tuple(found)
+
+
+def _read_entry(
+    place: str, entry: Mapping[str, Any], launcher: Launcher, numbers: Counter[str]
+) -> Iterable[InstanceEntry]:
+    """The instances of an entry; `numbers`: how many of each role had no name of their own so far."""
+    _check_keys(place, entry, ("name", "role", "count", "url", "flags"))
+    role, name, url, flags = entry.get("role"), entry.get("name"), entry.get("url"), entry.get("flags", {})
+    if role not in ROLES:
+        raise ValueError(f"{place}role must be one of {', '.join(ROLES)}, got {role!r}")
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= 100 and name.isprintable()):
+        raise ValueError(f"{place}name must be a text of up to 100 characters, got {name!r}")
+    if not isinstance(flags, dict):
+        raise ValueError(f"{place}flags must be a table, got {flags!r}")
+    if url is None and launcher == "static":
+        raise ValueError(f"{place}url must be there: with launcher 'static' nobody starts instances")
+    if url is not None:
+        if "count" in entry or flags:
+            raise ValueError(f"{place}url is of an instance that runs: it contradicts count and flags")
+        url = _check_url(f"{place}url", url)
+    count = entry.get("count")
+    if count is not None:
+        _whole(place, "count", count, 1, _MOST)
+    for number in range(count or 1):
+        own = f"{role}-{numbers[role]}" if name is None else name if count is None else f"{name}-{number}"
+        if name is None:
+            numbers[role] += 1
+        yield InstanceEntry(own, role, url, MappingProxyType(flags))
+
+
+def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry]) -> None:
+    """All instances exchange pages, so they have one model."""
+    for each in instances:
+        for name in ("model", "dtype", "page_size", "page-size"):
+            if name in each.flags and each.flags[name] != engine.get(name):
+                raise ValueError(
+                    f"[[instances]] {each.name}: flags.{name} must be that of [engine], {engine.get(name)!r}, as all "
+                    f"exchange pages, got {each.flags[name]!r}"
+                )
+
+
+def _read_ray(found: Mapping[str, Any]) -> RayOptions:
+    _check_keys("[ray] ", found, ("address", "cpus", "gpus", "strategy"))
+    address, strategy = found.get("address"), found.get("strategy", "SPREAD")
+    if address is not None and not isinstance(address, str):
+        raise ValueError(f"[ray] address must be a text, got {address!r}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"[ray] strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    numbers = {name: _number("[ray] ", name, found[name], 0.0) for name in ("cpus", "gpus") if name in found}
+    return RayOptions(address, strategy=strategy, **numbers)
+
+
+def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    place = "[simulation] "
+    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES))
+    for name, value in found.items():
+        if name in _SIMULATED and not isinstance(value, str):
+            raise ValueError(f"{place}{name} must be a text, got {value!r}")
+        if name in _SWITCHES and not isinstance(value, bool):
+            raise ValueError(f"{place}{name} must be true or false, got {value!r}")
+        if name in _COUNTS:
+            _whole(place, name, value, 0, 2**63)
+        if name in _SECONDS:
+            _number(place, name, value, 0.0)
+    return MappingProxyType(dict(found))
+
+
+def _check_url(place: str, url: Any) -> str:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+        if parts.query or parts.fragment or parts.username is not None or parts.path not in ("", "/"):
+            raise ValueError
+    except ValueError:  # a port that is none, too
+        raise ValueError(f"{place} must be http://HOST:PORT, got {url!r}") from None
+    return parts.geturl().rstrip("/")
+
+
+def _check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key in found:
+        if key not in known:
+            near = difflib.get_close_matches(key, list(known), 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{place}unknown key {key!r}{hint}")
+
+
+def _number(place: str, name: str, value: Any, least: float) -> float:
+    try:
+        return check_real(name, value, least)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}{error}") from None
+
+
+def _whole(place: str, name: str, value: Any, least: int, most: int) -> int:
+    try:
+        return check_integer(name, value, least, most)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}{error}") from None
