@@ -59,13 +59,11 @@ def warm_up(router: Process, words: Sequence[str], seed: int, model: str) -> lis
 
 
 def counts(instance: Instance) -> dict[str, float]:
-    """What a server has done since it was started: tokens of prompts, and seconds of steps, measured and predicted."""
+    """What a server has done since it was started: tokens of prompts, steps and their seconds."""
     names = {
         "computed": "computed_prompt_tokens_total",
         "steps": "step_seconds_count",
         "step_seconds": "step_seconds_sum",
-        "compared": "step_seconds_over_predicted_count",
-        "over_predicted": "step_seconds_over_predicted_sum",
     }
     text = metrics(instance.process)
     return {key: metric(text, name) for key, name in names.items()}

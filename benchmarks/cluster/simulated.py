@@ -56,18 +56,29 @@ class Prediction:
 
     def beside(self, policy: str, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Simulated TTFT beside that of a run, see `benchmarks.cluster.runs.run`."""
+        same = dict.fromkeys(self._roles, 1.0)
+        alone = ttft_of(self._run(policy, WARM_UP, same))
+        seconds = statistics.median(run["alone"][number] - alone[number] for number in alone)
+        first = self._run(policy, self._requests, same)
         found = {}
         for kind in ("profile", "measured"):
-            factors = {
-                name: 1.0 if kind == "profile" or not each["compared"] else each["over_predicted"] / each["compared"]
-                for name, each in run["instances"].items()
-            }
-            alone = ttft_of(self._run(policy, WARM_UP, dict.fromkeys(factors, 1.0)))
-            seconds = statistics.median(run["alone"][number] - alone[number] for number in alone)
-            record = self._run(policy, self._requests, factors)
-            found[kind] = compare(run["each"], ttft_of(record), seconds) | {"hit_rate": record.hit_rate}
-            found[kind]["factors"] = factors
+            factors = same if kind == "profile" else self._factors(run, first)
+            record = first if kind == "profile" else self._run(policy, self._requests, factors)
+            found[kind] = compare(run["each"], ttft_of(record), seconds)
+            found[kind] |= {"hit_rate": record.hit_rate, "factors": factors}
         return found
+
+    def _factors(self, run: Mapping[str, Any], record: ClusterRecord) -> dict[str, float]:
+        """How much longer steps took than in a simulation: of each token of a prompt, and of each step of decodes."""
+        totals = {each.name: each.totals for each in record.instances}
+        factors = {}
+        for role, count in (("prefill", "computed"), ("decode", "steps")):
+            names = [name for name, of in self._roles.items() if of == role]
+            real = [run["instances"][name] for name in names]
+            measured = sum(each["step_seconds"] for each in real) / sum(each[count] for each in real)
+            number = sum(totals[name].rows if role == "prefill" else totals[name].steps for name in names)
+            factors[role] = measured * number / sum(totals[name].busy for name in names)
+        return {name: factors[role] for name, role in self._roles.items()}
 
     def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> ClusterRecord:
         instances = [

@@ -1,34 +1,35 @@
-"""`BlockIndex`: what the conductor asks the prefix index."""
+"""`BlockIndex`: what the conductor asks the prefix index (`longctx.cluster.prefix_index`)."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
-
-class BlockMatch(Protocol):
-    """The leading blocks of a prompt that an instance has, and how many of those in each tier."""
-
-    @property
-    def blocks(self) -> int: ...
-
-    @property
-    def device(self) -> int: ...
-
-    @property
-    def host(self) -> int: ...
-
-    @property
-    def disk(self) -> int: ...
+from longctx.cluster.prefix_index.tiers import Match, Tier
 
 
 class BlockIndex(Protocol):
-    """Which instance has which blocks, by their KV events (`longctx.cluster.prefix_index`)."""
+    """Which instance has which blocks, by their KV events."""
 
-    def match(self, keys: np.ndarray) -> Mapping[str, BlockMatch]:
-        """By instance; those that have no leading block are left out."""
+    def match(self, keys: np.ndarray) -> Mapping[str, Match]:
+        """What each instance has of the leading blocks, keys uint64 `[blocks]`; those without any are left out."""
         ...
 
     def clear(self, instance: str) -> None:
         """Forget all that an instance has."""
+        ...
+
+    def touch(self, keys: np.ndarray, now: float) -> None:
+        """The leading blocks that are there have been used."""
+        ...
+
+    def blocks(self, instance: str, tier: Tier) -> int:
+        """How many an instance has in a tier."""
+        ...
+
+    def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
+        """Keys, uint64 `[<= limit]`, of blocks that an instance has in a tier and nobody has used since `before`.
+
+        The longest unused come first. Only those that at least `held_by` instances have, in whatever tier.
+        """
         ...

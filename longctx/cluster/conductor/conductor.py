@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
+from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.load import Loads, loads
 from longctx.cluster.conductor.membership import check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Verdict
 from longctx.cluster.conductor.pending_blocks import PendingBlocks
@@ -21,7 +22,9 @@ from longctx.cluster.conductor.policy import (
     select_decode,
 )
 from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.roles import RoleRule
 from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
+from longctx.cluster.conductor.swap import Swap, Swapper
 from longctx.cluster.conductor.view import InstanceView, view
 from longctx.serving.validation import check_integer, check_real
 
@@ -32,10 +35,10 @@ class Observer(Protocol):
     def decided(
         self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
     ) -> None:
-        """A request is about to be assigned or was rejected; `placed`: where the policy would have it, if anywhere."""
+        """A request is assigned or rejected; `placed`: where the policy has it, if anywhere. Nothing is changed yet."""
         ...
 
-    def ended(self, request_id: str, ttft: float, tbt: float) -> None:
+    def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
         """A request that was assigned has had all its tokens, in one place; measured seconds."""
         ...
 
@@ -55,7 +58,9 @@ class Conductor:
     def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
+        self._swapper = Swapper(config)
         self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
 
@@ -67,15 +72,17 @@ class Conductor:
             fingerprint or block size than those that are.
         """
         check_joins(spec, self.state.instances.values())
-        self.state.instances[spec.name] = InstanceState(spec, spec.role)
+        self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
         """Assign nothing more to an instance; what it has goes on. ValueError: there is none of this name."""
         self._instance(name).is_draining = True
+        self.state.sort()
 
     def restore(self, name: str, now: float) -> None:
         """The opposite of `drain`. ValueError: there is none of this name."""
         self._instance(name).is_draining = False
+        self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
         """Forget an instance that is dead, and what it held.
@@ -91,7 +98,7 @@ class Conductor:
         ended = [each for each in requests if _depends_on(each, name)]
         for each in ended:
             self._end(each, now)
-        del self.state.instances[name]
+        self.state.remove(name)
         self.index.clear(name)
         return [each.request.request_id for each in ended]
 
@@ -99,6 +106,7 @@ class Conductor:
         """Change what an instance does; what it has goes on. ValueError: there is no such instance or role."""
         check_role(role)
         self._instance(name).role = role
+        self.state.sort()
 
     def report(self, name: str, report: Report, now: float) -> None:
         """Correct the estimates of an instance by what it says of itself.
@@ -157,14 +165,16 @@ class Conductor:
         if verdict is None and not open_request.is_held:
             decode = self.state.instances[open_request.assignment.decode]
             if not decode.has_room(open_request.reserved):
-                verdict = self._no_memory(
-                    open_request.request, decode.decoding.reserved / decode.spec.decode_tokens, now
-                )
+                load = decode.decoding.reserved / decode.spec.decode_tokens
+                verdict = self._no_memory(open_request.reserved, load, now)
         if verdict is None:
             self.first_token(request_id, now)
             return None
+        rejection = self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
+        if self._observer is not None:
+            self._observer.decided(rejection, open_request.request, now, self.state, open_request)
         self._end(open_request, now, was_computed=True)
-        return self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
+        return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
         """The first token of a request has come. Nothing happens if it is not open, or had one."""
@@ -187,7 +197,7 @@ class Conductor:
         self._admission.learn(now - begun)
         if self._observer is not None:
             tbt = (now - begun) / max(1, output_tokens - 1)
-            self._observer.ended(request_id, begun - open_request.assigned_at, tbt)
+            self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
         """A request was given up. Nothing happens if it is not open."""
@@ -200,6 +210,18 @@ class Conductor:
     def instances(self, now: float) -> list[InstanceView]:
         """All instances, for metrics and pages."""
         return [view(each, now) for each in self.state.instances.values()]
+
+    def swaps(self, now: float) -> list[Swap]:
+        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
+
+    def loads(self, now: float) -> Loads:
+        """The loads of both pools."""
+        return loads(self.state, now)
+
+    def role_change(self, now: float) -> RoleChange | None:
+        """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
+        return None if self._roles is None else self._roles.change(self.state, now)
 
     # Parts of the above.
 
@@ -228,7 +250,7 @@ class Conductor:
         with_room = {each.name for each in rooms}
         pool = [each for each in prefills if each.role == "prefill" or each.name in with_room]
         if not rooms or not pool:
-            return self._rejection(request, self._no_memory(request, inf, now), "prefill", None, waited), None
+            return self._rejection(request, self._no_memory(reserved, inf, now), "prefill", None, waited), None
         choice = self._choose(request, pool, now)
         context = request.prompt_tokens
         decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
@@ -237,7 +259,7 @@ class Conductor:
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
         )  # fmt: skip
         placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
-        verdict = None if generated else self._admission.before_prefill(self.state, request, assignment, now)
+        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
         if verdict is not None:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
@@ -246,19 +268,20 @@ class Conductor:
         """Ask the policy, and check what one's own says."""
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
-        matches = {name: min(usable, match.blocks) for name, match in self.index.match(request.keys).items()}
-        for name, blocks in self._pending.match(request.keys).items():
-            matches[name] = max(min(usable, blocks), matches.get(name, 0))
-        senders = {each.name: each for each in self.state.instances.values() if each.does_prefill}
+        keys = request.keys[:usable]
+        matches = {name: match.blocks for name, match in self.index.match(keys).items()}
+        for name, blocks in self._pending.match(keys).items():
+            if blocks > matches.get(name, 0):
+                matches[name] = blocks
         seed = f"{self.config.seed} {request.request_id}"
-        context = PolicyContext(block_size, self.config.balancing_threshold, senders, seed)
+        context = PolicyContext(block_size, self.config.balancing_threshold, self.state.senders, seed)
         choice = self._policy(request, matches, pool, now, context)
         if callable(self.config.policy):
             check_choice(choice, request, pool, context)
         return choice
 
-    def _no_memory(self, request: ClusterRequest, load: float, now: float) -> Verdict:
-        return Verdict("memory", load, self._admission.retry_seconds(self.state, "memory", request, now))
+    def _no_memory(self, reserved: int, load: float, now: float) -> Verdict:
+        return Verdict("memory", load, self._admission.memory_seconds(self.state, reserved, now))
 
     def _rejection(
         self,
@@ -285,6 +308,7 @@ class Conductor:
         instances[placed.prefill].begin_prefill(open_request, now, ready)
         instances[placed.decode].begin_decode(open_request)
         self._pending.add(placed.prefill, request.keys)
+        self.index.touch(request.keys, now)
         self.state.prefilling[request.request_id] = open_request
 
     def _end_prefill(self, open_request: OpenRequest, now: float, was_computed: bool) -> None:

@@ -11,15 +11,17 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.validation import check_integer, check_real
 
 _REMEMBERED = 2**14  # prompts: many of a time have the same lengths, and all instances are asked for each
+_ONE_DEVICE = ParallelPlan()
+_FAR = 2**16  # tokens of a context
 
 
 @dataclass(frozen=True)
 class PredictorCosts:
     """`Costs` by the predictor that the engine's own scheduler goes by.
 
-    A prompt is `predictor.prefill_seconds` in steps of `chunk` tokens, and with several stages, what its last step takes
-    in the stages after the first (SPP). Decodes are one batch: over context ranks its rows and keys are shared evenly,
-    and a token takes a step in each stage.
+    A prompt is `predictor.prefill_seconds` in steps of `chunk` tokens, and with several stages, what its last step
+    takes in the stages after the first (SPP). Decodes are one batch: over context ranks its rows and keys are shared
+    evenly, and a token takes a step in each stage.
 
     Attributes:
       chunk: tokens of a step of one context rank.
@@ -35,9 +37,10 @@ class PredictorCosts:
     predictor: Predictor
     chunk: int
     token_bytes: float
-    plan: ParallelPlan = ParallelPlan()
+    plan: ParallelPlan = _ONE_DEVICE
     prompt_seconds: Callable[[int, int], float] | None = None
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False, compare=False)
+    _lines: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_predictor(self.predictor, check_integer("chunk", self.chunk, 1))
@@ -55,7 +58,7 @@ class PredictorCosts:
         prompt_seconds: Callable[[int, int], float] | None = None,
     ) -> "PredictorCosts":
         """Of a model whose KV cache has numbers of `dtype_bytes` bytes."""
-        return cls(predictor, chunk, cache_bytes(model, 1, 1, 1, dtype_bytes), plan or ParallelPlan(), prompt_seconds)
+        return cls(predictor, chunk, cache_bytes(model, 1, 1, 1, dtype_bytes), plan or _ONE_DEVICE, prompt_seconds)
 
     def prefill_seconds(self, cached: int, prompt: int) -> float:
         """Seconds of tokens `cached` to `prompt`, alone; 0 if there are none."""
@@ -83,10 +86,18 @@ class PredictorCosts:
     def decode_seconds(self, batch: int, tokens: int) -> float:
         """Seconds between the tokens of `batch` decodes whose contexts have so many tokens in all; 0 if there are none.
 
-        Of more decodes than the predictor knows steps of, several steps.
+        For a given batch it is a line in the tokens, as that of all our predictors is.
         """
-        if batch < 1:
-            return 0.0
+        line = self._lines.get(batch)
+        if line is None:
+            if batch < 1:
+                return 0.0
+            base = self._decode_seconds(batch, 0)
+            line = self._lines[batch] = (base, (self._decode_seconds(batch, _FAR * batch) - base) / (_FAR * batch))
+        return line[0] + line[1] * tokens
+
+    def _decode_seconds(self, batch: int, tokens: int) -> float:
+        """Of more decodes than the predictor knows steps of, several steps."""
         ranks = self.plan.context
         rows, keys = -(-batch // ranks), -(-tokens // ranks)
         steps = -(-rows // self.chunk)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from longctx.cluster.prefix_index.tiers import TIERS as TIERS
+from longctx.cluster.prefix_index.tiers import Tier as Tier
+
 Role = Literal["prefill", "decode", "both"]
 """What an instance does: prompts, answers, or both (a coupled one: whatever it prefills it decodes too)."""
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-"""Where an instance keeps a block, the quickest first; KV events call them GPU, CPU and STORAGE."""
 
 
 class Costs(Protocol):
@@ -40,6 +40,8 @@ class InstanceSpec:
       max_running: requests that decode at a time, at most.
       bandwidth: bytes per second at which it sends KV cache to others.
       latency: seconds until the first byte of a transfer comes.
+      cache_blocks: that it has room for on its device, in host memory and on disk; 0: the conductor leaves the tier
+        alone, which evicts by itself what it has no room for.
     """
 
     name: str
@@ -51,6 +53,7 @@ class InstanceSpec:
     bandwidth: float
     latency: float = 0.0
     fingerprint: str = ""
+    cache_blocks: tuple[int, int, int] = (0, 0, 0)
 
 
 class Report(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
 from longctx.cluster.conductor.state import InstanceState
+from longctx.cluster.prefix_index.tiers import TIERS
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
 
@@ -22,6 +23,10 @@ def check_joins(spec: InstanceSpec, instances: Iterable[InstanceState]) -> None:
     if not check_real("bandwidth", spec.bandwidth, 0) > 0:
         raise ValueError(f"bandwidth must be more than 0, got {shown(spec.bandwidth)}")
     check_real("latency", spec.latency, 0)
+    if len(spec.cache_blocks) != len(TIERS):
+        raise ValueError(f"cache_blocks must be of {', '.join(TIERS)}, got {shown(spec.cache_blocks)}")
+    for tier, blocks in zip(TIERS, spec.cache_blocks, strict=True):
+        check_integer(f"cache_blocks of {tier}", blocks, 0)
     for other in instances:
         if other.name == spec.name:
             raise ValueError(f"name must be of no other instance, got {spec.name!r}")

@@ -119,37 +119,39 @@ def kvcache_centric(
     opposite of what makes sense and is not in algorithm 1. This is algorithm 1: it compares no such times, but the
     transfer counts in the TTFT, by which the instance is chosen.
     """
-    best, source = 0, None
-    for name, sender in context.senders.items():
-        if matches.get(name, 0) > best:
-            best, source = matches[name], sender
-    chosen: Choice | None = None
+    source, size = _best_match(matches, context), context.block_size
+    best = 0 if source is None else matches[source.name]
+    chosen, least, fetches = pool[0], inf, False
     for state in pool:
+        queue = state.queue(now)
+        if queue >= least:
+            continue  # whatever comes on top
         local = matches.get(state.name, 0)
-        if source is None or best < context.balancing_threshold * local or state is source:
-            choice = local_choice(request, matches, state, now, context)
+        if source is None or local >= best or best < context.balancing_threshold * local:
+            ttft = queue + state.spec.costs.prefill_seconds(local * size, request.prompt_tokens)
+            does_fetch = False
         else:
-            choice = _fetch(request, state, local, source, best, now, context)
-        if chosen is None or choice.ttft < chosen.ttft:
-            chosen = choice
-    assert chosen is not None  # the pool is not empty
-    return chosen
+            ttft = queue + send_seconds(source, (best - local) * size, now)
+            ttft += state.spec.costs.prefill_seconds(best * size, request.prompt_tokens)
+            does_fetch = True
+        if ttft < least:
+            chosen, least, fetches = state, ttft, does_fetch
+    if source is None or not fetches:
+        return local_choice(request, matches, chosen, now, context)
+    first, cached = matches.get(chosen.name, 0) * size, best * size
+    seconds = chosen.spec.costs.prefill_seconds(cached, request.prompt_tokens)
+    transfer, send = Transfer(source.name, first, cached), send_seconds(source, cached - first, now)
+    return Choice(chosen.name, cached, transfer, chosen.queue(now), send, seconds)
 
 
-def _fetch(
-    request: ClusterRequest,
-    state: InstanceState,
-    local: int,
-    source: InstanceState,
-    best: int,
-    now: float,
-    context: PolicyContext,
-) -> Choice:
-    """Prefill at an instance after blocks `local` to `best` have come from another one."""
-    first, cached = local * context.block_size, best * context.block_size
-    seconds = state.spec.costs.prefill_seconds(cached, request.prompt_tokens)
-    transfer = Transfer(source.name, first, cached)
-    return Choice(state.name, cached, transfer, state.queue(now), send_seconds(source, cached - first, now), seconds)
+def _best_match(matches: Mapping[str, int], context: PolicyContext) -> InstanceState | None:
+    """The instance with the longest prefix, of those that may send it; the first of equal ones. None: nobody has it."""
+    best, found = 0, None
+    for name, sender in context.senders.items():
+        blocks = matches.get(name, 0)
+        if blocks > best:
+            best, found = blocks, sender
+    return found
 
 
 def send_seconds(source: InstanceState, tokens: int, now: float) -> float:

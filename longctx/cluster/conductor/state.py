@@ -85,6 +85,7 @@ class InstanceState:
 
     spec: InstanceSpec
     role: Role
+    name: str = field(init=False)
     is_draining: bool = False
     queued: dict[str, float] = field(default_factory=dict)
     reported_prefills: dict[str, float] = field(default_factory=dict)
@@ -101,9 +102,8 @@ class InstanceState:
     _head_since: float = 0.0  # when the first of `queued` began, or will
     _reported_until: float = 0.0  # when the reported queue is empty
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
+    def __post_init__(self) -> None:
+        self.name = self.spec.name
 
     @property
     def does_prefill(self) -> bool:
@@ -237,6 +237,7 @@ class ClusterState:
     Attributes:
       config: see `ConductorConfig`.
       instances: by name, in the order in which they joined.
+      senders: instances that may send blocks to others: those that prefill, draining ones too.
       prefilling: open requests whose prompt is not computed yet, by id, in the order of their assignment.
       decoding: those that decode, in the order in which they began to.
     """
@@ -244,6 +245,9 @@ class ClusterState:
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
         self.instances: dict[str, InstanceState] = {}
+        self.senders: dict[str, InstanceState] = {}
+        self._prefills: list[InstanceState] = []
+        self._decodes: list[InstanceState] = []
         self.prefilling: dict[str, OpenRequest] = {}
         self.decoding: dict[str, OpenRequest] = {}
 
@@ -251,19 +255,25 @@ class ClusterState:
         """An open request; None: there is none of this id."""
         return self.prefilling.get(request_id) or self.decoding.get(request_id)
 
+    def add(self, instance: InstanceState) -> None:
+        self.instances[instance.name] = instance
+        self.sort()
+
+    def remove(self, name: str) -> None:
+        del self.instances[name]
+        self.sort()
+
+    def sort(self) -> None:
+        """Sort instances into pools anew, after one has come, gone, or changed its role or whether it drains."""
+        instances = self.instances.values()
+        self._prefills = [each for each in instances if each.does_prefill and not each.is_draining]
+        self._decodes = [each for each in instances if each.does_decode and not each.is_draining]
+        self.senders = {each.name: each for each in instances if each.does_prefill}
+
     def prefill_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Instances that new prompts may go to."""
-        instances = self.instances.values()
-        return [each for each in instances if each.does_prefill and not each.is_draining and each.name not in exclude]
+        return [each for each in self._prefills if each.name not in exclude] if exclude else self._prefills
 
     def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Instances that new requests may decode on."""
-        instances = self.instances.values()
-        return [each for each in instances if each.does_decode and not each.is_draining and each.name not in exclude]
-
-
-class Loads(NamedTuple):
-    """The load of both pools: predicted time over its SLO; above 1 it is missed (6.1)."""
-
-    prefill: float
-    decode: float
+        return [each for each in self._decodes if each.name not in exclude] if exclude else self._decodes

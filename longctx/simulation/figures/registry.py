@@ -60,6 +60,13 @@ MOONCAKE: list[str] = [
     "mooncake_stages:figure_2",
     "mooncake_stages:figure_5",
     "mooncake_stages:table_1",
+    "mooncake_policies:figure_6",
+    "mooncake_overload:figure_7",
+    "mooncake_overload:figure_8",
+    "mooncake_datasets:figure_9",
+    "mooncake_datasets:figure_10",
+    "mooncake_policies:figure_11",
+    "mooncake_overload:table_2",
     "mooncake_stages:section_8",
 ]
 

@@ -10,6 +10,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec, Role
 from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.prefix_index.tiers import Match, Tier
 
 BLOCK = 100
 
@@ -29,39 +30,46 @@ class RoundCosts(NamedTuple):
         return 1000.0 * tokens
 
 
-class SomeBlocks(NamedTuple):
-    """See `BlockMatch`."""
-
-    blocks: int
-    device: int
-    host: int = 0
-    disk: int = 0
-
-
 class SetIndex:
-    """A `BlockIndex` of plain sets."""
+    """A `BlockIndex` of plain sets, all on the device."""
 
     def __init__(self) -> None:
-        self.blocks: defaultdict[str, set[int]] = defaultdict(set)
+        self.stored: defaultdict[str, set[int]] = defaultdict(set)
+        self.used: defaultdict[int, float] = defaultdict(float)
 
     def store(self, instance: str, keys: Iterable[int]) -> None:
-        self.blocks[instance].update(map(int, keys))
+        self.stored[instance].update(map(int, keys))
 
     def clear(self, instance: str) -> None:
-        self.blocks.pop(instance, None)
+        self.stored.pop(instance, None)
 
-    def match(self, keys: np.ndarray) -> Mapping[str, SomeBlocks]:
+    def match(self, keys: np.ndarray) -> Mapping[str, Match]:
         found = {}
-        for name, blocks in self.blocks.items():
-            count = next((i for i, key in enumerate(keys) if int(key) not in blocks), len(keys))
+        for name, blocks in self.stored.items():
+            count = next((i for i, key in enumerate(keys.tolist()) if key not in blocks), len(keys))
             if count:
-                found[name] = SomeBlocks(count, count)
+                found[name] = Match(count, count, 0, 0)
         return found
+
+    def touch(self, keys: np.ndarray, now: float) -> None:
+        self.used.update(dict.fromkeys(keys.tolist(), now))
+
+    def blocks(self, instance: str, tier: Tier) -> int:
+        return len(self.stored[instance]) if tier == "device" else 0
+
+    def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
+        held = self.stored[instance] if tier == "device" else set[int]()
+        keys = [
+            key
+            for key in sorted(held, key=lambda key: self.used[key])
+            if self.used[key] < before and sum(key in other for other in self.stored.values()) >= held_by
+        ]
+        return np.array(keys[:limit], np.uint64)
 
 
 def instance(name: str, role: Role = "prefill", **changes: object) -> InstanceSpec:
     """An instance that sends a token in 10 ms, a hundredth of what computing it takes."""
-    fields = {"costs": RoundCosts(), "block_size": BLOCK, "decode_tokens": 100_000, "max_running": 64}
+    fields = {"costs": RoundCosts(), "block_size": BLOCK, "decode_tokens": 1_000_000, "max_running": 64}
     return InstanceSpec(name, role, **fields | {"bandwidth": 100_000_000.0} | changes)  # type: ignore[arg-type]
 
 
