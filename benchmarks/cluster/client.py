@@ -112,6 +112,7 @@ async def run_clients(
     model: str,
     retries: int = 0,
     at: Mapping[float, Callable[[], Any]] | None = None,
+    **fields: Any,
 ) -> list[Answer]:
     """Send all requests, each when it arrives, whether earlier ones are answered or not.
 
@@ -119,8 +120,9 @@ async def run_clients(
       seed: of the prompts' tokens: runs with other seeds share nothing.
       retries: how often a client tries again, after a pause, when its stream breaks or nobody is there.
       at: what else happens after so many seconds, in a thread.
+      fields: of every request's body.
     """
-    bodies = [body_of(request, words, seed, model=model) for request in requests]
+    bodies = [body_of(request, words, seed, model=model, **fields) for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits) as client:
         begin = time.perf_counter()

@@ -7,8 +7,9 @@ from typing import Literal, Protocol
 
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
+from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.load import Loads, loads
 from longctx.cluster.conductor.membership import check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Verdict
 from longctx.cluster.conductor.pending_blocks import PendingBlocks
@@ -21,6 +22,7 @@ from longctx.cluster.conductor.policy import (
     select_decode,
 )
 from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.roles import RoleRule
 from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
 from longctx.cluster.conductor.swap import Swap, Swapper
 from longctx.cluster.conductor.view import InstanceView, view
@@ -58,6 +60,7 @@ class Conductor:
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
         self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
 
@@ -162,9 +165,8 @@ class Conductor:
         if verdict is None and not open_request.is_held:
             decode = self.state.instances[open_request.assignment.decode]
             if not decode.has_room(open_request.reserved):
-                verdict = self._no_memory(
-                    open_request.request, decode.decoding.reserved / decode.spec.decode_tokens, now
-                )
+                load = decode.decoding.reserved / decode.spec.decode_tokens
+                verdict = self._no_memory(open_request.reserved, load, now)
         if verdict is None:
             self.first_token(request_id, now)
             return None
@@ -210,6 +212,14 @@ class Conductor:
         """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
         return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
 
+    def loads(self, now: float) -> Loads:
+        """The loads of both pools."""
+        return loads(self.state, now)
+
+    def role_change(self, now: float) -> RoleChange | None:
+        """Which instance should change its role by load; whoever drives asks every second or so, and has it changed."""
+        return None if self._roles is None else self._roles.change(self.state, now)
+
     # Parts of the above.
 
     def _instance(self, name: str) -> InstanceState:
@@ -237,7 +247,7 @@ class Conductor:
         with_room = {each.name for each in rooms}
         pool = [each for each in prefills if each.role == "prefill" or each.name in with_room]
         if not rooms or not pool:
-            return self._rejection(request, self._no_memory(request, inf, now), "prefill", None, waited), None
+            return self._rejection(request, self._no_memory(reserved, inf, now), "prefill", None, waited), None
         choice = self._choose(request, pool, now)
         context = request.prompt_tokens
         decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
@@ -246,7 +256,7 @@ class Conductor:
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
         )  # fmt: skip
         placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
-        verdict = None if generated else self._admission.before_prefill(self.state, request, assignment, now)
+        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
         if verdict is not None:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
@@ -267,8 +277,8 @@ class Conductor:
             check_choice(choice, request, pool, context)
         return choice
 
-    def _no_memory(self, request: ClusterRequest, load: float, now: float) -> Verdict:
-        return Verdict("memory", load, self._admission.retry_seconds(self.state, "memory", request, now))
+    def _no_memory(self, reserved: int, load: float, now: float) -> Verdict:
+        return Verdict("memory", load, self._admission.memory_seconds(self.state, reserved, now))
 
     def _rejection(
         self,

@@ -12,12 +12,38 @@ POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 
 
 @dataclass(frozen=True)
+class RoleConfig:
+    """When an instance changes from prefill to decode, or back.
+
+    Attributes:
+      high, low: one pool's load must be above the one, and the other's below the other,
+      seconds: for so long.
+      cool_down: seconds after a change in which there is no other.
+
+    Raises:
+      TypeError, ValueError: a setting is of another type or out of range.
+    """
+
+    high: float = 0.9
+    low: float = 0.5
+    seconds: float = 30.0
+    cool_down: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_real("high", self.high, 0)
+        check_real("low", self.low, 0, self.high)
+        check_real("seconds", self.seconds, 0)
+        check_real("cool_down", self.cool_down, 0)
+
+
+@dataclass(frozen=True)
 class ConductorConfig:
     """How requests are placed, and which are rejected.
 
     Attributes:
       policy: which instance prefills: one of `POLICIES`, or a callable like them (`longctx.cluster.conductor.policy`).
-      admission: when the load forbids a request: never, before each stage, early, or early by prediction (6.2 to 6.4).
+      admission: when the load forbids a request: one of `ADMISSIONS` (never, before each stage, early, or early by
+        prediction: 6.2 to 6.4), or a callable like them (`longctx.cluster.conductor.overload`).
       ttft, tpot: SLOs in seconds of requests that have none of their own.
       balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
       load_limit: of a pool's load: a request above it is rejected.
@@ -27,6 +53,9 @@ class ConductorConfig:
       swap_above, swap_below: an instance that has more blocks in a tier than the one share of what fits there swaps
         cold ones out, until it is at the other.
       swap_seconds: blocks that nobody has used for so long are cold.
+      roles: when instances change between prefill and decode by load; None: never.
+      swap_above, swap_below: an instance whose share of full cache blocks is above the one drops cold blocks until it
+        is at the other.
       seed: of random choices.
 
     Raises:
@@ -36,7 +65,7 @@ class ConductorConfig:
     """
 
     policy: str | Callable[..., Any] = "kvcache_centric"
-    admission: Admission = "early_rejection"
+    admission: Admission | Callable[..., Any] = "early_rejection"
     ttft: float = 30.0
     tpot: float = 0.1
     balancing_threshold: float = 4.0
@@ -44,6 +73,7 @@ class ConductorConfig:
     priority_step: float = 0.1
     decode_seconds: float | None = None
     defer_seconds: float = 0.0
+    roles: RoleConfig | None = None
     swap_above: float = 0.95
     swap_below: float = 0.9
     swap_seconds: float = 60.0
@@ -52,8 +82,9 @@ class ConductorConfig:
     def __post_init__(self) -> None:
         if not callable(self.policy) and self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)} or a callable, got {shown(self.policy)}")
-        if self.admission not in ADMISSIONS:
-            raise ValueError(f"admission must be one of {', '.join(ADMISSIONS)}, got {shown(self.admission)}")
+        if not callable(self.admission) and self.admission not in ADMISSIONS:
+            names = ", ".join(ADMISSIONS)
+            raise ValueError(f"admission must be one of {names} or a callable, got {shown(self.admission)}")
         for name in ("ttft", "tpot", "load_limit", "decode_seconds"):
             value = getattr(self, name)
             if (value is not None or name != "decode_seconds") and not check_real(name, value, 0) > 0:
@@ -64,4 +95,6 @@ class ConductorConfig:
         check_real("swap_above", self.swap_above, 0, 1)
         check_real("swap_below", self.swap_below, 0, self.swap_above)
         check_real("swap_seconds", self.swap_seconds, 0)
+        if self.roles is not None and not isinstance(self.roles, RoleConfig):
+            raise TypeError(f"roles must be a RoleConfig or None, got {shown(self.roles)}")
         check_integer("seed", self.seed, 0)

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from longctx.cluster.conductor.instance import Role
+
 Bound = Literal["ttft", "tbt", "memory", "prefill_load", "decode_load", "no_instance"]
 """What forbids a request: its predicted TTFT or TBT, memory for its KV cache, a pool's load, or nobody is there."""
 
@@ -65,3 +67,10 @@ class Rejection(NamedTuple):
 
 
 Decision = Assignment | Rejection
+
+
+class RoleChange(NamedTuple):
+    """An instance that should change its role; work of its former role goes on until it has ended."""
+
+    instance: str
+    role: Role

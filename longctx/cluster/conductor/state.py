@@ -277,10 +277,3 @@ class ClusterState:
     def decode_pool(self, exclude: Collection[str] = ()) -> list[InstanceState]:
         """Instances that new requests may decode on."""
         return [each for each in self._decodes if each.name not in exclude] if exclude else self._decodes
-
-
-class Loads(NamedTuple):
-    """The load of both pools: predicted time over its SLO; above 1 it is missed (6.1)."""
-
-    prefill: float
-    decode: float

@@ -23,6 +23,7 @@ class HolderSets:
         self._free: list[int] = []
         self._instances: dict[str, int] = {}
         self._names: list[str | None] = []
+        self._bits: dict[tuple[str, Tier], int] = {}
 
     def __len__(self) -> int:
         """Sets that blocks have."""
@@ -38,25 +39,29 @@ class HolderSets:
         """Of instances that are known."""
         return list(self._instances)
 
-    def bit(self, instance: str, tier: Tier) -> int:
+    def add(self, instance: str, tier: Tier) -> int:
         """The mask of a holder; its instance is known from now on."""
-        number = self._instances.get(instance)
-        if number is None:
+        mask = self._bits.get((instance, tier))
+        if mask is None:
             number = self._names.index(None) if None in self._names else len(self._names)
             self._names[number : number + 1] = [instance]
             self._instances[instance] = number
-        return 1 << _BITS * number + TIERS.index(tier)
+            for i, each in enumerate(TIERS):
+                self._bits[instance, each] = 1 << _BITS * number + i
+            mask = self._bits[instance, tier]
+        return mask
 
     def mask(self, instance: str, tier: Tier | None = None) -> int:
         """Of an instance in one tier, or in all; 0: it is not known."""
-        number = self._instances.get(instance)
-        if number is None:
-            return 0
-        return (2**_BITS - 1 if tier is None else 1 << TIERS.index(tier)) << _BITS * number
+        if tier is not None:
+            return self._bits.get((instance, tier), 0)
+        return sum(self._bits.get((instance, each), 0) for each in TIERS)
 
     def forget(self, instance: str) -> None:
         """Give an instance's bits to the next one; no set has them."""
         self._names[self._instances.pop(instance)] = None
+        for tier in TIERS:
+            del self._bits[instance, tier]
 
     def number(self, mask: int) -> int:
         """Of a set; a new one has no blocks yet."""
@@ -90,6 +95,10 @@ class HolderSets:
         """A mask with the lowest bit of each instance that is in a set, in whatever tier."""
         lowest = (1 << _BITS * len(self._names)) // (2**_BITS - 1)
         return (mask | mask >> 1 | mask >> 2) & lowest
+
+    def num_instances(self, mask: int) -> int:
+        """How many are in a set, in whatever tier."""
+        return self.instances(mask).bit_count()
 
     def split(self, mask: int) -> Iterator[tuple[str, int]]:
         """Of a mask with the lowest bits of instances: name and shift of each."""

@@ -2,6 +2,7 @@
 
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -23,6 +24,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._table = KeyTable()
         self._holders = HolderSets()
+        self._blocks: Counter[int] = Counter()  # by the mask of one holder
         self._now = 0
         self._lock = threading.Lock()
 
@@ -42,6 +44,10 @@ class PrefixIndex:
         with self._lock:
             return self._holders.names
 
+    def blocks(self, instance: str, tier: Tier) -> int:
+        """How many an instance holds in a tier."""
+        return self._blocks[self._holders.mask(instance, tier)]
+
     def store(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
         """An instance has got blocks, keys in [0, 2^64); what it has already changes nothing.
 
@@ -50,7 +56,7 @@ class PrefixIndex:
         """
         wanted = _keys(keys)
         with self._lock:
-            mask = self._holders.bit(instance, tier)
+            mask = self._holders.add(instance, tier)
             if len(wanted) <= _FEW:
                 for key in wanted:
                     self._store_one(key, mask)
@@ -76,16 +82,13 @@ class PrefixIndex:
     def clear(self, instance: str, tier: Tier | None = None) -> None:
         """An instance holds nothing any more, in one tier or (None) in none."""
         with self._lock:
-            holders = self._holders
-            mask = holders.mask(instance, tier)
-            if not mask:
-                return
-            held = np.array([bool(some & mask) for some in holders.masks])
-            for first in range(0, len(self._table.keys.array), 1 << 20):
-                here = held[self._table.values.array[first : first + (1 << 20)]]
-                self._drop(np.flatnonzero(here).astype(np.uint32) + np.uint32(first), mask)
-            if tier is None:
-                holders.forget(instance)
+            for each in TIERS if tier is None else [tier]:
+                mask = self._holders.mask(instance, each)
+                if self._blocks[mask]:
+                    self._drop(self._where(lambda held, mask=mask: bool(held & mask)), mask)
+                del self._blocks[mask]
+            if tier is None and self._holders.mask(instance):
+                self._holders.forget(instance)
 
     def match(self, keys: np.ndarray) -> dict[str, Match]:
         """What each instance holds of the leading blocks of a request; those that do not hold the first are left out.
@@ -118,20 +121,31 @@ class PrefixIndex:
             self._now = max(self._now, int(now))
             self._table.used.array[self._table.find_leading(_check(keys))] = self._now
 
-    def cold(self, instance: str, tier: Tier, before: float, limit: int) -> np.ndarray:
+    def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
         """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
 
-        The longest unused come first.
+        The longest unused come first. Only those that at least `held_by` instances hold, in whatever tier.
         """
         with self._lock:
-            mask = self._holders.mask(instance, tier)
-            held = np.array([bool(some & mask) for some in self._holders.masks])
-            at = np.flatnonzero(held[self._table.values.array] & (self._table.used.array < before))
+            holders, used = self._holders, self._table.used.array
+            mask = holders.mask(instance, tier)
+            at = self._where(lambda held: bool(held & mask) and holders.num_instances(held) >= held_by)
+            at = at[used[at] < before]
             if len(at) > limit:
-                at = at[np.argpartition(self._table.used.array[at], limit)[:limit]]
-            return self._table.keys.array[at[np.argsort(self._table.used.array[at], kind="stable")]]
+                at = at[np.argpartition(used[at], limit)[:limit]]
+            return self._table.keys.array[at[np.argsort(used[at], kind="stable")]]
 
     # Within; the lock is held.
+
+    def _where(self, wanted: Callable[[int], bool]) -> np.ndarray:
+        """Positions, uint32 `[n]`, of all blocks whose masks are wanted."""
+        is_wanted = np.array([mask != 0 and wanted(mask) for mask in self._holders.masks])
+        sets = self._table.values.array
+        if not is_wanted.any():
+            return np.zeros(0, np.uint32)
+        step = 1 << 20  # blocks at a time: what is made on the way stays small
+        found = [np.flatnonzero(is_wanted[sets[i : i + step]]) + i for i in range(0, len(sets), step)]
+        return np.concatenate(found).astype(np.uint32)
 
     def _ends(self, masks: list[int], first_run: np.ndarray, runs: int) -> list[tuple[int, int]]:
         """Instances, as a mask, and the run of blocks before which their leading blocks end."""
@@ -159,6 +173,7 @@ class PrefixIndex:
         if held | mask != held:
             table.values.view[at] = new = holders.number(held | mask)
             holders.move(old, new, 1)
+            self._blocks[mask] += 1
 
     def _remove_one(self, key: int, mask: int) -> None:
         table, holders = self._table, self._holders
@@ -169,6 +184,7 @@ class PrefixIndex:
             if held & mask:
                 table.values.view[at] = new = holders.number(held & ~mask)
                 holders.move(old, new, 1)
+                self._blocks[mask] -= 1
                 if not new:
                     table.remove(at, bucket)
 
@@ -178,16 +194,16 @@ class PrefixIndex:
         if is_new.any():
             at[is_new] = self._table.insert_all(keys[is_new])
             self._table.used.array[at[is_new]] = self._now
-        self._change(at, lambda held: held | mask)
+        self._blocks[mask] += self._change(at, lambda held: held | mask)
 
     def _drop(self, at: np.ndarray, mask: int) -> None:
-        self._change(at, lambda held: held & ~mask)
+        self._blocks[mask] -= self._change(at, lambda held: held & ~mask)
         gone = at[self._table.values.array[at] == 0]
         if len(gone):
             self._table.remove_all(gone)
 
-    def _change(self, at: np.ndarray, change: Callable[[int], int]) -> None:
-        """Change the holders of blocks at distinct positions."""
+    def _change(self, at: np.ndarray, change: Callable[[int], int]) -> int:
+        """Change the holders of blocks at distinct positions; of how many blocks they are others now."""
         holders = self._holders
         old, rows, counts = np.unique(self._table.values.array[at], return_inverse=True, return_counts=True)
         new = np.empty(len(old), np.uint32)
@@ -199,6 +215,7 @@ class PrefixIndex:
         for number, count in zip(old.tolist(), counts.tolist(), strict=True):
             holders.release(number, count)
         self._table.values.array[at] = new[rows]
+        return int(counts[new != old].sum())
 
 
 def _keys(keys: Iterable[int]) -> "array[int]":

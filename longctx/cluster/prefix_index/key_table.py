@@ -15,7 +15,7 @@ from longctx.cluster.prefix_index.column import Column
 
 FREE = 0xFFFFFFFF  # as the follower of a position: it has no key
 _ALL = (1 << 64) - 1
-_SPLIT = 256  # buckets that are split at a time
+_SPLIT = 1024  # buckets that are split at a time
 _WINDOW = 256  # keys of a stretch that are compared at first
 _LOOK_UP = 1024  # keys that are hashed at first, where stretches are short
 _START = 1024  # positions at first

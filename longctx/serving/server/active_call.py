@@ -31,6 +31,9 @@ class ActiveCall:
       received: what another engine has computed of the call's one request.
       failures: see `Frontend`.
 
+    Attributes:
+      submitted: ids of all its requests.
+
     Raises:
       ApiError: a request can never be served, or not now, or the engine has failed.
     """
@@ -49,6 +52,7 @@ class ActiveCall:
     ) -> None:
         self.call, self.shown_id, self._backend, self._received = call, shown_id, backend, received
         self._failures = {} if failures is None else failures
+        self.submitted: list[str] = []
         self._open: dict[int, tuple[str, set[int]]] = {}  # requests that have not ended, and completions that have not
         self.stream = Stream(buffer * len(call.requests), self.cancel)
         is_whole = not call.body.stream
@@ -62,6 +66,7 @@ class ActiveCall:
             for number, prepared in enumerate(call.requests):
                 sink = deliveries.sink(self.stream, number, is_whole)
                 request_id = backend.submit(prepared, sink, arrival, received)
+                self.submitted.append(request_id)
                 self._open[number] = request_id, set(range(prepared.request.sampling.n))
         except BaseException as error:
             self.close()

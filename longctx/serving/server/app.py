@@ -42,18 +42,8 @@ from longctx.serving.server.server import Server
 
 logger = logging.getLogger(__name__)
 
-_BODIES: list[type[BaseModel]] = [
-    CompletionBody,
-    ChatBody,
-    TokenizeBody,
-    DetokenizeBody,
-    AbortBody,
-    MigrateBody,
-    ResumeBody,
-    CacheBody,
-    DrainBody,
-    SwapBody,
-]
+COMMON_BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, AbortBody]
+_BODIES: list[type[BaseModel]] = [*COMMON_BODIES, MigrateBody, ResumeBody, DrainBody, SwapBody, CacheBody]
 _COMMON = (generation_router, tokenization_router, models_router, health_router, administration_router)
 _OWN = (caches_router, introspection_router, profiles_router, migration_router, instance_router, page_router)
 

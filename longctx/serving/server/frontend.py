@@ -185,6 +185,8 @@ class Frontend(ABC):
         active = self.calls.pop(call_id, None)
         if active is not None:
             active.close()
+            for request_id in active.submitted:
+                self.failures.pop(request_id, None)
 
     def abort(self, name: str, tenant: str | None) -> bool:
         """End a client's request; False if there is none of this name, or it is another tenant's.

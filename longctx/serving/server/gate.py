@@ -22,6 +22,7 @@ OPEN_PREFIXES = ("/page/static/",)
 
 ADMIN_PATHS = frozenset({"/load", "/loads", "/v1/loads", "/get_load", "/abort_requests"})
 ADMIN_PATHS |= {"/abort_request", "/start_profile", "/stop_profile", "/migrate", "/resume", "/drain", "/kv_swap"}
+ADMIN_PREFIXES = ("/cluster/",)
 
 TENANT_HEADER = "x-longctx-tenant"
 """By which administrators, such as a router, say for which tenant they ask; percent-encoded."""
@@ -104,7 +105,7 @@ class Gate:
             return user or "", False
         if admin is not None:
             return admin, True
-        needs_admin = path in ADMIN_PATHS and bool(self._admins)
+        needs_admin = (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)) and bool(self._admins)
         if user is None and (self._users or needs_admin):
             message = "a key must come in the header `Authorization: Bearer KEY`"
             if sent:

@@ -60,6 +60,15 @@ class RelayedOutputs:
         """That the client has had."""
         return sum(len(output.token_ids) for output in self._outputs.values())
 
+    def num_tokens_of(self, index: int) -> int:
+        """Those of one completion; 0 if there is none."""
+        output = self._outputs.get(index)
+        return 0 if output is None else len(output.token_ids)
+
+    def repeats(self, index: int) -> bool:
+        """Whether the next token of a completion is one that the client has had."""
+        return bool(self._repeated.get(index))
+
     def expect_again(self) -> None:
         """What the client has had comes again, from whoever goes on with the request."""
         self._repeated = {index: len(output.token_ids) for index, output in self._outputs.items()}

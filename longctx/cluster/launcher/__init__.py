@@ -1,0 +1,1 @@
+"""Who starts the instances of a cluster, and starts them again: this machine, a Ray cluster, or nobody here."""

@@ -1,0 +1,47 @@
+"""What launchers start: commands of instances, where they are reached, and a Protocol of who starts them."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from longctx.cluster.conductor.instance import Role
+
+MakeCommand = Callable[[str, int, Sequence[str]], Sequence[str]]
+"""Makes the command of an instance, from the host and port at which it is to listen, and the hosts of all instances."""
+
+
+class Launched(NamedTuple):
+    """An instance that is to be started.
+
+    Attributes:
+      name: no other one has it.
+      command: see `MakeCommand`.
+    """
+
+    name: str
+    role: Role
+    command: MakeCommand
+
+
+class Address(NamedTuple):
+    """Where a launched instance is reached, once it is ready."""
+
+    name: str
+    role: Role
+    url: str
+
+
+class Launcher(Protocol):
+    """Starts instances, and starts again those that end."""
+
+    def start(self) -> list[Address]:
+        """Start all; it returns before they are ready. RuntimeError: they can't be started."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why an instance will never be there; None: nothing is wrong for good."""
+        ...
+
+    def close(self) -> None:
+        """End all, and wait until they are gone."""
+        ...

@@ -1,0 +1,52 @@
+"""`ProcessLauncher`: instances as processes of this machine."""
+
+import socket
+from collections.abc import Sequence
+
+from longctx.cluster.launcher.launched import Address, Launched
+from longctx.cluster.launcher.supervised import Supervised
+
+_HOST = "127.0.0.1"
+
+
+class ProcessLauncher:
+    """Starts instances as processes of this machine; a `Launcher`.
+
+    Each has the same port whenever it is started again. They end with this process, however that ends.
+    """
+
+    def __init__(self, instances: Sequence[Launched]) -> None:
+        self._instances = list(instances)
+        self._ports = [_reserve() for _ in instances]
+        self.processes: dict[str, Supervised] = {}
+
+    def start(self) -> list[Address]:
+        """Start all; it returns before they are ready."""
+        addresses = []
+        for each, (_, port) in zip(self._instances, self._ports, strict=True):
+            process = self.processes[each.name] = Supervised(each.name, each.command(_HOST, port, (_HOST,)))
+            process.start()
+            addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
+        return addresses
+
+    @property
+    def problem(self) -> str | None:
+        """Why an instance will never be there; None: nothing is wrong for good."""
+        return next((each.problem for each in self.processes.values() if each.problem is not None), None)
+
+    def close(self) -> None:
+        """End all, and wait until they are gone."""
+        for each in self.processes.values():
+            each.begin_to_end()
+        for each in self.processes.values():
+            each.close()
+        for held, _ in self._ports:
+            held.close()
+
+
+def _reserve() -> tuple[socket.socket, int]:
+    """A port that nobody else is given, as a socket is bound to it that does not listen."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((_HOST, 0))
+    return held, held.getsockname()[1]

@@ -1,0 +1,145 @@
+"""`Supervised`: a process that is started again when it ends, and never outlives this one."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from longctx.cluster.launcher.back_off import BackOff
+
+logger = logging.getLogger(__name__)
+
+WRONG_INPUT = 2
+"""The exit status of a command whose flags or files are wrong: it would fail again."""
+
+_END_SECONDS = 90.0  # for which a process may take to end by itself
+_LINES = 20  # of what it wrote last
+
+
+class Supervised:
+    """Runs a command until it is closed; its methods may be called from any thread.
+
+    The process has a pipe as its standard input, which closes when this process ends, however that ends: see
+    `end_with_parent`. What it writes is written to standard error here, each line with its name.
+
+    Args:
+      name: of the process.
+      environment: more variables.
+
+    Attributes:
+      num_starts: how often it was started.
+      problem: why it is not started again; None: nothing is wrong.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name, self._command = name, list(command)
+        self._environment = os.environ | (environment or {})
+        self.num_starts = 0
+        self.problem: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._lock = threading.Lock()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"longctx launcher {name}", daemon=True)
+
+    def start(self) -> None:
+        """Start it, and watch it from now on."""
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def begin_to_end(self) -> None:
+        """Ask it to end; it is not started again."""
+        with self._lock:
+            self._is_closing.set()
+            process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        """End it, by force if it takes longer than so many seconds."""
+        self.begin_to_end()
+        self._thread.join(seconds)
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        back_off = BackOff()
+        while True:
+            began = time.monotonic()
+            with self._lock:
+                if self._is_closing.is_set():
+                    return
+                process = self._begin()
+            status = self._follow(process)
+            if self._is_closing.is_set():
+                return
+            if status == WRONG_INPUT and self.num_starts == 1:
+                self.problem = f"{self.name} can't be started: {self._lines[-1] if self._lines else 'no reason given'}"
+                logger.error("%s", self.problem)
+                return
+            pause = back_off.after(time.monotonic() - began)
+            _tell(self.name, f"ended with status {status}; it is started again in {pause:.0f} s")
+            self._is_closing.wait(pause)
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        self.num_starts += 1
+        process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.PIPE,  # nobody writes to it: its end is the end of this process
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
+        )
+        self._process = process
+        return process
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> int:
+        """Pass on what a process writes until it ends; its exit status."""
+        assert process.stderr is not None
+        assert process.stdin is not None
+        with process.stderr, process.stdin:
+            for line in process.stderr:
+                text = line.decode("utf-8", "replace").rstrip()
+                self._lines.append(text)
+                _tell(self.name, text)
+            return process.wait()
+
+
+def _tell(name: str, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"[{name}] {text}\n")
+        sys.stderr.flush()
+
+
+def end_with_parent(seconds: float = 10.0) -> None:
+    """Watch standard input, a pipe of whoever started this process: where it closes, that one is gone, and so is this.
+
+    Args:
+      seconds: after which this process ends by force, if SIGTERM has not ended it.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(seconds)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="longctx parent", daemon=True).start()

@@ -1,0 +1,184 @@
+"""`InstanceClient`: what the router asks an instance over HTTP, and answers that are checked."""
+
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from longctx.serving.server.event_lines import EventLine, decode_events
+from longctx.serving.server.migration import split_lines
+
+_LOOK = httpx.Timeout(2.0)
+_JOIN = httpx.Timeout(10.0)
+_STREAM = httpx.Timeout(60.0, connect=5.0)  # it says every few seconds that it lives
+_T = TypeVar("_T")
+_SHOWN = 300  # characters of an answer that is an error
+
+
+class NotUnderstood(ValueError):
+    """An instance answers what can't be: it is not to be trusted."""
+
+
+class Refused(RuntimeError):
+    """An instance does not take a request: its status, and what it says.
+
+    `retry_after`: seconds; None: it does not say.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"it answers {status}: {message}")
+        self.status, self.message, self.retry_after = status, message, retry_after
+
+
+class KvEventsInfo(msgspec.Struct):
+    """Where an instance publishes its KV events."""
+
+    endpoint: str
+    replay: str | None = None
+    topic: str = ""
+
+
+class KvTransferInfo(msgspec.Struct):
+    """`fingerprint`: of weights and form of pages."""
+
+    fingerprint: str
+
+
+class PlanInfo(msgspec.Struct):
+    """The sizes of the instance's mesh."""
+
+    stage: int
+    context: int
+    tensor: int
+
+
+class ServerInfo(msgspec.Struct):
+    """`/server_info` of an instance, as far as the router needs it.
+
+    Attributes:
+      time: seconds since 1970 by its clock.
+      instance: another one whenever it is started.
+      keys: a fingerprint of the secret of page keys; None: it shares no pages.
+    """
+
+    page_size: int
+    max_running: int
+    max_total_num_tokens: int
+    kv_bytes_per_token: float
+    max_model_len: int
+    vocab_size: int
+    token_budget: int
+    plan: PlanInfo
+    time: float
+    instance: str
+    keys: str | None
+    kv_transfer: KvTransferInfo
+    kv_events: KvEventsInfo | None = None
+    kv_bandwidth: float | None = None
+
+
+class LoadInfo(msgspec.Struct):
+    """`/load` of an instance."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    backlog_seconds: float
+    decoding: int
+    decode_tokens: int
+    request_ids: list[str]
+    token_usage: float = 0.0
+    draining: bool = False
+
+
+def check_url(url: str) -> str:
+    """The address of a server, without a slash at its end; ValueError: it is none."""
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"url must be http://HOST:PORT, got {str(url)[:100]!r}: {error}") from None
+    is_odd = parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query or parts.fragment
+    if is_odd or not 0 < (parts.port or 80) < 2**16:
+        raise ValueError(f"url must be http://HOST:PORT, got {url[:100]!r}")
+    return str(parts).rstrip("/")
+
+
+class InstanceClient:
+    """Talks to one instance; for the event loop.
+
+    Args:
+      url: of its HTTP.
+      key: of an administrator of the instance; None: it needs none.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
+        self._http, self.url = http, url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    async def info(self) -> ServerInfo:
+        """See `ServerInfo`. NotUnderstood; httpx.HTTPError: it is not there."""
+        return _decode(ServerInfo, await self._get("/server_info", _JOIN))
+
+    async def predictor(self) -> bytes:
+        """What its work costs, for `InstanceCosts`."""
+        return await self._get("/predictor", _JOIN)
+
+    async def load(self) -> LoadInfo:
+        """See `LoadInfo`. NotUnderstood; httpx.HTTPError: it is not there."""
+        return _decode(LoadInfo, await self._get("/load", _LOOK))
+
+    async def ready(self) -> str | None:
+        """Why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
+        answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
+        return None if answer.status_code == 200 else f"it is not ready: {answer.text[:_SHOWN]}"
+
+    async def swap(self, keys: list[int], tier: str) -> None:
+        """Have it take blocks out of a tier."""
+        body = msgspec.json.encode({"keys": keys, "tier": tier})
+        headers = self._headers | {"content-type": "application/json"}
+        await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
+
+    async def resume(self, body: bytes, request_id: str) -> AsyncIterator[list[EventLine]]:
+        """Have it go on with a request: the events of each step, none where it only says that it lives.
+
+        Raises:
+          Refused: it does not take it.
+          NotUnderstood: it answers what is none.
+          httpx.HTTPError: its connection breaks.
+        """
+        headers = self._headers | {"content-type": "application/json", "x-request-id": request_id}
+        url = f"{self.url}/resume"
+        async with self._http.stream("POST", url, content=body, headers=headers, timeout=_STREAM) as response:
+            if response.status_code != 200:
+                raise await _refused(response)
+            async for line in split_lines(response.aiter_bytes()):
+                try:
+                    yield decode_events(line)
+                except (msgspec.DecodeError, ValueError) as error:
+                    raise NotUnderstood(f"its events are none: {error}") from None
+
+    async def _get(self, path: str, timeout: httpx.Timeout) -> bytes:
+        answer = await self._http.get(self.url + path, headers=self._headers, timeout=timeout)
+        if answer.status_code != 200:
+            raise NotUnderstood(f"it answers {path} with status {answer.status_code}: {answer.text[:_SHOWN]}")
+        return answer.content
+
+
+def _decode(kind: type[_T], content: bytes) -> _T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise NotUnderstood(f"{kind.__name__} of it can't be: {error}") from None
+
+
+async def _refused(response: httpx.Response) -> Refused:
+    text = (await response.aread())[:100_000].decode("utf-8", "replace")
+    try:
+        message = str(msgspec.json.decode(text)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = text
+    try:
+        retry_after = float(response.headers["retry-after-ms"]) / 1000
+    except (KeyError, ValueError):
+        retry_after = None
+    return Refused(response.status_code, message[:_SHOWN], retry_after)

@@ -1,0 +1,277 @@
+"""`Instances`: watches the instances of a cluster, and tells the conductor who joins, drains and is lost.
+
+Each is looked at every quarter of a second. One that is not there any more is removed, and joins again by itself when
+it is back; one that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
+from longctx.cluster.router.instance import Instance
+from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
+from longctx.cluster.router.instance_costs import InstanceCosts
+from longctx.cluster.router.kv_feed import KvFeed
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+MAX_SKEW = 10.0
+"""Seconds that clocks of instances may differ from the router's."""
+
+_REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is dead: nobody listens; nothing comes
+_READY_EVERY, _COSTS_EVERY = 8, 40  # looks
+_PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
+_PAUSE = 1.0  # seconds between two attempts to join
+
+
+class Instances:
+    """Those of one cluster. For the event loop.
+
+    Args:
+      key: of an administrator of the instances; None: they need none.
+      page_size: tokens of a page, of all instances.
+      keys: fingerprint of the secret of page keys, see `ServerInfo`.
+      vocab_size: of the model.
+      bandwidth: bytes per second at which an instance sends pages, where it does not say.
+      lost: is called with an instance that is a member no more.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        feed: KvFeed,
+        key: str | None,
+        page_size: int,
+        keys: str | None,
+        vocab_size: int,
+        bandwidth: float,
+        lost: Callable[[Instance], object] = lambda instance: None,
+    ) -> None:
+        self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
+        self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
+        self._vocab_size = vocab_size
+        self.by_name: dict[str, Instance] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._http = httpx.AsyncClient(
+            trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        )
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(tuple(self.by_name.values()))
+
+    @property
+    def members(self) -> list[Instance]:
+        """Those that the conductor knows."""
+        return [each for each in self.by_name.values() if each.is_member]
+
+    # What administrators, launchers and instances ask for.
+
+    def add(self, url: str, name: str | None = None, role: Role = "both") -> Instance:
+        """Watch an instance from now on, or the one that is known by this URL.
+
+        Raises:
+          ValueError: the URL, name or role is none, or the name is another one's.
+        """
+        url = check_url(url)
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+        known = next((each for each in self.by_name.values() if each.client.url == url), None)
+        if known is not None:
+            return known
+        name = name or url.partition("://")[2]
+        if name in self.by_name:
+            raise ValueError(
+                f"name must be of no other instance, got {name!r}, which is at {self.by_name[name].client.url}"
+            )
+        instance = Instance(name, InstanceClient(self._http, url, self._key), role)
+        self.by_name[name] = instance
+        self._watchers[name] = asyncio.create_task(self._watch(instance), name=f"watch {name}")
+        return instance
+
+    def drop(self, instance: Instance) -> None:
+        """Watch an instance no more; what runs there goes on elsewhere."""
+        self._leave(instance, "dead", "it was removed")
+        self.by_name.pop(instance.name, None)
+        watcher = self._watchers.pop(instance.name, None)
+        if watcher is not None:
+            watcher.cancel()
+
+    def drain(self, instance: Instance) -> None:
+        """Give it nothing more; what it has goes on."""
+        instance.is_held = True
+        self._set_draining(instance, "it is drained by an administrator")
+
+    def restore(self, instance: Instance) -> None:
+        """The opposite of `drain`, and the end of an exclusion."""
+        instance.is_held, instance.retry_at = False, 0.0
+        if instance.state == "draining":
+            self._conductor.restore(instance.name, time.monotonic())
+            instance.state, instance.reason = "open", ""
+
+    def set_role(self, instance: Instance, role: Role) -> None:
+        """What it does from now on. ValueError: there is no such role."""
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
+        if instance.is_member:
+            self._conductor.set_role(instance.name, role, time.monotonic())
+        instance.role = role
+
+    # What requests notice.
+
+    def exclude(self, instance: Instance, reason: str) -> None:
+        """It said what can't be: it is not trusted for a while."""
+        instance.num_excluded += 1
+        penalty = min(_MOST_PENALTY, _PENALTY * 2 ** (instance.num_excluded - 1))
+        instance.retry_at = time.monotonic() + penalty
+        self._leave(instance, "excluded", reason)
+
+    def suspect(self, instance: Instance) -> None:
+        """A connection to it broke: the next look that fails is the last one."""
+        instance.missed = max(instance.missed, _REFUSED - 1)
+
+    async def close(self) -> None:
+        """Watch nobody any more."""
+        watchers = list(self._watchers.values())
+        for each in watchers:
+            each.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self._http.aclose()
+
+    # Looks.
+
+    async def _watch(self, instance: Instance) -> None:
+        count = 0
+        while True:
+            count += 1
+            try:
+                if instance.is_member:
+                    await self._look(instance, count)
+                elif time.monotonic() >= instance.retry_at:
+                    await self._join(instance)
+            except NotUnderstood as error:
+                self.exclude(instance, str(error))
+            except httpx.HTTPError as error:
+                self._miss(instance, error)
+            except Exception as error:
+                logger.exception("the router could not look at %s", instance.name)
+                self.exclude(instance, f"the router could not look at it: {type(error).__name__}")
+            await asyncio.sleep(LOOK_SECONDS if instance.is_member else _PAUSE * min(1.0, count / 8))
+
+    async def _join(self, instance: Instance) -> None:
+        """Let an instance in that answers as it should."""
+        not_ready = await instance.client.ready()
+        if not_ready is not None:
+            if instance.state == "excluded":
+                return
+            instance.state, instance.reason = "joining", not_ready
+            return
+        sent = time.time()
+        info = await instance.client.info()
+        self._check(info, sent, time.time())
+        load = await instance.client.load()
+        costs = InstanceCosts(info, await instance.client.predictor())
+        spec = InstanceSpec(
+            name=instance.name,
+            role=instance.role,
+            costs=costs,
+            block_size=info.page_size,
+            decode_tokens=info.max_total_num_tokens,
+            max_running=info.max_running,
+            bandwidth=info.kv_bandwidth or self._bandwidth,
+            fingerprint=info.kv_transfer.fingerprint,
+        )
+        try:
+            self._conductor.join(spec, time.monotonic())
+        except (TypeError, ValueError) as error:
+            raise NotUnderstood(str(error)) from None
+        instance.costs, instance.info, instance.state, instance.reason, instance.missed = costs, info, "open", "", 0
+        self._feed.open(instance.name, info, instance.client.url)
+        logger.info("longctx: %s has joined as %s: %s", instance.name, instance.role, instance.client.url)
+        if instance.is_held:
+            self._set_draining(instance, "it is drained by an administrator")
+        self._note(instance, load)
+
+    def _check(self, info: ServerInfo, sent: float, received: float) -> None:
+        """NotUnderstood, unless it can be one of this cluster."""
+        if info.page_size != self._page_size:
+            raise NotUnderstood(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
+        if info.keys != self._keys:
+            raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
+        if info.vocab_size != self._vocab_size:
+            raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
+        skew = max(sent - info.time, info.time - received, 0.0)
+        if not skew <= MAX_SKEW:
+            side = "behind" if info.time < sent else "ahead of"
+            raise NotUnderstood(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
+        if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
+            raise NotUnderstood("it says that it has no room for any request")
+
+    async def _look(self, instance: Instance, count: int) -> None:
+        load = await instance.client.load()
+        not_ready = None
+        if count % _READY_EVERY == 0:
+            not_ready = await instance.client.ready()
+        if count % _COSTS_EVERY == 0 and instance.costs is not None:
+            instance.costs.update(await instance.client.predictor())
+        if not instance.is_member:
+            return
+        instance.missed = 0
+        self._note(instance, load)
+        if not_ready is not None and not load.draining:
+            self._leave(instance, "joining", not_ready)  # its engine has failed: it joins when it is back
+
+    def _note(self, instance: Instance, load: LoadInfo) -> None:
+        """Tell the conductor what an instance says of itself; NotUnderstood: it can't be."""
+        info = instance.info
+        assert info is not None
+        if load.decoding > info.max_running or load.decode_tokens > info.max_total_num_tokens:
+            raise NotUnderstood(
+                f"it says that {load.decoding} requests with {load.decode_tokens} tokens decode, of "
+                f"{info.max_running} and {info.max_total_num_tokens} at most"
+            )
+        report = Report(load.backlog_seconds, load.decoding, load.decode_tokens, frozenset(load.request_ids))
+        try:
+            self._conductor.report(instance.name, report, time.monotonic())
+        except (TypeError, ValueError) as error:
+            raise NotUnderstood(str(error)) from None
+        instance.load, instance.heard = load, time.monotonic()
+        if time.monotonic() > instance.retry_at + _MOST_PENALTY:
+            instance.num_excluded = 0
+        if load.draining and instance.state == "open":
+            self._set_draining(instance, "it drains")
+        elif not load.draining and instance.state == "draining" and not instance.is_held:
+            self.restore(instance)
+
+    def _miss(self, instance: Instance, error: httpx.HTTPError) -> None:
+        """It did not answer."""
+        instance.missed += 1
+        is_refused = isinstance(error, httpx.ConnectError)
+        if instance.is_member:
+            if instance.missed >= (_REFUSED if is_refused else _SILENT):
+                self._leave(instance, "dead", f"it does not answer: {type(error).__name__} {error}".strip())
+        elif instance.state != "dead":
+            instance.state, instance.reason = "joining", f"it does not answer: {type(error).__name__} {error}".strip()
+
+    def _leave(self, instance: Instance, state: str, reason: str) -> None:
+        was_member = instance.is_member
+        instance.state, instance.reason, instance.missed = state, reason, 0  # type: ignore[assignment]
+        instance.load = None
+        if was_member:
+            logger.warning("longctx: %s is %s: %s", instance.name, state, reason)
+            self._feed.close(instance.name)
+            with contextlib.suppress(ValueError):
+                self._conductor.remove(instance.name, time.monotonic())
+            instance.lose()
+            self._lost(instance)
+
+    def _set_draining(self, instance: Instance, reason: str) -> None:
+        if instance.state == "open":
+            self._conductor.drain(instance.name, time.monotonic())
+            instance.state, instance.reason = "draining", reason

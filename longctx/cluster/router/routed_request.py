@@ -1,0 +1,275 @@
+"""`RoutedRequest`: a request of a client, from its arrival to its one answer, whatever becomes of instances meanwhile.
+
+The instance that decodes is sent the request, and is told who reads its prompt. If that instance refuses, dies or
+answers what can't be, another one is sent the request with a `Handoff` of the tokens that the client has had: it goes
+on with the same seed, and what it repeats is compared and left out.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
+from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.router.event_check import EventCheck
+from longctx.cluster.router.instance import Instance
+from longctx.cluster.router.instance_client import NotUnderstood, Refused
+from longctx.cluster.router.instances import Instances
+from longctx.cluster.router.rejections import refused, rejected
+from longctx.cluster.router.router_stats import RouterStats
+from longctx.serving.engine.departure import Sink
+from longctx.serving.request.output import Event, FinishReason, Output
+from longctx.serving.request.request import PreparedRequest
+from longctx.serving.server.errors import ApiError
+from longctx.serving.server.event_lines import EventLine
+from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
+
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 8
+PATIENCE = 30.0
+"""Seconds for which a request that has begun waits for an instance that can go on with it."""
+
+_PAUSE = 0.25  # seconds between two attempts to place it, where nobody can take it
+_LONG = 20_000  # tokens of a request that another thread writes
+
+
+class Routing:
+    """What all requests of a router share.
+
+    Args:
+      failures: where answers to requests that fail are left, see `Frontend`.
+      flush: is called after sinks.
+      ended: is called with each completion that ends.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        instances: Instances,
+        stats: RouterStats,
+        vocab_size: int,
+        clock: Callable[[], float],
+        failures: dict[str, ApiError],
+        flush: Callable[[], object],
+        ended: Callable[[Output, PreparedRequest], object],
+    ) -> None:
+        self.conductor, self.instances, self.stats, self.vocab_size = conductor, instances, stats, vocab_size
+        self.clock, self.failures, self.flush, self.ended = clock, failures, flush, ended
+
+
+class RoutedRequest:
+    """One request. Its methods are for the event loop.
+
+    Args:
+      arrival: by the router's clock.
+      sink: gets its events: each token once, and one end of each completion.
+    """
+
+    def __init__(
+        self, routing: Routing, prepared: PreparedRequest, request: ClusterRequest, arrival: float, sink: Sink
+    ) -> None:
+        self._routing, self._prepared, self._request = routing, prepared, request
+        self._arrival, self._sink = arrival, sink
+        seed = prepared.request.sampling.seed
+        seed = secrets.randbelow(2**31) if seed is None else seed
+        self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
+        self._check = EventCheck(prepared, routing.vocab_size)
+        self._excluded: set[str] = set()
+        self._last_token: float | None = None
+        self.assignment: Assignment | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the client has had some."""
+        return self._relayed.num_tokens > 0
+
+    async def run(self, decision: Decision) -> None:
+        """See it to its end.
+
+        Args:
+          decision: the first one.
+        """
+        routing, name = self._routing, self._request.request_id
+        attempts, problem = 0, ""
+        try:
+            while attempts < MOST_ATTEMPTS:
+                assignment = await self._placed(decision, problem)
+                attempts += 1
+                instance = routing.instances.by_name[assignment.decode]
+                problem = await self._try(instance, assignment)
+                if not self._relayed.open:
+                    return
+                routing.conductor.cancelled(name, routing.clock())
+                self._excluded.add(instance.name)
+                routing.stats.retries += 1
+                logger.warning("longctx: request %s leaves %s: %s", name, instance.name, problem)
+                decision = self._assign()
+            message = f"{attempts} instances failed one after the other, the last one: {problem}"
+            raise refused("instances_failed", message)
+        except ApiError as error:
+            self.end("error", error)
+        except asyncio.CancelledError:
+            self.end("cancelled")
+            raise
+        except Exception as error:
+            logger.exception("the router failed with request %s", name)
+            self.end("error", ApiError(500, f"the router failed: {type(error).__name__}", code="internal_error"))
+        finally:
+            routing.conductor.cancelled(name, routing.clock())
+
+    def end(self, reason: FinishReason, error: ApiError | None = None) -> None:
+        """Tell the client that nothing comes any more, unless it knows."""
+        if self._relayed.open:
+            if error is not None:
+                self._routing.failures[self._request.request_id] = error
+            now, text = self._routing.clock(), None if error is None else error.message
+            self._tell([self._relayed.end(index, reason, now, text) for index in sorted(self._relayed.open)])
+
+    def _assign(self) -> Decision:
+        routing = self._routing
+        return routing.conductor.assign(
+            self._request, routing.clock(), frozenset(self._excluded), self._relayed.num_tokens
+        )
+
+    async def _placed(self, decision: Decision, problem: str) -> Assignment:
+        """Wait until there is a place. ApiError: there is none for too long."""
+        routing = self._routing
+        since = routing.clock()
+        while isinstance(decision, Rejection):
+            waited = routing.clock() - since
+            if self._excluded and decision.bound in ("no_instance", "memory"):
+                self._excluded.clear()  # those that refused may have room again
+            elif decision.is_deferred and waited < routing.conductor.config.defer_seconds:
+                pass
+            elif not (self.has_tokens or problem) or waited >= PATIENCE:
+                routing.stats.note_rejection(decision)
+                raise rejected(decision) if not problem else refused("instances_failed", problem)
+            await asyncio.sleep(min(max(decision.retry_after, 0.01), _PAUSE))
+            decision = self._assign()
+        self.assignment = decision
+        routing.stats.note_assignment(decision, self._request, is_again=bool(problem))
+        return decision
+
+    async def _try(self, instance: Instance, assignment: Assignment) -> str:
+        """Have an instance go on; why it did not come to the end."""
+        self._relayed.expect_again()
+        task = asyncio.create_task(self._follow(instance, assignment))
+        instance.followers.add(task)
+        instances = self._routing.instances
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                return f"{instance.name} is {instance.state}: {instance.reason}"
+            task.result()
+            return ""
+        except Refused as error:
+            if error.status in (401, 403, 404, 409):
+                instances.exclude(instance, f"it takes no requests: {error}")
+            elif error.status in (400, 413, 422) and not self.has_tokens:
+                raise ApiError(error.status, error.message) from None
+            self._routing.stats.note_failure(instance.name, "refused")
+            return f"{instance.name}: {error}"
+        except NotUnderstood as error:
+            self._routing.stats.note_failure(instance.name, "nonsense")
+            instances.exclude(instance, str(error))
+            return f"{instance.name}: {error}"
+        except RelayBroken as error:
+            self._routing.stats.note_failure(instance.name, "nonsense")
+            instances.exclude(instance, str(error))
+            return f"{instance.name}: {error}"
+        except httpx.HTTPError as error:
+            self._routing.stats.note_failure(instance.name, "broken")
+            instances.suspect(instance)
+            return f"{instance.name}: its connection broke: {type(error).__name__} {error}".strip()
+        finally:
+            task.cancel()
+            instance.followers.discard(task)
+
+    async def _follow(self, instance: Instance, assignment: Assignment) -> None:
+        """Pass events on until the last one."""
+        if len(self._prepared.tokens) > _LONG:
+            body = await asyncio.to_thread(self._body, assignment)
+        else:
+            body = self._body(assignment)
+        lines = instance.client.resume(body, self._request.request_id)
+        try:
+            async for line in lines:
+                self._pass_on(line)
+                if not self._relayed.open:
+                    return
+        finally:
+            await lines.aclose()  # type: ignore[attr-defined]
+        raise httpx.ReadError("its events ended before the request did")
+
+    def _pass_on(self, line: list[EventLine]) -> None:
+        routing, relayed = self._routing, self._relayed
+        now, had = routing.clock(), relayed.num_tokens
+        events = []
+        for entry in line:
+            end = entry.end
+            if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
+                raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
+            self._check.check(entry, relayed)
+            event = relayed.read(entry, now)
+            if event is not None:
+                events.append(event)
+        if not events:
+            return
+        self._note_tokens(relayed.num_tokens - had, now, is_first=had == 0)
+        self._tell(events)
+        if not relayed.open:
+            routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+
+    def _note_tokens(self, count: int, now: float, is_first: bool) -> None:
+        """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
+        routing = self._routing
+        if not count:
+            return
+        if self._last_token is not None:
+            routing.stats.gaps.observe(now - self._last_token, count)
+        self._last_token = now
+        if is_first:
+            routing.stats.ttft.observe(now - self._arrival)
+            rejection = routing.conductor.prefilled(self._request.request_id, now)
+            if rejection is not None:
+                routing.stats.note_rejection(rejection)
+                raise rejected(rejection)
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            if event.output is not None:
+                self._routing.ended(event.output, self._prepared)
+        self._sink(events)
+        self._routing.flush()
+
+    def _body(self, assignment: Assignment) -> bytes:
+        """See `/resume`, docs/kv_transfer.md."""
+        request: Any = dataclasses.replace(
+            self._prepared.request,
+            prompt=self._prepared.tokens.tolist(),
+            request_id=None,
+            ttft_deadline=None,
+        )
+        body = {"request": request, "kv_transfer_params": {"handoff": self._relayed.handoff().to_dict()}}
+        return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
+
+    def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
+        """Who reads the prompt, and who has its beginning."""
+        instances, transfer = self._routing.instances.by_name, assignment.transfer
+        prefix = None
+        if transfer is not None and transfer.source in instances:
+            prefix = {"url": instances[transfer.source].client.url, "tokens": transfer.stop}
+        url = None  # the instance that decodes reads it
+        if assignment.prefill != assignment.decode and assignment.prefill in instances:
+            url = instances[assignment.prefill].client.url
+        if url is None and prefix is None:
+            return None
+        return {"url": url, "prefix": prefix, "seconds": assignment.ttft}

@@ -1,0 +1,33 @@
+"""A process that a launcher starts in tests: it answers at a port until it is ended. `--wrong`: it refuses its flags."""
+
+import http.server
+import signal
+import sys
+import threading
+
+from longctx.cluster.launcher.supervised import WRONG_INPUT, end_with_parent
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(" ".join(sys.argv[1:]).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    if "--wrong" in sys.argv:
+        print("longctx: --wrong must not be there", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+    end_with_parent(1.0)
+    server = http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+    print("it listens", file=sys.stderr, flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Routers of tests: the real app and HTTP server over instances that run in this process."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+from disaggregated import CONFIG, NAME
+from served import Served
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.router.app import make_router_app
+from longctx.cluster.router.server import Member, RouterServer, RouterSettings
+from longctx.models import load_tokenizer
+from longctx.models.builtin import TINY
+from longctx.models.checkpoint import read_model
+from longctx.serving.server.http_server import HttpServer, bind
+from longctx.serving.server.settings import ServerSettings
+
+TEXT = "The pass key of lemon is 5312. The old road crossed the field behind the mill. "
+
+
+class Routed:
+    """A running router, and clients of it."""
+
+    def __init__(self, http: HttpServer, server: RouterServer, port: int) -> None:
+        self.http, self.server, self.url = http, server, f"http://127.0.0.1:{port}"
+        self.clients = contextlib.ExitStack()
+
+    def client(self, **options: Any) -> httpx.Client:
+        return self.clients.enter_context(httpx.Client(base_url=self.url, **{"timeout": 30} | options))
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": 60, "api_key": "none"} | options
+        return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", **options))
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        with httpx.Client(base_url=self.url, timeout=10) as client:
+            return {each["name"]: each for each in client.get("/cluster/instances").json()["instances"]}
+
+    def wait_until(self, what: str, condition: Any, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not within {seconds} s: {what}"
+            time.sleep(0.01)
+
+    def wait_state(self, name: str, state: str, seconds: float = 20) -> None:
+        """Wait until an instance is in a state."""
+        self.wait_until(f"{name} is {state}", lambda: self.server.instances.by_name[name].state == state, seconds)
+
+    def wait_idle(self) -> None:
+        """Nothing is left of any request."""
+        self.wait_until("all requests have ended", lambda: not self.server.cluster.num_requests)
+        state = self.server.conductor.state
+        assert not state.prefilling
+        assert not state.decoding
+        assert not self.server.failures
+
+
+@contextlib.contextmanager
+def routed(
+    members: Sequence[Member],
+    conductor: ConductorConfig | None = None,
+    settings: ServerSettings | None = None,
+    router: RouterSettings | None = None,
+    is_ready: bool = True,
+) -> Iterator[Routed]:
+    """Serve a cluster on a free port; at the end nothing is left of it."""
+    settings = settings or ServerSettings(prepare_processes=0)
+    server = RouterServer(
+        read_model(TINY)[0].config,
+        load_tokenizer(TINY),
+        CONFIG,
+        (NAME,),
+        conductor or ConductorConfig(admission="none"),
+        members,
+        settings,
+        router,
+    )
+    listener = bind("127.0.0.1", 0)
+    http = HttpServer(server, app=make_router_app(server))
+    thread = threading.Thread(target=http.run, args=([listener],), name="router")
+    thread.start()
+    running = Routed(http, server, listener.getsockname()[1])
+    try:
+        running.wait_until("the router listens", lambda: http.started)
+        if is_ready:
+            for member in members:
+                running.wait_state(str(member.name), "open")
+        yield running
+    finally:
+        running.clients.close()
+        http.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the router doesn't end"
+
+
+def members_of(instances: Sequence[Served], roles: str = "") -> list[Member]:
+    """Names `p0`, `d1` and so on by the letters of their roles: `p`, `d` or `b`."""
+    names = {"p": "prefill", "d": "decode", "b": "both"}
+    roles = roles or "b" * len(instances)
+    made: Any = [
+        (each.url, f"{role}{i}", names[role]) for i, (each, role) in enumerate(zip(instances, roles, strict=True))
+    ]
+    return [Member(*fields) for fields in made]
