@@ -18,6 +18,7 @@ from longctx.cli.arguments import cluster as flags
 from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, instance_command, serve_parser
 from longctx.cli.serve import serve_config
 from longctx.cli.serve_cluster import _ROUTER
+from longctx.cluster.conductor.instance import ROLES
 from longctx.cluster.config import LAUNCHERS
 
 PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
@@ -32,7 +33,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_flags_are_those_of_the_cluster_layer() -> None:
-    assert flags.LAUNCHERS == LAUNCHERS
+    assert (flags.LAUNCHERS, flags.ROLES) == (LAUNCHERS, ROLES)
     known = {action.dest for action in serve_parser()._actions}
     assert known | {"command"} >= _ROUTER
 
@@ -76,6 +77,11 @@ def test_what_can_not_be_is_told_by_name(
         (["--instance-key-file", "x"], "--instance-key-file needs --cluster"),
         (["--join-name", "x"], "--join-name needs --join"),
         (["--join-url", "http://h:1"], "--join-url needs --join"),
+        (["--join-role", "prefill"], "--join-role needs --join"),
+        (
+            ["--join", "h:1", "--role", "decode", "--join-role", "prefill"],
+            "--join-role prefill contradicts --role decode",
+        ),
         (["--join-key-file", "x"], "--join-key-file needs --join"),
         (["--join", "h:1"], "--join needs --role"),
         (["--join", "h", "--role", "both", "--kv-secret-file", "x"], "--join must be HOST:PORT, got 'h'"),
@@ -142,7 +148,8 @@ def children(process: ServeProcess) -> list[int]:
 @pytest.mark.slow
 def test_a_cluster_of_processes(tmp_path: Path) -> None:
     """Starts, serves, survives the death of an instance, and leaves nothing behind when it is killed."""
-    file = written(tmp_path, "[cluster]\ntpot = 5.0\n[engine]\n" + SMALL + PAIR)
+    both = '[[instances]]\nrole = "both"\ncount = 2\nname = "engine"\n'
+    file = written(tmp_path, '[cluster]\nadmission = "none"\n[engine]\n' + SMALL + both)
     body = {"prompt": "ABCD" * 200, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with ServeProcess("--cluster", file) as router:
         wait_until("all are there", lambda: re.search(r"^ready ", router.log, re.MULTILINE))
@@ -162,7 +169,7 @@ def test_a_cluster_of_processes(tmp_path: Path) -> None:
         assert len(set(texts)) == 1
         assert texts[0].startswith(expected)
         listed = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
-        assert {each["role"] for each in listed} == {"prefill", "decode"}
+        assert {each["name"] for each in listed} == {"engine-0", "engine-1"}
         wait_until("it is started again", lambda: len(children(router)) == 2)
         left = children(router)
         os.kill(router.process.pid, signal.SIGKILL)
