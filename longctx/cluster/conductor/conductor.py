@@ -35,10 +35,10 @@ class Observer(Protocol):
     def decided(
         self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
     ) -> None:
-        """A request is about to be assigned or was rejected; `placed`: where the policy would have it, if anywhere."""
+        """A request is assigned or rejected; `placed`: where the policy has it, if anywhere. Nothing is changed yet."""
         ...
 
-    def ended(self, request_id: str, ttft: float, tbt: float) -> None:
+    def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
         """A request that was assigned has had all its tokens, in one place; measured seconds."""
         ...
 
@@ -170,8 +170,11 @@ class Conductor:
         if verdict is None:
             self.first_token(request_id, now)
             return None
+        rejection = self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
+        if self._observer is not None:
+            self._observer.decided(rejection, open_request.request, now, self.state, open_request)
         self._end(open_request, now, was_computed=True)
-        return self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
+        return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
         """The first token of a request has come. Nothing happens if it is not open, or had one."""
@@ -194,7 +197,7 @@ class Conductor:
         self._admission.learn(now - begun)
         if self._observer is not None:
             tbt = (now - begun) / max(1, output_tokens - 1)
-            self._observer.ended(request_id, begun - open_request.assigned_at, tbt)
+            self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
         """A request was given up. Nothing happens if it is not open."""

@@ -208,8 +208,8 @@ def test_observer_hears_decisions_before_estimates_change_and_ends_of_what_was_s
         ) -> None:
             heard.append((decision.request_id, type(decision), placed is not None, len(state.prefilling)))
 
-        def ended(self, request_id: str, ttft: float, tbt: float) -> None:
-            heard.append((request_id, ttft, tbt))
+        def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
+            heard.append((request_id, ttft, tbt, output_tokens))
 
     conductor = one_of_each(admission="early_rejection", ttft=1.5)
     observed = Conductor(conductor.config, SetIndex(), Listener())
@@ -224,7 +224,7 @@ def test_observer_hears_decisions_before_estimates_change_and_ends_of_what_was_s
         ("x", Rejection, False, 0),
         ("a", Assignment, True, 0),
         ("b", Rejection, True, 1),
-        ("a", 2.0, pytest.approx(0.1)),
+        ("a", 2.0, pytest.approx(0.1), 11),
     ]
 
 
