@@ -41,9 +41,10 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        (PAIR, ["--page-size", "16"], "--page-size is a flag of engines: with --cluster it stands in [engine]"),
-        (PAIR, ["--model", "x"], "--model is a flag of engines"),
-        (PAIR, ["--role", "both"], "--role is a flag of engines"),
+        (PAIR, ["--page-size", "0"], "[engine] --page-size must be"),
+        (PAIR, ["--role", "both"], "[engine] role is set by who starts the instances"),
+        (PAIR, ["--kv-peer", "a"], "[engine] kv-peer is set by who starts the instances"),
+        (PAIR, ["--join", "a:1"], "[engine] join is set by who starts the instances"),
         (PAIR, ["--launcher", "static"], "[[instances]] 1: url must be there"),
         (PAIR, ["--port", "70000"], "--port must be"),
         (PAIR, ["--admin-key", "short"], "--admin-key"),

@@ -86,9 +86,7 @@ class RouterMetrics(RenderedMetrics):
     def _of_instances(self) -> Iterator[Metric]:
         labels, server = self._labels, self._server
         states = Counter((each.role, each.state) for each in server.instances)
-        yield table(
-            GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), {**states}
-        )
+        yield table(GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), {**states})
         now = time.monotonic()
         up = {(each.name, each.role): float(each.state == "open") for each in server.instances}
         yield table(
