@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from longctx.cluster.prefix_index.holders import HolderSets
-from longctx.cluster.prefix_index.key_table import KeyTable
+from longctx.cluster.prefix_index.key_table import FREE, KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
 _FEW = 24  # keys up to which plain Python is quicker than numpy
@@ -85,10 +85,15 @@ class PrefixIndex:
             for each in TIERS if tier is None else [tier]:
                 mask = self._holders.mask(instance, each)
                 if self._blocks[mask]:
-                    self._drop(self._where(lambda held, mask=mask: bool(held & mask)), mask)
+                    self._drop(self._where(mask), mask)
                 del self._blocks[mask]
             if tier is None and self._holders.mask(instance):
                 self._holders.forget(instance)
+
+    def keys(self, instance: str, tier: Tier) -> np.ndarray:
+        """Keys, uint64 `[n]`, of all blocks that an instance holds in a tier, in no order."""
+        with self._lock:
+            return self._table.keys.array[self._where(self._holders.mask(instance, tier))]
 
     def match(self, keys: np.ndarray) -> dict[str, Match]:
         """What each instance holds of the leading blocks of a request; those that do not hold the first are left out.
@@ -124,22 +129,26 @@ class PrefixIndex:
     def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
         """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
 
-        The longest unused come first. Only those that at least `held_by` instances hold, in whatever tier.
+        The longest unused come first, and of those the last ones of a prefix: without its head a tail is of no use.
+        Only those that at least `held_by` instances hold, in whatever tier.
         """
         with self._lock:
             holders, used = self._holders, self._table.used.array
             mask = holders.mask(instance, tier)
-            at = self._where(lambda held: bool(held & mask) and holders.num_instances(held) >= held_by)
+            at = self._where(mask, held_by)
             at = at[used[at] < before]
+            order = used[at].astype(np.uint64) << np.uint64(32) | (FREE - at)
             if len(at) > limit:
-                at = at[np.argpartition(used[at], limit)[:limit]]
-            return self._table.keys.array[at[np.argsort(used[at], kind="stable")]]
+                first = np.argpartition(order, limit)[:limit]
+                at, order = at[first], order[first]
+            return self._table.keys.array[at[np.argsort(order)]]
 
     # Within; the lock is held.
 
-    def _where(self, wanted: Callable[[int], bool]) -> np.ndarray:
-        """Positions, uint32 `[n]`, of all blocks whose masks are wanted."""
-        is_wanted = np.array([mask != 0 and wanted(mask) for mask in self._holders.masks])
+    def _where(self, mask: int, held_by: int = 1) -> np.ndarray:
+        """Positions, uint32 `[n]`, of all blocks that a holder has, and that many instances."""
+        holders = self._holders
+        is_wanted = np.array([bool(held & mask) and holders.num_instances(held) >= held_by for held in holders.masks])
         sets = self._table.values.array
         if not is_wanted.any():
             return np.zeros(0, np.uint32)
