@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from longctx.cluster.prefix_index.holders import HolderSets
-from longctx.cluster.prefix_index.key_table import KeyTable
+from longctx.cluster.prefix_index.key_table import FREE, KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
 _FEW = 24  # keys up to which plain Python is quicker than numpy
@@ -129,16 +129,19 @@ class PrefixIndex:
     def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
         """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
 
-        The longest unused come first. Only those that at least `held_by` instances hold, in whatever tier.
+        The longest unused come first, and of those the last ones of a prefix: without its head a tail is of no use.
+        Only those that at least `held_by` instances hold, in whatever tier.
         """
         with self._lock:
             holders, used = self._holders, self._table.used.array
             mask = holders.mask(instance, tier)
             at = self._where(mask, held_by)
             at = at[used[at] < before]
+            order = used[at].astype(np.uint64) << np.uint64(32) | (FREE - at)
             if len(at) > limit:
-                at = at[np.argpartition(used[at], limit)[:limit]]
-            return self._table.keys.array[at[np.argsort(used[at], kind="stable")]]
+                first = np.argpartition(order, limit)[:limit]
+                at, order = at[first], order[first]
+            return self._table.keys.array[at[np.argsort(order)]]
 
     # Within; the lock is held.
 

@@ -88,11 +88,10 @@ class ClusterSimulation:
         check_arrivals(requests)
         loop, index = EventLoop(), PrefixIndex()
         conductor = Conductor(copy.deepcopy(self.config), index)  # a policy of one's own may remember things
-        nodes = {}
+        nodes: dict[str, Node] = {}
         for spec, costs in zip(self.instances, self._costs, strict=True):
-            node = nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings.event_seconds)
-            node.keep_steps = keep_steps
-            node.join(conductor, spec.role)
+            nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings, keep_steps)
+            nodes[spec.name].join(conductor)
         self._check(requests, nodes)
         self.last = run = ClusterRun(nodes, loop, conductor, self.settings, seed, priority)
         return run.run(requests, self.changes, until, progress)
