@@ -111,7 +111,7 @@ class _TaskRun:
 
     # What cores tell.
 
-    def leg_ends(self, part: TokenlessCompletion) -> None:
+    def leg_ends(self, leg: Leg, part: TokenlessCompletion) -> None:
         if self.first is None:
             self.first = part.metrics.first_token
         if self._is_read_elsewhere and self.task.output_tokens > 1:
@@ -121,13 +121,13 @@ class _TaskRun:
         else:
             self.last = self._loop.now
 
-    def chunk_begins(self, start: int, tokens: int) -> None:
+    def chunk_begins(self, leg: Leg, start: int, tokens: int) -> None:
         pass
 
-    def chunk_ends(self, start: int, tokens: int) -> None:
+    def chunk_ends(self, leg: Leg, start: int, tokens: int) -> None:
         pass
 
-    def first_token(self) -> None:
+    def first_token(self, leg: Leg) -> None:
         pass
 
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
