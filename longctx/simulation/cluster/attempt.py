@@ -69,15 +69,8 @@ class Attempt:
         """The leg that reads the prompt, with what it fetches from another instance."""
         active, transfer = self._active, self.assignment.transfer
         source = None if transfer is None else self._run.nodes[transfer.source].core
-        leg = Leg(
-            part,
-            active.request,
-            active.request_id,
-            active.metrics.arrival,
-            self,
-            active.metrics.output_tokens,
-            max_tokens,
-        )
+        known = active.metrics.output_tokens
+        leg = Leg(active.request, active.request_id, active.metrics.arrival, self, known, max_tokens, part=part)
         if transfer is not None and source is not None:  # it has not died since
             leg.source, leg.prefix = source, transfer.stop
         return leg
@@ -87,7 +80,9 @@ class Attempt:
         active = self._active
         known = active.metrics.output_tokens
         left = active.request.output_tokens - known
-        return Leg("answer", active.request, active.request_id, active.metrics.arrival, self, known, left, came, coming)
+        leg = Leg(active.request, active.request_id, active.metrics.arrival, self, known, left, part="answer")
+        leg.came, leg.coming = came, coming
+        return leg
 
     def _serve(self, name: str, leg: Leg) -> None:
         self._cores[leg.part] = core = self._run.core(name)

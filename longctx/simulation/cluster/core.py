@@ -50,7 +50,6 @@ class Leg:
     """The part of a request that one core serves.
 
     Attributes:
-      part: a request's prompt, its answer after another one has read the prompt, or both.
       request_id: no other leg of a core has it.
       arrival: of the request.
       known: tokens of its output that are known, and belong to the prompt here.
@@ -58,9 +57,9 @@ class Leg:
       came: leading tokens whose keys and values are in the host's memory, for this leg alone.
       coming: leading tokens, of full pages, that another core sends while it computes them, until `end_pages`.
       source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
+      part: the request's prompt, its answer after another one has read the prompt, or both.
     """
 
-    part: Literal["prompt", "answer", "whole"]
     request: WorkloadRequest
     request_id: str
     arrival: float
@@ -71,6 +70,7 @@ class Leg:
     coming: int = 0
     source: "ClusterCore | None" = None
     prefix: int = 0
+    part: Literal["prompt", "answer", "whole"] = "whole"
 
 
 class ClusterCore(Instance):
@@ -192,6 +192,13 @@ class ClusterCore(Instance):
                 count += 1
                 tokens += sequence.length + (done if sequence.is_running else 0)
         return count, tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """Predicted seconds of all prompts that it has not computed, and of those in the step that runs."""
+        running = sum(1 for batch in self._core.in_flight if has_prompts(batch))
+        rest = max(0.0, self.executor.free - self._loop.now) if running else 0.0
+        return max(0.0, self.prefill_seconds) + rest
 
     @property
     def known(self) -> frozenset[str]:

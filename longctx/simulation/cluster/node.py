@@ -68,7 +68,7 @@ class Node:
         core = self.core
         if core is not None:
             count, tokens = core.decodes()
-            report = Report(max(0.0, core.prefill_seconds), count, tokens, core.known)
+            report = Report(core.queue_seconds, count, tokens, core.known)
             conductor.report(self.spec.name, report, self._loop.now)
 
     def _hear(self, core: ClusterCore, tier: Tier, new: List[Key], gone: List[Key]) -> None:
