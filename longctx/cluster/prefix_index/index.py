@@ -85,10 +85,15 @@ class PrefixIndex:
             for each in TIERS if tier is None else [tier]:
                 mask = self._holders.mask(instance, each)
                 if self._blocks[mask]:
-                    self._drop(self._where(lambda held, mask=mask: bool(held & mask)), mask)
+                    self._drop(self._where(mask), mask)
                 del self._blocks[mask]
             if tier is None and self._holders.mask(instance):
                 self._holders.forget(instance)
+
+    def keys(self, instance: str, tier: Tier) -> np.ndarray:
+        """Keys, uint64 `[n]`, of all blocks that an instance holds in a tier, in no order."""
+        with self._lock:
+            return self._table.keys.array[self._where(self._holders.mask(instance, tier))]
 
     def match(self, keys: np.ndarray) -> dict[str, Match]:
         """What each instance holds of the leading blocks of a request; those that do not hold the first are left out.
@@ -129,7 +134,7 @@ class PrefixIndex:
         with self._lock:
             holders, used = self._holders, self._table.used.array
             mask = holders.mask(instance, tier)
-            at = self._where(lambda held: bool(held & mask) and holders.num_instances(held) >= held_by)
+            at = self._where(mask, held_by)
             at = at[used[at] < before]
             if len(at) > limit:
                 at = at[np.argpartition(used[at], limit)[:limit]]
@@ -137,9 +142,10 @@ class PrefixIndex:
 
     # Within; the lock is held.
 
-    def _where(self, wanted: Callable[[int], bool]) -> np.ndarray:
-        """Positions, uint32 `[n]`, of all blocks whose masks are wanted."""
-        is_wanted = np.array([mask != 0 and wanted(mask) for mask in self._holders.masks])
+    def _where(self, mask: int, held_by: int = 1) -> np.ndarray:
+        """Positions, uint32 `[n]`, of all blocks that a holder has, and that many instances."""
+        holders = self._holders
+        is_wanted = np.array([bool(held & mask) and holders.num_instances(held) >= held_by for held in holders.masks])
         sets = self._table.values.array
         if not is_wanted.any():
             return np.zeros(0, np.uint32)

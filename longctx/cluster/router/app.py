@@ -12,4 +12,5 @@ from longctx.serving.server.app import COMMON_BODIES, app_of
 
 def make_router_app(server: RouterServer) -> FastAPI:
     """The app."""
-    return app_of(server, [cluster_router(server), loads_router(server), cluster_page_router(server)], [*COMMON_BODIES, InstanceBody, RegisterBody, RoleBody])
+    routers = [cluster_router(server), loads_router(server), cluster_page_router(server)]
+    return app_of(server, routers, [*COMMON_BODIES, InstanceBody, RegisterBody, RoleBody])

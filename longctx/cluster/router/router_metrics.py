@@ -1,6 +1,6 @@
 """`RouterMetrics`: what a router does, in Prometheus's text form.
 
-What clients of an engine's server see has the names that it has there. What only a cluster has is `longctx:cluster_...`.
+What an engine's server tells, too, has the names that it has there. What only a cluster has is `longctx:cluster_...`.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from longctx.cluster.conductor.audit import AuditTotals
+from longctx.cluster.conductor.instance import TIERS
 from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
 from longctx.serving.server.series import counter, counters, gauge, gauges, table
 
@@ -86,9 +87,7 @@ class RouterMetrics(RenderedMetrics):
     def _of_instances(self) -> Iterator[Metric]:
         labels, server = self._labels, self._server
         states = Counter((each.role, each.state) for each in server.instances)
-        yield table(
-            GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), {**states}
-        )
+        yield table(GaugeMetricFamily, PREFIX + "instances", "Instances.", labels, ("role", "state"), states)
         now = time.monotonic()
         up = {(each.name, each.role): float(each.state == "open") for each in server.instances}
         yield table(
@@ -100,7 +99,7 @@ class RouterMetrics(RenderedMetrics):
             yield gauges(f"{PREFIX}instance_{_NAMES.get(name, name)}", help, labels, "instance", values)
         blocks: dict[tuple[str, ...], float] = {}
         for view in views:
-            for tier in ("device", "host", "disk"):
+            for tier in TIERS:
                 blocks[view.name, tier] = server.index.blocks(view.name, tier)
         help = "Blocks that an instance has, by its KV events."
         yield table(GaugeMetricFamily, PREFIX + "instance_blocks", help, labels, ("instance", "tier"), blocks)
@@ -121,11 +120,11 @@ class RouterMetrics(RenderedMetrics):
         yield table(CounterMetricFamily, PREFIX + "assignments", help, labels, columns, placed)
         help = "Prefixes that one instance sent another before its prefill."
         columns2 = ("source", "instance")
-        yield table(CounterMetricFamily, PREFIX + "transfers", help, labels, columns2, {**stats.transfers})
+        yield table(CounterMetricFamily, PREFIX + "transfers", help, labels, columns2, stats.transfers)
         help = "Requests that were rejected, by what binds and before which stage."
-        yield table(CounterMetricFamily, PREFIX + "rejections", help, labels, ("bound", "stage"), {**stats.rejections})
+        yield table(CounterMetricFamily, PREFIX + "rejections", help, labels, ("bound", "stage"), stats.rejections)
         help = "Requests that an instance did not bring to their end."
-        yield table(CounterMetricFamily, PREFIX + "failures", help, labels, ("instance", "reason"), {**stats.failures})
+        yield table(CounterMetricFamily, PREFIX + "failures", help, labels, ("instance", "reason"), stats.failures)
         for name, help, count in (
             ("retries", "How often a request went on elsewhere.", stats.retries),
             ("role_changes", "Roles of instances that were changed by load.", stats.role_changes),

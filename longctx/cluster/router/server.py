@@ -92,7 +92,7 @@ class RouterServer(Frontend):
         audit: ShadowAudit | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
-        self._model, self._config, self._router, self._members = model, config, router, tuple(members)
+        self.model, self._config, self._router, self._members = model, config, router, tuple(members)
         self._max_length = config.longest_sequence(model.max_positions)
         page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
         chat_format = ChatFormat(tokenizer, chat_template)
@@ -154,7 +154,7 @@ class RouterServer(Frontend):
 
     @property
     def vocab_size(self) -> int:
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     def now(self) -> float:
         return time.monotonic()

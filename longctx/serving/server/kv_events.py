@@ -21,7 +21,8 @@ from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
 
-_MEDIUM, _KIND = "GPU", "full_attention"
+KIND = "full_attention"
+_MEDIUM = "GPU"
 _MEDIA = {"host": "CPU", "disk": "STORAGE"}
 _INTERVAL = 0.1  # seconds, at most, for which changes of tiers wait while no step runs
 
@@ -234,7 +235,7 @@ def _event(change: _Change, page_size: int) -> Event:
     if isinstance(change, _TierStored):
         parent = block_hash(change.parent) if change.parent else None
         hashes, medium = list(map(block_hash, change.keys)), _MEDIA[change.tier]
-        return BlockStored(hashes, parent, [], page_size, None, medium, None, None, 0, _KIND)
+        return BlockStored(hashes, parent, [], page_size, None, medium, None, None, 0, KIND)
     is_salted = change.salt and change.parent is None
     return BlockStored(
         list(map(block_hash, change.keys)),
@@ -246,5 +247,5 @@ def _event(change: _Change, page_size: int) -> Event:
         None,
         [(change.salt,), *[None] * (len(change.keys) - 1)] if is_salted else None,
         0,
-        _KIND,
+        KIND,
     )

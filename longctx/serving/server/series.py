@@ -8,6 +8,7 @@ import itertools
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -99,9 +100,9 @@ def table(
     help: str,
     labels: Mapping[str, str],
     columns: Sequence[str],
-    rows: Mapping[tuple[str, ...], float],
+    rows: Mapping[Any, float],
 ) -> Metric:
-    """The family of counters or gauges with several more labels, by their values."""
+    """The family of counters or gauges with several more labels, whose values are the tuples of `rows`."""
     family = kind(name, help, labels=[*labels, *columns])
     for own, value in tuple(rows.items()):
         family.add_metric([*labels.values(), *own], value)

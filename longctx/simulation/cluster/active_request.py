@@ -50,15 +50,17 @@ class ActiveRequest:
             self.reject(decision)
 
     def reject(self, rejection: Rejection) -> None:
-        """It is rejected, or asks again later; one that had been admitted is not given up."""
-        run = self._run
+        """It is rejected, or asks again later; one that had been admitted waits for memory as long as it takes."""
+        run, now = self._run, self._run.loop.now
         self.attempt = None
-        if rejection.bound == "no_instance" and (self.num_assigned or rejection.is_deferred):
+        had_place = self.num_assigned > 0 and rejection.stage == "prefill"
+        may_wait = rejection.is_deferred and now - self.metrics.arrival < run.conductor.config.defer_seconds
+        if rejection.bound == "no_instance" and had_place:
             run.wait_for_instance(self)
-        elif rejection.is_deferred or (self.num_assigned and rejection.stage == "prefill"):
+        elif may_wait or (rejection.bound == "memory" and had_place):
             self.num_deferred += 1
             run.record.num_deferred += 1
-            run.loop.at(run.loop.now + max(rejection.retry_after, run.settings.least_retry), self.assign)
+            run.loop.at(now + max(rejection.retry_after, run.settings.least_retry), self.assign)
         else:
             run.end_rejected(self, self._rejected(rejection))
 

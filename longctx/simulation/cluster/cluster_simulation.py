@@ -1,5 +1,6 @@
 """`ClusterSimulation`: workloads on a cluster in virtual time, placed by the conductor that serves."""
 
+import copy
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -30,6 +31,9 @@ class ClusterSimulation:
       config: of the conductor.
       changes: deaths and the like, in any order.
 
+    Attributes:
+      last: the run that goes on, or the last one; None: there was none.
+
     Raises:
       ValueError: there is no instance, two have one name, their pages differ in size, or a change names none of them.
 
@@ -56,6 +60,7 @@ class ClusterSimulation:
                 raise ValueError(f"changes must name instances, {', '.join(names)}; got {change.instance!r}")
         self._costs = [_costs_of(each) for each in self.instances]
         self._longest = 0
+        self.last: ClusterRun | None = None
 
     def run(
         self,
@@ -82,14 +87,14 @@ class ClusterSimulation:
             raise ValueError(f"until must be positive seconds, got {until}")
         check_arrivals(requests)
         loop, index = EventLoop(), PrefixIndex()
-        conductor = Conductor(self.config, index)
+        conductor = Conductor(copy.deepcopy(self.config), index)  # a policy of one's own may remember things
         nodes = {}
         for spec, costs in zip(self.instances, self._costs, strict=True):
             node = nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings.event_seconds)
             node.keep_steps = keep_steps
             node.join(conductor, spec.role)
         self._check(requests, nodes)
-        run = ClusterRun(nodes, loop, conductor, index, self.settings, seed, priority)
+        self.last = run = ClusterRun(nodes, loop, conductor, self.settings, seed, priority)
         return run.run(requests, self.changes, until, progress)
 
     def _check(self, requests: List[WorkloadRequest], nodes: dict[str, Node]) -> None:

@@ -121,6 +121,8 @@ class ClusterCore(Instance):
             leg.max_tokens,
         )
         _tokenless(sequence).times = []
+        if not sequence.keys:
+            leg.source = None  # it can't know pages of prefixes
         if leg.came or leg.source is not None:
             sequence.source = leg.request_id
             self._of_source[leg.request_id] = leg

@@ -6,8 +6,9 @@ from typing import cast
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.instance import Costs, Report, Role, Tier
+from longctx.cluster.conductor.instance import Costs, Report, Role
 from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.prefix_index.tiers import Tier
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.core import ClusterCore

@@ -6,7 +6,6 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.active_request import ActiveRequest
 from longctx.simulation.cluster.changes import Change
@@ -27,6 +26,7 @@ class ClusterRun:
     """The events of one workload.
 
     Attributes:
+      nodes: the instances, by name.
       start: of the workload, by the loop.
     """
 
@@ -35,12 +35,11 @@ class ClusterRun:
         nodes: dict[str, Node],
         loop: EventLoop,
         conductor: Conductor,
-        index: PrefixIndex,
         settings: ClusterSettings,
         seed: int,
         priority: Priority | None,
     ) -> None:
-        self._nodes, self.loop, self.conductor, self._index = nodes, loop, conductor, index
+        self.nodes, self.loop, self.conductor = nodes, loop, conductor
         self.settings, self._seed, self._priority = settings, seed, priority
         self.record, self.start = ClusterRecord(), loop.now
         self._active: dict[str, ActiveRequest] = {}
@@ -78,7 +77,7 @@ class ClusterRun:
             active.abort()
             ttft = None if active.metrics.first_token is None else active.metrics.first_token - self.start - active.due
             record.open.append(Open(active.due, active.metrics, ttft, active.request.number))
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             for core in node.lives:
                 stats = core.stats
                 record.instances.append(InstanceRecord(core.name, core.num_devices, core.totals, core.steps, stats))
@@ -89,12 +88,12 @@ class ClusterRun:
 
     def core(self, name: str) -> ClusterCore:
         """The core of an instance that lives."""
-        core = self._nodes[name].core
+        core = self.nodes[name].core
         assert core is not None, f"{name} is dead"
         return core
 
     def instance(self, name: str) -> ClusterInstance:
-        return self._nodes[name].spec
+        return self.nodes[name].spec
 
     def wait_for_instance(self, active: ActiveRequest) -> None:
         """It is assigned when an instance comes."""
@@ -143,7 +142,7 @@ class ClusterRun:
         active.assign()
 
     def _change(self, change: Change) -> None:
-        node, conductor, now = self._nodes[change.instance], self.conductor, self.loop.now
+        node, conductor, now = self.nodes[change.instance], self.conductor, self.loop.now
         match change.action:
             case "kill" if node.core is not None:
                 self._kill(node)
@@ -181,7 +180,7 @@ class ClusterRun:
     def _tick(self) -> None:
         """Instances report, and the loads are noted, as long as anything can happen."""
         now = self.loop.now
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.report(self.conductor)
         if hasattr(self.conductor, "loads"):
             loads = self.conductor.loads(now)

@@ -1,4 +1,4 @@
-"""How busy a cluster is, by the names under which routers and balancers ask a server for it; `/v1/caches` is refused."""
+"""How busy a cluster is, by the names under which routers and balancers ask for it. `/v1/caches` is refused."""
 
 import math
 import time
