@@ -28,6 +28,9 @@ TRANSFER = ["pyzmq>=26", "xxhash>=3.5"]
 # libnl-3-200 and libnl-route-3-200, or what other systems call these.
 MOONCAKE = [*TRANSFER, "mooncake-transfer-engine-non-cuda>=0.3.13"]
 
+# Instances of a cluster on many machines.
+CLUSTER = [*SERVE, *TRANSFER, "ray>=2.40"]
+
 setup(
     name="longctx-jax",
     version="0.1.0",
@@ -56,6 +59,7 @@ setup(
         "xxhash>=3.4",  # checksums of KV pages outside of devices
     ],
     extras_require={
+        "cluster": CLUSTER,
         "cuda12": ["jax[cuda12]>=0.10"],
         "cuda13": ["jax[cuda13]>=0.10"],
         # Compiles for GPUs where there is none. Where it is installed, JAX looks for a driver in every process:

@@ -89,6 +89,8 @@ PURE = [
     "longctx.cluster.transfer.zmq_sender",
     "longctx.cluster.transfer.zmq_receiver",
     "longctx.cluster.transfer.local",
+    "longctx.cluster.conductor.conductor",
+    "longctx.cluster.conductor.costs",
     "longctx.cluster.prefix_index.index",
     "longctx.cluster.prefix_index.reader",
     "longctx.cluster.prefix_index.indexer.app",

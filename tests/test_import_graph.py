@@ -29,9 +29,12 @@ LAYERS = [
     ["cluster.transfer"],
     ["cluster.prefix_index"],
     ["cluster.conductor"],
+    ["cluster.config", "cluster.join"],
+    ["cluster.launcher"],
     ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],
     ["cluster.engine_transfers"],
+    ["cluster.router"],
     ["simulation"],
     ["cli"],
 ]

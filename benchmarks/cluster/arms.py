@@ -1,17 +1,27 @@
 """The four servers, and the routers that take turns before them."""
 
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.cluster.processes import Process, metric, serve_command
-from benchmarks.server_process import free_port
+from benchmarks.cluster.processes import ENVIRONMENT, SHELL, Process, serve_command
+from benchmarks.server_process import COMMAND, free_port
 
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 PEERS = ("vllm-router", "vllm-router, 4 coupled", "sglang-router, 4 coupled")
-SIZES = ["--max-length", "16384", "--num-pages", "1024", "--max-running", "16"]
-SIZES += ["--token-budget", "256", "--buckets", "8,64,256"]
+FLAGS: dict[str, Any] = {
+    "max_length": 16_384,
+    "num_pages": 1_024,
+    "max_running": 16,
+    "token_budget": 256,
+    "buckets": "8,64,256",
+}
+"""Of every server, by their names."""
 SECRET = "0123456789abcdef" * 4
 
 
@@ -28,13 +38,21 @@ class Instance:
     def name(self) -> str:
         return self.process.name
 
-    @property
-    def computed(self) -> float:
-        """Tokens of prompts that it has computed since it was started."""
-        return metric(self.process, "computed_prompt_tokens_total")
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a command line has them."""
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def make_instances(folder: Path, sizes: Sequence[str] = SIZES, pairs: int = 2) -> list[Instance]:
+def profile(folder: Path, flags: Mapping[str, Any]) -> Path:
+    """Measure how long a server's steps take while nothing else runs."""
+    found = folder / "profile.json"
+    command = [*SHELL, "0", *COMMAND, "profile", str(found), "--quiet", "--repeats", "3", "--check", "0", *words(flags)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | ENVIRONMENT)
+    return found
+
+
+def make_instances(folder: Path, flags: Mapping[str, Any], pairs: int = 2) -> list[Instance]:
     """Servers that prefill, and as many that decode, not started; one of each runs on a core."""
     secret = folder / "secret"
     secret.write_text(SECRET)
@@ -43,9 +61,9 @@ def make_instances(folder: Path, sizes: Sequence[str] = SIZES, pairs: int = 2) -
     for role in ("prefill", "decode"):
         for number in range(pairs):
             name, (events, replay) = f"{role}-{number}", (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-            flags = [*sizes, "--role", "both", "--kv-secret-file", str(secret), "--kv-plain"]
-            flags += ["--kv-events", events, "--kv-events-replay", replay, "--shutdown-timeout", "5"]
-            process = Process(name, serve_command(*flags), folder / f"{name}.log", core=number)
+            more = ["--role", "both", "--kv-secret-file", str(secret), "--kv-plain", "--shutdown-timeout", "5"]
+            more += ["--kv-events", events, "--kv-events-replay", replay]
+            process = Process(name, serve_command(*words(flags), *more), folder / f"{name}.log", core=number)
             found.append(Instance(process, role, events, replay))
     return found
 
@@ -54,6 +72,25 @@ def peer_program(name: str) -> Path | None:
     """The program of another's router, from `make .venv/installed-routers`; None: it is not there."""
     found = Path(sys.prefix) / "routers" / name / "bin" / name
     return found if found.exists() else None
+
+
+def our_router(
+    policy: str, instances: Sequence[Instance], folder: Path, flags: Mapping[str, Any], name: str | None = None
+) -> Process:
+    """`longctx serve --cluster` before the servers, with a policy."""
+    name = name or policy
+    settings = {"policy": policy, "admission": "none", "launcher": "static"}
+    engine = {**flags, "kv_secret_file": str(folder / "secret")}
+    tables = ["[cluster]", *_lines(settings), "[engine]", *_lines(engine)]
+    for each in instances:
+        tables += ["[[instances]]", *_lines({"name": each.name, "role": each.role, "url": each.process.url})]
+    file = folder / f"{name}.toml"
+    file.write_text("\n".join(tables) + "\n")
+    return Process(name, serve_command("--cluster", str(file)), folder / f"{name}.log")
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
 
 
 def peer_router(arm: str, instances: Sequence[Instance], folder: Path) -> Process | None:

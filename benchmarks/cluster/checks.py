@@ -12,7 +12,7 @@ AT_A_TIME = 4
 def reference(
     url: str, requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int, model: str
 ) -> list[list[int]]:
-    """The greedy answers of one server, which finds none of these prompts in its cache: they have a salt of their own."""
+    """The greedy answers of one server, which computes all: a salt of their own hides from it what it has cached."""
     found: list[list[int]] = [[] for _ in requests]
     queue = list(enumerate(requests))[::-1]
 

@@ -1,20 +1,25 @@
 """Clients that send a workload's requests when they arrive, and note when which token came."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 
+from longctx.models import load_tokenizer
 from longctx.simulation.workloads import WorkloadRequest
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
+"""Of which the built-in model's prompts are: a token each."""
 TIMEOUT = httpx.Timeout(120.0, connect=2.0)
-RETRIES, PAUSE = 60, 0.25  # PAUSE: seconds before a client tries again
+PAUSE = 0.25  # seconds before a client tries again
+_WORDS = 500
 
 
 @dataclass
@@ -48,6 +53,21 @@ class Answer:
     @property
     def tpot(self) -> float | None:
         return None if len(self.tokens) < 2 else (self.times[-1] - self.times[0]) / (len(self.tokens) - 1)
+
+
+def words_of(model: Path | None) -> Sequence[str]:
+    """Words that are a token each, whatever stands beside them; of the built-in model without a path."""
+    if model is None:
+        return LETTERS
+    tokenizer = load_tokenizer(model)
+    found = []
+    for token in range(tokenizer.vocab_size):
+        word = tokenizer.decode([token])
+        if re.fullmatch(r" [a-z]{3,8}", word) and tokenizer.encode(word, add_special_tokens=False) == [token]:
+            found.append(word)
+        if len(found) == _WORDS:
+            break
+    return found
 
 
 def prompt_text(request: WorkloadRequest, words: Sequence[str], seed: int) -> str:

@@ -1,5 +1,7 @@
 """Servers that are killed and drained in mid-run, and a router that is killed: who loses what."""
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,16 +9,17 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster.arms import Instance
-from benchmarks.cluster.client import LETTERS, Answer, figures, run_clients
+from benchmarks.cluster.checks import wrong_answers
+from benchmarks.cluster.client import Answer, figures, run_clients
 from benchmarks.cluster.processes import Process
-from benchmarks.cluster.runs import run_once
+from benchmarks.cluster.runs import model_of, wait_until_idle, warm_up
 from longctx.simulation.workloads import WorkloadRequest
 
-RETRIES = 240  # a client tries for a minute
+RETRIES = 240  # with the pause between them, a minute
 
 
 class Timeline:
-    """What happens in a run, and when it did."""
+    """What happened in a run, and when."""
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()
@@ -25,7 +28,7 @@ class Timeline:
     def note(self, what: str, who: str, **more: Any) -> None:
         self.events.append({"at": round(time.perf_counter() - self.begin, 2), "what": what, "who": who} | more)
 
-    def kill_and_restart(self, instance: Instance) -> None:
+    def kill(self, instance: Instance) -> None:
         """SIGKILL; it comes back, with nothing, at the address that it had."""
         held = instance.process.get("/load")["num_reqs"]
         instance.process.kill()
@@ -35,13 +38,85 @@ class Timeline:
         self.note("ready again", instance.name)
 
     def drain(self, instance: Instance, drain: bool = True) -> None:
-        sent = httpx.post(f"{instance.process.url}/drain", json={"drain": drain}, headers=ADMIN, timeout=10)
-        sent.raise_for_status()
-        self.note("drained" if drain else "restored", instance.name, requests=sent.json()["requests"])
+        answer = httpx.post(f"{instance.process.url}/drain", json={"drain": drain}, timeout=10)
+        answer.raise_for_status()
+        self.note("drained" if drain else "restored", instance.name, requests=answer.json()["requests"])
 
     def kill_router(self, router: Process) -> None:
+        """SIGKILL; it is started again at once."""
         router.kill()
         self.note("killed", "router")
         router.start()
         router.wait_until_ready()
         self.note("ready again", "router")
+
+
+def run_failures(
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+) -> tuple[dict[str, Any], list[Answer]]:
+    """A prefill server is killed, then a decode server, then the other prefill server is drained; clients never retry.
+
+    The servers that were killed are started again at once. The drain comes when both are there again.
+    """
+    by_name = {instance.name: instance for instance in instances}
+    span = requests[-1].arrival
+    timeline = Timeline()
+    prefill, decode = by_name["prefill-1"], by_name["decode-1"]
+
+    def drain() -> None:
+        prefill.process.wait_until_ready()
+        decode.process.wait_until_ready()
+        time.sleep(2.0)  # the router looks
+        timeline.drain(by_name["prefill-0"])
+        time.sleep(0.15 * span)
+        timeline.drain(by_name["prefill-0"], False)
+
+    at = {
+        0.1 * span: lambda: timeline.kill(prefill),
+        0.3 * span: lambda: timeline.kill(decode),
+        0.7 * span: drain,
+    }
+    return _run(router, instances, requests, words, seed, timeline, at, retries=0)
+
+
+def run_router_death(
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+) -> tuple[dict[str, Any], list[Answer]]:
+    """The router is killed and started again. Streams of its clients break: these ask again until they are answered."""
+    timeline = Timeline()
+    at = {0.4 * requests[-1].arrival: lambda: timeline.kill_router(router)}
+    return _run(router, instances, requests, words, seed, timeline, at, retries=RETRIES)
+
+
+def _run(
+    router: Process,
+    instances: Sequence[Instance],
+    requests: Sequence[WorkloadRequest],
+    words: Sequence[str],
+    seed: int,
+    timeline: Timeline,
+    at: dict[float, Callable[[], None]],
+    retries: int,
+) -> tuple[dict[str, Any], list[Answer]]:
+    model = model_of(router)
+    warm_up(router, words, seed, model)
+    timeline.begin = time.perf_counter()
+    answers = asyncio.run(run_clients(router.url, requests, words, seed, model, retries, at))
+    wait_until_idle(instances)
+    found: dict[str, Any] = figures(answers)
+    gaps = [b - a for answer in answers for a, b in itertools.pairwise(answer.times)]
+    found["longest_gap"] = max(gaps)
+    found["events"] = sorted(timeline.events, key=lambda event: float(event["at"]))
+    found["retried"] = sum(bool(answer.failures) for answer in answers)
+    found["failures"] = [failure for answer in answers for failure in answer.failures][:20]
+    return found, answers
+
+
+def verdict(
+    found: dict[str, Any],
+    answers: Sequence[Answer],
+    requests: Sequence[WorkloadRequest],
+    expected: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """The figures, and what was wrong."""
+    return found | {"wrong": wrong_answers(answers, requests, expected), "requests": len(requests)}

@@ -9,45 +9,68 @@ from typing import Any
 import httpx
 
 from benchmarks.cluster.arms import Instance
-from benchmarks.cluster.client import LETTERS, Answer, figures, run_clients
-from benchmarks.cluster.processes import Process
+from benchmarks.cluster.client import Answer, figures, run_clients
+from benchmarks.cluster.processes import Process, metric, metrics
 from benchmarks.server_process import cpu_seconds
+from benchmarks.usage import Usage
 from longctx.simulation.workloads import WorkloadRequest
 
-WARM_UP = 12  # requests, so that connections are there
+WARM_UP = [WorkloadRequest(0.4 * number, 200 + 100 * number, 4, number=number) for number in range(12)]
+"""Requests one by one: they open connections, and say what a request takes that nobody else delays."""
 
 
 def run(
-    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], seed: int
-) -> tuple[dict[str, Any], list[Answer]]:
-    """The trace once, through a router that is ready: figures, and all answers."""
-    model = httpx.get(f"{router.url}/v1/models", timeout=10).json()["data"][0]["id"]
-    warm_up = [
-        WorkloadRequest(0.2 * number, 200 + 100 * number, 4, number=number) for number in range(WARM_UP)
-    ]
-    failed = [x.failures for x in asyncio.run(run_clients(router.url, warm_up, LETTERS, seed + 10_000, model)) if x.failures]
-    if failed:
-        raise RuntimeError(f"{router.name} answers nothing: {failed[0]}; {router.tail()}")
+    router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
+) -> dict[str, Any]:
+    """The trace once, through a router that is ready: figures, and TTFT of each request."""
+    model = model_of(router)
+    alone = warm_up(router, words, seed, model)
     wait_until_idle(instances)
     processes = [router, *(instance.process for instance in instances)]
-    cpu, computed = [cpu_seconds(x.pid) for x in processes], [x.computed for x in instances]
-    own = sum(os.times()[:2])
-    answers = asyncio.run(run_clients(router.url, requests, LETTERS, seed, model))
+    cpu, before, own = [cpu_seconds(x.pid) for x in processes], [counts(x) for x in instances], sum(os.times()[:2])
+    others = Usage()
+    answers = asyncio.run(run_clients(router.url, requests, words, seed, model))
+    found: dict[str, Any] = figures(answers)
     own = sum(os.times()[:2]) - own
     wait_until_idle(instances)
-    computed = [x.computed - before for x, before in zip(instances, computed, strict=True)]
-    cpu = [cpu_seconds(x.pid) - before for x, before in zip(processes, cpu, strict=True)]
-    prompts = sum(request.prompt_tokens for request in requests)
-    found: dict[str, Any] = figures(answers)
-    found["hit_rate"] = 1 - sum(computed) / prompts
-    found["computed"] = {x.name: tokens for x, tokens in zip(instances, computed, strict=True)}
-    found["cpu"] = {x.name: seconds for x, seconds in zip(processes, cpu, strict=True)} | {"client": own}
+    found["cpu"] = {x.name: cpu_seconds(x.pid) - was for x, was in zip(processes, cpu, strict=True)} | {"client": own}
+    found["others"] = max(0.0, others.others() - sum(found["cpu"].values()) / found["seconds"])
+    deltas = [{key: now - was[key] for key, now in counts(x).items()} for x, was in zip(instances, before, strict=True)]
+    computed = sum(each["computed"] for each in deltas)
+    found["hit_rate"] = 1 - computed / sum(request.prompt_tokens for request in requests)
+    found["instances"] = {x.name: each for x, each in zip(instances, deltas, strict=True)}
     found["failures"] = [failure for answer in answers for failure in answer.failures]
-    return found, answers
+    found["each"] = {answer.number: answer.ttft for answer in answers if answer.finish is not None}
+    found["alone"] = {answer.number: answer.ttft for answer in alone}
+    return found
+
+
+def model_of(router: Process) -> str:
+    return str(httpx.get(f"{router.url}/v1/models", timeout=10).json()["data"][0]["id"])
+
+
+def warm_up(router: Process, words: Sequence[str], seed: int, model: str) -> list[Answer]:
+    """Requests one by one, which open connections; RuntimeError if one is not answered."""
+    answers = asyncio.run(run_clients(router.url, WARM_UP, words, seed + 10_000, model))
+    failures = [failure for answer in answers for failure in answer.failures]
+    if failures:
+        raise RuntimeError(f"{router.name} answers nothing: {failures[0]}; {router.tail()}")
+    return answers
+
+
+def counts(instance: Instance) -> dict[str, float]:
+    """What a server has done since it was started: tokens of prompts, steps and their seconds."""
+    names = {
+        "computed": "computed_prompt_tokens_total",
+        "steps": "step_seconds_count",
+        "step_seconds": "step_seconds_sum",
+    }
+    text = metrics(instance.process)
+    return {key: metric(text, name) for key, name in names.items()}
 
 
 def wait_until_idle(instances: Sequence[Instance], seconds: float = 30.0) -> None:
-    """Until no living server has a request; and its metrics say so."""
+    """Until no living server has a request, and its metrics say so."""
     deadline = time.monotonic() + seconds
     while any(x.process.is_alive and x.process.get("/load")["num_reqs"] for x in instances):
         if time.monotonic() > deadline:

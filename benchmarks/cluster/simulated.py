@@ -3,13 +3,18 @@
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.arms import FLAGS
+from benchmarks.cluster.runs import WARM_UP
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.models.config import LlamaConfig
+from longctx.models.builtin import TINY
+from longctx.models.checkpoint import read_model
 from longctx.serving import EngineConfig
+from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import RuntimePredictor
 from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSettings, ClusterSimulation
 from longctx.simulation.workloads import WorkloadRequest
@@ -31,27 +36,65 @@ def slowed(predictor: RuntimePredictor, factor: float) -> RuntimePredictor:
     return dataclasses.replace(predictor, programs=programs)
 
 
-def simulate(
-    requests: Sequence[WorkloadRequest],
-    roles: Mapping[str, str],
-    factors: Mapping[str, float],
-    conductor: ConductorConfig,
-    model: LlamaConfig,
-    engine: EngineConfig,
-    predictor: RuntimePredictor,
-) -> ClusterRecord:
-    """Serve a trace in virtual time.
+class Prediction:
+    """The simulator's words on runs of one trace.
 
     Args:
-      roles: of instances, by their names.
-      factors: how many times what the predictor says a step of an instance takes.
+      roles: of servers, by their names.
+      model: its folder; None: the built-in one.
+      profile: of a server that had a core for itself.
     """
-    instances = [
-        ClusterInstance(name, role, model, engine, slowed(predictor, factors[name]), bandwidth=BANDWIDTH)  # type: ignore[arg-type]
-        for name, role in roles.items()
-    ]
-    settings = ClusterSettings(overlap="chunk", report_seconds=0.25)
-    return ClusterSimulation(instances, conductor, settings).run(list(requests))
+
+    def __init__(
+        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], model: Path | None, profile: Path
+    ) -> None:
+        self._requests, self._roles = list(requests), roles
+        self._model = read_model(TINY if model is None else model)[0].config
+        self._predictor, _ = read_profile(profile)
+        buckets = tuple(map(int, FLAGS["buckets"].split(",")))
+        self._engine = EngineConfig(**{name: FLAGS[name] for name in FLAGS if name != "buckets"}, buckets=buckets)
+
+    def beside(self, policy: str, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Simulated TTFT beside that of a run, see `benchmarks.cluster.runs.run`."""
+        same = dict.fromkeys(self._roles, 1.0)
+        alone = ttft_of(self._run(policy, WARM_UP, same))
+        seconds = statistics.median(run["alone"][number] - alone[number] for number in alone)
+        first = self._run(policy, self._requests, same)
+        found = {}
+        for kind in ("profile", "measured"):
+            factors = same if kind == "profile" else self._factors(run, first)
+            record = first if kind == "profile" else self._run(policy, self._requests, factors)
+            found[kind] = compare(run["each"], ttft_of(record), seconds)
+            found[kind] |= {"hit_rate": record.hit_rate, "factors": factors}
+        return found
+
+    def _factors(self, run: Mapping[str, Any], record: ClusterRecord) -> dict[str, float]:
+        """How much longer steps took than in a simulation: of each token of a prompt, and of each step of decodes."""
+        totals = {each.name: each.totals for each in record.instances}
+        factors = {}
+        for role, count in (("prefill", "computed"), ("decode", "steps")):
+            names = [name for name, of in self._roles.items() if of == role]
+            real = [run["instances"][name] for name in names]
+            measured = sum(each["step_seconds"] for each in real) / sum(each[count] for each in real)
+            number = sum(totals[name].rows if role == "prefill" else totals[name].steps for name in names)
+            factors[role] = measured * number / sum(totals[name].busy for name in names)
+        return {name: factors[role] for name, role in self._roles.items()}
+
+    def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> ClusterRecord:
+        instances = [
+            ClusterInstance(
+                name,
+                role,
+                self._model,
+                self._engine,
+                slowed(self._predictor, factors[name]),
+                bandwidth=BANDWIDTH,  # type: ignore[arg-type]
+            )
+            for name, role in self._roles.items()
+        ]
+        settings = ClusterSettings(overlap="chunk", report_seconds=0.25)
+        conductor = ConductorConfig(policy=policy, admission="none")
+        return ClusterSimulation(instances, conductor, settings).run(list(requests))
 
 
 def ttft_of(record: ClusterRecord) -> dict[int, float]:
@@ -68,14 +111,10 @@ def compare(measured: Mapping[int, float], simulated: Mapping[int, float], besid
     numbers = sorted(measured.keys() & simulated.keys())
     real = np.array([measured[number] for number in numbers])
     ours = np.array([simulated[number] + beside for number in numbers])
-    found = {"requests": len(numbers), "beside": beside, "measured": float(real.mean()), "simulated": float(ours.mean())}
+    found = {"requests": len(numbers), "beside": beside}
+    found |= {"measured": float(real.mean()), "simulated": float(ours.mean())}
     found["error"] = found["simulated"] / found["measured"] - 1
     for share in (50, 90, 99):
         found[f"error_p{share}"] = float(np.percentile(ours, share) / np.percentile(real, share) - 1)
     found["correlation"] = float(np.corrcoef(real, ours)[0, 1])
     return found
-
-
-def seconds_beside(measured: Mapping[int, float], simulated: Mapping[int, float]) -> float:
-    """What requests that come one by one take beside what is simulated, the median."""
-    return statistics.median(measured[number] - simulated[number] for number in measured)

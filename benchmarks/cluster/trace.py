@@ -56,9 +56,9 @@ def scaled_trace(
 def made_up(count: int, seed: int) -> list[WorkloadRequest]:
     """At least `count` requests of conversations like those of Mooncake's `conversation_trace.jsonl`, over an hour.
 
-    Fitted to its 7,373 conversations: they have 1.6 turns in the mean (Zipf with exponent 2.6, at most 43); first prompts are
-    log-normal with median 5,264 tokens and 90th percentile 25,559; turns come a median of 123 s after each other and
-    add a median of 455 tokens; answers have a median of 350. All begin with one block.
+    Fitted to its 7,373 conversations: they have 1.6 turns in the mean (Zipf with exponent 2.6, at most 43); first
+    prompts are log-normal with median 5,264 tokens and 90th percentile 25,559; turns come a median of 123 s after each
+    other and add a median of 455 tokens; answers have a median of 350. All begin with one block.
     """
     rng = np.random.default_rng(seed)
     found: list[WorkloadRequest] = []

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,16 @@ def config_arguments(parser: argparse.ArgumentParser, file: Path, arguments: Seq
     Raises:
       ValueError: the file can't be read, has a key that is no flag, or a value that its flag can't have.
     """
-    values = _read(file)
+    return flag_arguments(f"--config {file}: ", parser, _read(file), _given(parser, arguments))
+
+
+def flag_arguments(
+    place: str, parser: argparse.ArgumentParser, values: Mapping[str, Any], given: Container[str] = ()
+) -> list[str]:
+    """Flags by their names as arguments, but those whose destinations are given; ValueError as `config_arguments`."""
     actions = {
         option[2:]: action for action in parser._actions for option in action.option_strings if option[:2] == "--"
     }
-    given = _given(parser, arguments)
     found: list[str] = []
     for key, value in values.items():
         name = key.replace("_", "-")
@@ -32,9 +37,9 @@ def config_arguments(parser: argparse.ArgumentParser, file: Path, arguments: Seq
         if action is None or name in _NOT_IN_FILES:
             near = difflib.get_close_matches(name, actions.keys() - _NOT_IN_FILES, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"--config {file}: unknown key {key!r}{hint}")
+            raise ValueError(f"{place}unknown key {key!r}{hint}")
         if action.dest not in given:
-            found += _to_arguments(f"--config {file}: {key}", f"--{name}", action, value)
+            found += _to_arguments(f"{place}{key}", f"--{name}", action, value)
     return found
 
 

@@ -20,6 +20,7 @@ from longctx.cli.arguments.observe import OBSERVERS
 from longctx.cli.arguments.serve import LIMITS, SETTINGS
 from longctx.cli.engine_flags import check_memory, engine_config, make_engine, naming_flags, parallel_plan, prefixing
 from longctx.cli.files import check_input, read_text
+from longctx.cli.join_flags import check_join_flags, joining
 from longctx.cli.kv_flags import page_hash_key, tier_config
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.prompt_progress import show_compiling
@@ -55,12 +56,20 @@ def run(options: argparse.Namespace) -> int:
         from longctx.serving.server.http_server import bind
     except ModuleNotFoundError as error:
         raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
-    settings, limits = _settings(options), _limits(options)
+    if options.cluster is not None:
+        from longctx.cli.serve_cluster import serve_cluster
+
+        return serve_cluster(options)
+    for name in ("launcher", "instance_key_file"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
+    settings, limits = server_settings(options), _limits(options)
     _check_weights(options, settings)
     _check_record(options)
+    check_join_flags(options)
     check_transfer_flags(options)
-    config = _engine_config(options)
-    template = None if options.chat_template is None else read_text("--chat-template", options.chat_template)
+    config = serve_config(options)
+    template = chat_template_text(options)
     if options.profile is not None:
         check_input("--profile", options.profile)
     with initialize_processes(options) as group, contextlib.ExitStack() as stack:
@@ -83,14 +92,14 @@ def _serve(
     from longctx.serving.server.server import Server
 
     observers, console = _observers(options), Console(options.quiet or not group.is_first)
-    names = tuple(options.served_model_name) or (_model_name(options.model),)
+    names = model_names(options)
     options.model = resolve_model(options.model, options.quiet)
     tokenizer = load_tokenizer(options.model)
     model, dtype = read_model(options.model, options.dtype)
     plan = parallel_plan(options)
     mesh = make_parameter_mesh(options, plan, group, console)
     options.num_pages = _num_pages(options, console, model, config, mesh, dtype)
-    config = _engine_config(options)
+    config = serve_config(options)
     model, params = load_checkpoint(options.model, mesh, dtype)
     recorder = None if listener is None else _recorder(options, names[0])
     engine = make_engine(
@@ -101,7 +110,7 @@ def _serve(
 
     def warm_up(engine: Engine) -> None:
         show_compiling(engine.warm_up, console)
-        console.note(f"ready    {names[0]} at http://{_address(listener.getsockname())}")
+        console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
     with naming_flags(_OBSERVER_NAMES):
@@ -109,7 +118,8 @@ def _serve(
         server = Server(engine, names, settings, limits, chat_template, warm_up, observers, make_transfers)
     http = HttpServer(server)
     interrupts.leave_to_python()
-    with recorder or contextlib.nullcontext():
+    address = address_text(listener.getsockname())
+    with recorder or contextlib.nullcontext(), joining(options, address, lambda: server.is_open):
         http.run([listener])
     if not server.warmed.done():  # it compiles in a thread that nothing else can end
         sys.stderr.flush()
@@ -117,7 +127,8 @@ def _serve(
     return FAILED if server.has_failed else 0
 
 
-def _engine_config(options: argparse.Namespace) -> EngineConfig:
+def serve_config(options: argparse.Namespace) -> EngineConfig:
+    """The configuration of a server's engine, by the flags."""
     return engine_config(
         options,
         max_length=options.max_length,
@@ -198,8 +209,18 @@ def _num_pages(
         most = max(longest, _CPU_CACHE // page)
         fit = check_memory(Console(True), model, config, plan, mesh, dtype)
         options.num_pages = min(fit, most)
-        config = _engine_config(options)
+        config = serve_config(options)
     return check_memory(console, model, config, plan, mesh, dtype)
+
+
+def model_names(options: argparse.Namespace) -> tuple[str, ...]:
+    """By which clients may call the model; the first one is in the answers."""
+    return tuple(options.served_model_name) or (_model_name(options.model),)
+
+
+def chat_template_text(options: argparse.Namespace) -> str | None:
+    """Of `--chat-template`; None: the tokenizer's own is to be taken."""
+    return None if options.chat_template is None else read_text("--chat-template", options.chat_template)
 
 
 def _model_name(model: str | Path) -> str:
@@ -210,7 +231,8 @@ def _model_name(model: str | Path) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
 
 
-def _settings(options: argparse.Namespace) -> ServerSettings:
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """The settings of a server, by the flags."""
     names = [name for name, *_ in SETTINGS]
     if options.profile_dir is not None and not options.profile_dir.is_dir():
         raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
@@ -252,6 +274,7 @@ def _limits(options: argparse.Namespace) -> AdmissionLimits:
         )
 
 
-def _address(name: tuple[Any, ...]) -> str:
+def address_text(name: tuple[Any, ...]) -> str:
+    """Of a socket's name."""
     host, port = name[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

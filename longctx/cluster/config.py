@@ -22,10 +22,10 @@ STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig))
 _NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
-_SIMULATED = ("model", "topology", "plan", "overlap")  # texts of [simulation]
+_SIMULATED = ("model", "topology", "plan", "overlap", "first_token")  # texts of [simulation]
 _COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
-_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "least_retry")
-_SWITCHES = ("prefix_cache", "roles_change")
+_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds", "least_retry")
+_SWITCHES = ("prefix_cache", "roles_change", "swaps")
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,11 @@ class ClusterFile:
         return sum(each.role == role for each in self.instances)
 
 
-def read_cluster(path: Path) -> ClusterFile:
+def read_cluster(path: Path, launcher: Launcher | None = None) -> ClusterFile:
     """Read a cluster's file.
+
+    Args:
+      launcher: instead of the file's.
 
     Raises:
       ValueError: it can't be read, or a key of it is unknown, or has a value that it can't have; the message names
@@ -104,12 +107,12 @@ def read_cluster(path: Path) -> ClusterFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML: {error}") from None
     try:
-        return parse_cluster(contents)
+        return parse_cluster(contents, launcher)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def parse_cluster(contents: Mapping[str, Any]) -> ClusterFile:
+def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None) -> ClusterFile:
     """The cluster of a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
     _check_keys("", contents, ("cluster", "engine", "instances", "ray", "simulation"))
     for name in ("cluster", "engine", "ray", "simulation"):
@@ -117,9 +120,10 @@ def parse_cluster(contents: Mapping[str, Any]) -> ClusterFile:
             raise ValueError(f"{name} must be a table, [{name}], got {contents[name]!r}")
     settings, engine = dict(contents.get("cluster", {})), contents.get("engine", {})
     _check_keys("[cluster] ", settings, (*_CONDUCTOR, "launcher", *_NUMBERS))
-    launcher = settings.pop("launcher", "processes")
-    if launcher not in LAUNCHERS:
-        raise ValueError(f"[cluster] launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}")
+    given = settings.pop("launcher", "processes")
+    if given not in LAUNCHERS:
+        raise ValueError(f"[cluster] launcher must be one of {', '.join(LAUNCHERS)}, got {given!r}")
+    launcher = launcher or given
     numbers = {
         name: _number("[cluster] ", name, settings.pop(name), least)
         for name, least in _NUMBERS.items()
@@ -216,7 +220,12 @@ def _read_ray(found: Mapping[str, Any]) -> RayOptions:
 
 def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
     place = "[simulation] "
-    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES))
+    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES, "changes"))
+    changes = found.get("changes", [])
+    if not isinstance(changes, list) or not all(isinstance(each, dict) for each in changes):
+        raise ValueError(f"{place}changes must be tables, [[simulation.changes]], got {changes!r}")
+    for each in changes:
+        _check_keys("[[simulation.changes]] ", each, ("at", "instance", "action"))
     for name, value in found.items():
         if name in _SIMULATED and not isinstance(value, str):
             raise ValueError(f"{place}{name} must be a text, got {value!r}")

@@ -16,10 +16,10 @@ class LinkProxy:
       is_stalled: whether it holds back everything.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, own_port: int = 0) -> None:
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", own_port))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.bytes_back = 0
         self.flip_at: int | None = None

@@ -13,7 +13,7 @@ from fake_device import make_engine
 
 from longctx.serving import Event, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.server.page_feed import BUFFERED, ID_LENGTH, MAX_VIEWERS, STEPS_KEPT, PageFeed, TooManyViewers
+from longctx.serving.server.page_feed import BUFFERED, ID_LENGTH, MAX_VIEWERS, STEPS_KEPT, EngineFeed, TooManyViewers
 
 
 class Served:
@@ -21,7 +21,7 @@ class Served:
 
     def __init__(self, interval: float = 0.01, **options: Any) -> None:
         self.thread = EngineThread(make_engine(**options))
-        self.feed = PageFeed(self.thread, interval)
+        self.feed = EngineFeed(self.thread, interval)
         self.thread.on_step.append(self.feed.observe_step)
         self.thread.on_end.append(self.feed.observe_end)
         self.ended = threading.Semaphore(0)
@@ -43,7 +43,7 @@ class Served:
         self.thread.submit(self.thread.engine.prepare(Request(prompt, sampling, request_id=request_id)), sink)
 
 
-async def collect(feed: PageFeed, is_enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+async def collect(feed: EngineFeed, is_enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
     """Messages until there are enough."""
     found: list[dict[str, Any]] = []
     async with asyncio.timeout(30), aclosing(feed.messages()) as messages:
@@ -177,7 +177,7 @@ def test_nothing_is_made_for_nobody() -> None:
 
 
 def test_one_viewer_too_many_is_refused() -> None:
-    async def watch(feed: PageFeed) -> None:
+    async def watch(feed: EngineFeed) -> None:
         viewers = [feed.messages() for _ in range(MAX_VIEWERS)]
         for viewer in viewers:
             await anext(viewer)

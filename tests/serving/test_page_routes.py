@@ -15,7 +15,7 @@ from longctx.models import load_checkpoint, load_tokenizer, passkey
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, SamplingParams
 from longctx.serving.engine.thread import EngineThread
-from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed
+from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed
 from longctx.serving.server.routes import page as routes
 
 MODEL = routes.PageModel("tiny", False, 256, True)
@@ -24,12 +24,12 @@ SCRIPTS = {name: file.content.decode() for name, file in FILES.items() if name.e
 
 
 @pytest.fixture
-def feed() -> PageFeed:
-    return PageFeed(EngineThread(make_engine()))
+def feed() -> EngineFeed:
+    return EngineFeed(EngineThread(make_engine()))
 
 
 @pytest.fixture
-def client(feed: PageFeed) -> TestClient:
+def client(feed: EngineFeed) -> TestClient:
     app = FastAPI()
     app.include_router(routes.page_routes(MODEL, feed))
     return TestClient(app)
@@ -106,20 +106,20 @@ def test_an_unchanged_file_is_not_sent_again(client: TestClient) -> None:
 
 def test_model_and_examples(client: TestClient) -> None:
     model = client.get("/page/model").json()
-    assert model == {"name": "tiny", "has_chat": False, "max_length": 256, "is_builtin": True}
+    assert model == {"name": "tiny", "has_chat": False, "max_length": 256, "is_builtin": True, "is_cluster": False}
     book, note = (client.get("/page/example", params={"kind": kind}).json() for kind in ("book", "note"))
     assert (len(book["text"]), len(note["text"])) == (16_384, 1_024)
     assert len(book["questions"]) == 4
     assert client.get("/page/example?kind=other").status_code == 404
 
 
-def test_other_models_have_no_example(feed: PageFeed) -> None:
+def test_other_models_have_no_example(feed: EngineFeed) -> None:
     app = FastAPI()
     app.include_router(routes.page_routes(routes.PageModel("llama", True, 8192, False), feed))
     assert TestClient(app).get("/page/example").status_code == 404
 
 
-def test_one_viewer_too_many_gets_503(client: TestClient, feed: PageFeed) -> None:
+def test_one_viewer_too_many_gets_503(client: TestClient, feed: EngineFeed) -> None:
     feed.num_viewers = MAX_VIEWERS
     answer = client.get("/page/events")
     assert answer.status_code == 503

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from longctx.cli.arguments.cluster import add_cluster_arguments
 from longctx.cli.arguments.engine import (
     add_compile_arguments,
     add_engine_arguments,
@@ -17,7 +18,7 @@ from longctx.cli.arguments.observe import add_observer_arguments
 from longctx.cli.arguments.processes import add_process_arguments
 from longctx.cli.arguments.transfer import add_transfer_arguments
 
-SUMMARY = "Serve a model over HTTP, as OpenAI's API."
+SUMMARY = "Serve a model over HTTP, as OpenAI's API; with --cluster many engines behind one address."
 
 # Defaults of `ServerSettings` and `AdmissionLimits`, written again because importing these takes long (a test compares
 # them): the name, the type, the default, and what it is.
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add_tier_arguments(parser)
     add_transfer_arguments(parser)
+    add_cluster_arguments(parser)
     add_plan_arguments(parser)
     add_process_arguments(parser)
     add_scheduling_arguments(parser)

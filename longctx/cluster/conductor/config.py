@@ -50,12 +50,10 @@ class ConductorConfig:
       priority_step: by how much each step of a request's priority raises the limit.
       decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
       defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
+      roles: when instances change between prefill and decode by load; None: never.
       swap_above, swap_below: an instance that has more blocks in a tier than the one share of what fits there swaps
         cold ones out, until it is at the other.
       swap_seconds: blocks that nobody has used for so long are cold.
-      roles: when instances change between prefill and decode by load; None: never.
-      swap_above, swap_below: an instance whose share of full cache blocks is above the one drops cold blocks until it
-        is at the other.
       seed: of random choices.
 
     Raises:

@@ -15,11 +15,13 @@ class Launched(NamedTuple):
     Attributes:
       name: no other one has it.
       command: see `MakeCommand`.
+      files: that the command names, such as secrets, which have to be where it runs.
     """
 
     name: str
     role: Role
     command: MakeCommand
+    files: tuple[str, ...] = ()
 
 
 class Address(NamedTuple):
@@ -30,8 +32,18 @@ class Address(NamedTuple):
     url: str
 
 
+Moved = Callable[[Address], object]
+"""Is called with an instance that has been started again at another address; from any thread."""
+
+
 class Launcher(Protocol):
-    """Starts instances, and starts again those that end."""
+    """Starts instances, and starts again those that end.
+
+    Attributes:
+      moved: see `Moved`.
+    """
+
+    moved: Moved
 
     def start(self) -> list[Address]:
         """Start all; it returns before they are ready. RuntimeError: they can't be started."""

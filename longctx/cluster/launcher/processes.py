@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Sequence
 
-from longctx.cluster.launcher.launched import Address, Launched
+from longctx.cluster.launcher.launched import Address, Launched, Moved
 from longctx.cluster.launcher.supervised import Supervised
 
 _HOST = "127.0.0.1"
@@ -13,16 +13,20 @@ class ProcessLauncher:
     """Starts instances as processes of this machine; a `Launcher`.
 
     Each has the same port whenever it is started again. They end with this process, however that ends.
+
+    Args:
+      others: that run already.
     """
 
-    def __init__(self, instances: Sequence[Launched]) -> None:
-        self._instances = list(instances)
+    def __init__(self, instances: Sequence[Launched], others: Sequence[Address] = ()) -> None:
+        self._instances, self._others = list(instances), list(others)
         self._ports = [_reserve() for _ in instances]
+        self.moved: Moved = lambda address: None  # they never do
         self.processes: dict[str, Supervised] = {}
 
     def start(self) -> list[Address]:
         """Start all; it returns before they are ready."""
-        addresses = []
+        addresses = [*self._others]
         for each, (_, port) in zip(self._instances, self._ports, strict=True):
             process = self.processes[each.name] = Supervised(each.name, each.command(_HOST, port, (_HOST,)))
             process.start()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from longctx.cluster.launcher.launched import Address
+from longctx.cluster.launcher.launched import Address, Moved
 
 
 class StaticLauncher:
@@ -12,6 +12,7 @@ class StaticLauncher:
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self._addresses = list(addresses)
+        self.moved: Moved = lambda address: None
 
     def start(self) -> list[Address]:
         """Where they are."""

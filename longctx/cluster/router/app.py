@@ -3,6 +3,8 @@
 from fastapi import FastAPI
 
 from longctx.cluster.router.routes.cluster import cluster_router
+from longctx.cluster.router.routes.loads import loads_router
+from longctx.cluster.router.routes.page import cluster_page_router
 from longctx.cluster.router.schemas import InstanceBody, RegisterBody, RoleBody
 from longctx.cluster.router.server import RouterServer
 from longctx.serving.server.app import COMMON_BODIES, app_of
@@ -10,4 +12,5 @@ from longctx.serving.server.app import COMMON_BODIES, app_of
 
 def make_router_app(server: RouterServer) -> FastAPI:
     """The app."""
-    return app_of(server, [cluster_router(server)], [*COMMON_BODIES, InstanceBody, RegisterBody, RoleBody])
+    routers = [cluster_router(server), loads_router(server), cluster_page_router(server)]
+    return app_of(server, routers, [*COMMON_BODIES, InstanceBody, RegisterBody, RoleBody])

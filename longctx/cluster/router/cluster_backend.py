@@ -40,16 +40,22 @@ class ClusterBackend:
         conductor: Conductor,
         instances: Instances,
         vocab_size: int,
+        max_length: int,
         failures: dict[str, ApiError],
         flush: Callable[[], object],
     ) -> None:
-        self.stats = RouterStats()
+        self.stats = RouterStats(max_length)
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._routing = Routing(
             conductor, instances, self.stats, vocab_size, time.monotonic, failures, flush, self._note_end
         )
         self._requests: dict[str, tuple[RoutedRequest, asyncio.Task[None]]] = {}
         self._ids = map("request-{}".format, itertools.count())
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have had a token."""
+        return sum(routed.has_tokens for routed, _ in self._requests.values())
 
     @property
     def num_requests(self) -> int:
@@ -107,6 +113,7 @@ class ClusterBackend:
             task.exception()
 
     def _note_end(self, output: Output, prepared: PreparedRequest) -> None:
+        self.stats.note_end(output, prepared.request)
         for call in self.on_end:
             call(output, prepared.request)
 

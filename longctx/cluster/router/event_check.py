@@ -31,6 +31,8 @@ class EventCheck:
             return
         if end.reason == "length" and had != sampling.max_tokens:
             raise RelayBroken(f"it ends after {had} tokens of {sampling.max_tokens}, by length")
+        if not 0 <= end.cached_tokens <= self._num_prompt + had:
+            raise RelayBroken(f"it says that {end.cached_tokens} tokens of {self._num_prompt + had} were cached")
         if had == 0:
             raise RelayBroken("it ends a completion without a token")
         if sampling.prompt_logprobs is not None and entry.index == 0:

@@ -75,7 +75,6 @@ class ServerInfo(msgspec.Struct):
     keys: str | None
     kv_transfer: KvTransferInfo
     kv_events: KvEventsInfo | None = None
-    kv_bandwidth: float | None = None
 
 
 class LoadInfo(msgspec.Struct):

@@ -1,7 +1,7 @@
 """`Instances`: watches the instances of a cluster, and tells the conductor who joins, drains and is lost.
 
-Each is looked at every quarter of a second. One that is not there any more is removed, and joins again by itself when
-it is back; one that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
+Each is looked at several times a second. One that is gone is removed, and joins again by itself when it is back; one
+that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ from longctx.cluster.router.kv_feed import KvFeed
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
 MAX_SKEW = 10.0
 """Seconds that clocks of instances may differ from the router's."""
 
@@ -39,7 +38,7 @@ class Instances:
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
       vocab_size: of the model.
-      bandwidth: bytes per second at which an instance sends pages, where it does not say.
+      bandwidth, latency, look_seconds: see `RouterSettings`.
       lost: is called with an instance that is a member no more.
     """
 
@@ -52,11 +51,13 @@ class Instances:
         keys: str | None,
         vocab_size: int,
         bandwidth: float,
+        latency: float = 0.0,
+        look_seconds: float = 0.25,
         lost: Callable[[Instance], object] = lambda instance: None,
     ) -> None:
         self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
-        self._vocab_size = vocab_size
+        self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._http = httpx.AsyncClient(
@@ -162,7 +163,7 @@ class Instances:
             except Exception as error:
                 logger.exception("the router could not look at %s", instance.name)
                 self.exclude(instance, f"the router could not look at it: {type(error).__name__}")
-            await asyncio.sleep(LOOK_SECONDS if instance.is_member else _PAUSE * min(1.0, count / 8))
+            await asyncio.sleep(self._look_seconds if instance.is_member else _PAUSE * min(1.0, count / 8))
 
     async def _join(self, instance: Instance) -> None:
         """Let an instance in that answers as it should."""
@@ -184,7 +185,8 @@ class Instances:
             block_size=info.page_size,
             decode_tokens=info.max_total_num_tokens,
             max_running=info.max_running,
-            bandwidth=info.kv_bandwidth or self._bandwidth,
+            bandwidth=self._bandwidth,
+            latency=self._latency,
             fingerprint=info.kv_transfer.fingerprint,
         )
         try:

@@ -28,11 +28,14 @@ def rejected(rejection: Rejection) -> ApiError:
         parts.append(f"the load is {rejection.load:.2f} of what the SLO allows")
     if rejection.stage == "decode":
         parts.append("its prompt was read in vain")
-    retry_after = min(max(rejection.retry_after, _LEAST), _MOST)
-    return refused(rejection.bound, "; ".join(parts), retry_after)
+    if math.isinf(rejection.retry_after) and rejection.bound != "no_instance":
+        error = refused(rejection.bound, "; ".join(parts), None)
+        error.headers["x-should-retry"] = "false"  # never, as far as is known
+        return error
+    return refused(rejection.bound, "; ".join(parts), min(max(rejection.retry_after, _LEAST), _MOST))
 
 
-def refused(bound: str, message: str, retry_after: float = 1.0) -> ApiError:
+def refused(bound: str, message: str, retry_after: float | None = 1.0) -> ApiError:
     """The answer to a request that could be served at another time."""
     headers = {DROPPED: bound}
     if bound in ("no_instance", "instances_failed", "draining"):

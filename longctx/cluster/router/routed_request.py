@@ -37,7 +37,8 @@ MOST_ATTEMPTS = 8
 PATIENCE = 30.0
 """Seconds for which a request that has begun waits for an instance that can go on with it."""
 
-_PAUSE = 0.25  # seconds between two attempts to place it, where nobody can take it
+_LEAST_PAUSE, _PAUSE = 0.01, 0.25  # seconds between two attempts to place it, where nobody can take it
+_LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
 
 
@@ -83,7 +84,8 @@ class RoutedRequest:
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
         self._check = EventCheck(prepared, routing.vocab_size)
         self._excluded: set[str] = set()
-        self._last_token: float | None = None
+        self._last_token: dict[int, float] = {}
+        self._attempts = 0
         self.assignment: Assignment | None = None
 
     @property
@@ -98,11 +100,11 @@ class RoutedRequest:
           decision: the first one.
         """
         routing, name = self._routing, self._request.request_id
-        attempts, problem = 0, ""
+        problem = ""
         try:
-            while attempts < MOST_ATTEMPTS:
+            while self._attempts < MOST_ATTEMPTS:
                 assignment = await self._placed(decision, problem)
-                attempts += 1
+                self._attempts += 1
                 instance = routing.instances.by_name[assignment.decode]
                 problem = await self._try(instance, assignment)
                 if not self._relayed.open:
@@ -112,7 +114,7 @@ class RoutedRequest:
                 routing.stats.retries += 1
                 logger.warning("longctx: request %s leaves %s: %s", name, instance.name, problem)
                 decision = self._assign()
-            message = f"{attempts} instances failed one after the other, the last one: {problem}"
+            message = f"{self._attempts} instances failed one after the other, the last one: {problem}"
             raise refused("instances_failed", message)
         except ApiError as error:
             self.end("error", error)
@@ -133,29 +135,30 @@ class RoutedRequest:
             now, text = self._routing.clock(), None if error is None else error.message
             self._tell([self._relayed.end(index, reason, now, text) for index in sorted(self._relayed.open)])
 
-    def _assign(self) -> Decision:
+    def _assign(self, waited: float = 0.0) -> Decision:
         routing = self._routing
-        return routing.conductor.assign(
-            self._request, routing.clock(), frozenset(self._excluded), self._relayed.num_tokens
-        )
+        # One that was let in before is not rejected by load.
+        generated = max(self._relayed.num_tokens, 1) if self._attempts else 0
+        return routing.conductor.assign(self._request, routing.clock(), frozenset(self._excluded), generated, waited)
 
     async def _placed(self, decision: Decision, problem: str) -> Assignment:
-        """Wait until there is a place. ApiError: there is none for too long."""
+        """Wait until there is a place. ApiError: there is none, or not for too long."""
         routing = self._routing
         since = routing.clock()
         while isinstance(decision, Rejection):
             waited = routing.clock() - since
-            if self._excluded and decision.bound in ("no_instance", "memory"):
+            if self._attempts:
+                if waited >= PATIENCE:
+                    raise refused("instances_failed", f"nobody could go on with it for {PATIENCE:.0f} s: {problem}")
                 self._excluded.clear()  # those that refused may have room again
-            elif decision.is_deferred and waited < routing.conductor.config.defer_seconds:
-                pass
-            elif not (self.has_tokens or problem) or waited >= PATIENCE:
+            elif not decision.is_deferred:
                 routing.stats.note_rejection(decision)
-                raise rejected(decision) if not problem else refused("instances_failed", problem)
-            await asyncio.sleep(min(max(decision.retry_after, 0.01), _PAUSE))
-            decision = self._assign()
+                raise rejected(decision)
+            pause = decision.retry_after if decision.is_deferred else _PAUSE
+            await asyncio.sleep(min(max(pause, _LEAST_PAUSE), _PAUSE))
+            decision = self._assign(routing.clock() - since)
         self.assignment = decision
-        routing.stats.note_assignment(decision, self._request, is_again=bool(problem))
+        routing.stats.note_assignment(decision, self._request, is_again=self._attempts > 0)
         return decision
 
     async def _try(self, instance: Instance, assignment: Assignment) -> str:
@@ -218,29 +221,42 @@ class RoutedRequest:
             if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
                 raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
             self._check.check(entry, relayed)
+            if end is not None:
+                self._note_cached(end.cached_tokens)
             event = relayed.read(entry, now)
             if event is not None:
                 events.append(event)
         if not events:
             return
-        self._note_tokens(relayed.num_tokens - had, now, is_first=had == 0)
+        self._note_tokens(events, now, is_first=had == 0)
         self._tell(events)
         if not relayed.open:
             routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
 
-    def _note_tokens(self, count: int, now: float, is_first: bool) -> None:
+    def _note_cached(self, cached: int) -> None:
+        """Tokens of the prompt that were found, or loaded: but not those that the prefill instance has computed."""
+        placed = self.assignment
+        if self._relayed.cached_tokens is None and placed is not None:
+            is_apart = placed.prefill != placed.decode
+            most = placed.cached if is_apart else len(self._prepared.tokens)
+            self._relayed.cached_tokens = min(cached, most)
+
+    def _note_tokens(self, events: list[Event], now: float, is_first: bool) -> None:
         """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
-        routing = self._routing
-        if not count:
-            return
-        if self._last_token is not None:
-            routing.stats.gaps.observe(now - self._last_token, count)
-        self._last_token = now
-        if is_first:
-            routing.stats.ttft.observe(now - self._arrival)
+        routing, stats = self._routing, self._routing.stats
+        with_tokens = [event for event in events if event.token_ids]
+        stats.output_tokens += len(with_tokens)
+        for event in with_tokens:
+            if event.index in self._last_token:
+                stats.note_gap(now - self._last_token[event.index])
+            self._last_token[event.index] = now
+        if is_first and with_tokens:
+            placed = self.assignment
+            predicted = placed.ttft if placed is not None and self._attempts == 1 else None
+            stats.note_first(now - self._arrival, predicted)
             rejection = routing.conductor.prefilled(self._request.request_id, now)
             if rejection is not None:
-                routing.stats.note_rejection(rejection)
+                stats.note_rejection(rejection)
                 raise rejected(rejection)
 
     def _tell(self, events: list[Event]) -> None:
@@ -256,10 +272,18 @@ class RoutedRequest:
             self._prepared.request,
             prompt=self._prepared.tokens.tolist(),
             request_id=None,
-            ttft_deadline=None,
+            ttft_deadline=self._time_left(),
         )
         body = {"request": request, "kv_transfer_params": {"handoff": self._relayed.handoff().to_dict()}}
         return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
+
+    def _time_left(self) -> float | None:
+        """Seconds within which the first token is wanted; None: nobody said so, or it is there, or too late."""
+        deadline = self._prepared.request.ttft_deadline
+        if deadline is None or self.has_tokens:
+            return None
+        left = deadline - (self._routing.clock() - self._arrival)
+        return left if left > _LEAST_TIME else None
 
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
         """Who reads the prompt, and who has its beginning."""

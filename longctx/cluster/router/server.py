@@ -1,12 +1,16 @@
 """`RouterServer`: serves the instances of a cluster to the app of one event loop, as `Server` does an engine."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import httpx
+
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
@@ -48,13 +52,16 @@ class RouterSettings(NamedTuple):
 
     Attributes:
       instance_key: of an administrator of the instances; None: they need none.
-      bandwidth: bytes per second at which an instance sends pages, where it does not say.
+      bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
+      look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
     """
 
     instance_key: str | None = None
     bandwidth: float = 1e9
+    latency: float = 0.0
+    look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
 
@@ -68,6 +75,7 @@ class RouterServer(Frontend):
       model_names: by which clients may call the model; the first one is in the answers.
       members: that it watches from the start; others register.
       chat_template: instead of the tokenizer's own.
+      audit: observes the conductor's decisions.
     """
 
     def __init__(
@@ -81,9 +89,10 @@ class RouterServer(Frontend):
         settings: ServerSettings | None = None,
         router: RouterSettings | None = None,
         chat_template: ChatTemplate | None = None,
+        audit: ShadowAudit | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
-        self._model, self._config, self._router, self._members = model, config, router, tuple(members)
+        self.model, self._config, self._router, self._members = model, config, router, tuple(members)
         self._max_length = config.longest_sequence(model.max_positions)
         page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
         chat_format = ChatFormat(tokenizer, chat_template)
@@ -103,7 +112,8 @@ class RouterServer(Frontend):
             model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
         )
         self.index = PrefixIndex()
-        self.conductor = Conductor(conductor, self.index)
+        self.audit = audit
+        self.conductor = Conductor(conductor, self.index, audit)
         self.feed = KvFeed(self.index)
         self.instances = Instances(
             self.conductor,
@@ -113,10 +123,20 @@ class RouterServer(Frontend):
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
             router.bandwidth,
+            router.latency,
+            router.look_seconds,
         )
-        self.cluster = ClusterBackend(self.conductor, self.instances, model.vocab_size, self.failures, self._flush)
+        self.cluster = ClusterBackend(
+            self.conductor, self.instances, model.vocab_size, self._max_length, self.failures, self._flush
+        )
         self.metrics: RouterMetrics = RouterMetrics(router.metrics_prefix, self)
         self._upkeep: asyncio.Task[None] | None = None
+
+    @property
+    def policy_name(self) -> str:
+        """Of the conductor."""
+        policy = self.conductor.config.policy
+        return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
 
     # What `Frontend` asks.
 
@@ -134,7 +154,7 @@ class RouterServer(Frontend):
 
     @property
     def vocab_size(self) -> int:
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     def now(self) -> float:
         return time.monotonic()
@@ -177,3 +197,24 @@ class RouterServer(Frontend):
         """Change roles by load, and have cold blocks taken out, where the conductor says so."""
         while True:
             await asyncio.sleep(_UPKEEP_SECONDS)
+            try:
+                self._change_role()
+                await self._swap()
+            except Exception:
+                logger.exception("the router's upkeep failed")
+
+    def _change_role(self) -> None:
+        change = self.conductor.role_change(self.now())
+        instance = None if change is None else self.instances.by_name.get(change.instance)
+        if change is not None and instance is not None:
+            logger.info("longctx: %s becomes %s, by load", instance.name, change.role)
+            self.instances.set_role(instance, change.role)
+            self.cluster.stats.role_changes += 1
+
+    async def _swap(self) -> None:
+        for swap in self.conductor.swaps(self.now()):
+            instance = self.instances.by_name.get(swap.instance)
+            if instance is not None and instance.is_member:
+                with contextlib.suppress(httpx.HTTPError):
+                    await instance.client.swap(swap.keys.tolist(), swap.tier)
+                    self.cluster.stats.swapped_blocks += len(swap.keys)

@@ -15,7 +15,7 @@ from longctx.serving.server.kv_events import KvEvents
 from longctx.serving.server.kv_publisher import KvPublisher, is_public
 from longctx.serving.server.kv_snapshot import KvSnapshot
 from longctx.serving.server.prometheus import ServerMetrics
-from longctx.serving.validation import check_text
+from longctx.serving.server.rendered_metrics import check_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,7 @@ class ObserverSettings:
     otlp: str | None = None
 
     def __post_init__(self) -> None:
-        prefix = check_text("metrics_prefix", self.metrics_prefix)
-        if not (prefix.isascii() and prefix.isidentifier()):
-            raise ValueError(f"metrics_prefix must be of letters, digits and underscores, got {prefix!r}")
+        check_prefix(self.metrics_prefix)
         if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
             raise ValueError("kv_events_replay and kv_events_topic need kv_events")
         if self.log_prompts and self.log_format is None:

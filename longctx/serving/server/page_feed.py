@@ -9,6 +9,7 @@ some, and costs nothing more. Messages hold no prompt and no answer: of a reques
 import asyncio
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Protocol
@@ -45,28 +46,20 @@ def short_id(request_id: str) -> str:
     return request_id[:ID_LENGTH]
 
 
-class PageFeed:
-    """Messages for all viewers of one engine; `observe_*` may be called in any thread, the rest in one event loop."""
+class PageFeed(ABC):
+    """Messages for all viewers of one page; `observe_end` may be called in any thread, the rest in one event loop."""
 
-    def __init__(self, thread: Watched, interval: float = INTERVAL) -> None:
-        self._thread, self._interval = thread, interval
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
         self._lock = threading.Lock()  # held for a few list operations only
-        self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
         self._outputs: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._num_outputs = 0
-        self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
         self._told_step, self._told_output = -1, 0
-        self._told_load: Load | None = None
         self._messages: deque[tuple[int, str]] = deque(maxlen=BUFFERED)
         self._num_messages = 0
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.num_viewers = 0
-
-    def observe_step(self, report: StepReport) -> None:
-        """An observer of an engine's thread."""
-        with self._lock:
-            self._steps.append(report)
 
     def observe_end(self, output: Output, request: Request) -> None:
         """An observer of an engine's thread: a completion has ended."""
@@ -118,6 +111,34 @@ class PageFeed:
                 self._news.set()  # wakes those that wait
                 self._news = asyncio.Event()
 
+    @abstractmethod
+    def _has_news(self) -> bool:
+        """Whether something has come since the last message."""
+
+    @abstractmethod
+    def _skip_to_now(self) -> None:
+        """All that has come has been told."""
+
+    @abstractmethod
+    def _message(self, after_step: int, after_output: int, num_steps: int) -> str:
+        """A message of what came after a step and an output, in their order."""
+
+
+class EngineFeed(PageFeed):
+    """Of one engine; `observe_step` may be called in any thread, too."""
+
+    def __init__(self, thread: Watched, interval: float = INTERVAL) -> None:
+        super().__init__(interval)
+        self._thread = thread
+        self._steps: deque[StepReport] = deque(maxlen=STEPS_KEPT)
+        self._reading: dict[str, None] = {}  # ids of requests whose prompts are being read, oldest first
+        self._told_load: Load | None = None
+
+    def observe_step(self, report: StepReport) -> None:
+        """An observer of an engine's thread."""
+        with self._lock:
+            self._steps.append(report)
+
     def _has_news(self) -> bool:
         with self._lock:
             is_newer = bool(self._steps) and self._steps[-1].metrics.number > self._told_step
@@ -140,7 +161,7 @@ class PageFeed:
                 "steps": [_step(report) for report in steps[-num_steps:]],
                 "skipped": max(0, len(steps) - num_steps),
                 "reading": self._progress(steps),
-                "ended": [_output(number, output) for number, output in outputs],
+                "ended": [describe_output(number, output) for number, output in outputs],
             },
             separators=(",", ":"),
         )
@@ -190,7 +211,8 @@ def _step(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _output(number: int, output: Output) -> dict[str, Any]:
+def describe_output(number: int, output: Output) -> dict[str, Any]:
+    """A completion that has ended, as JSON."""
     metrics = output.metrics
     return {
         "number": number,

@@ -4,11 +4,9 @@ What vLLM exports too has its names, labels and buckets, so that dashboards, llm
 extension read it with `prefix="vllm"`. What others don't have is always `longctx:`.
 """
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -19,12 +17,12 @@ from longctx.serving.request.request import Request
 from longctx.serving.server import series
 from longctx.serving.server.kv_metrics import CacheCounts, TransferCounts
 from longctx.serving.server.own_metrics import OwnMetrics
+from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
 from longctx.serving.server.series import Histogram, counter, counters, gauge, one_two_five
 from longctx.serving.validation import check_text
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-_INTERVAL = 0.25  # seconds between renderings: scrapers come every 50 ms, and rendering takes milliseconds
 _REASONS: dict[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
@@ -34,7 +32,7 @@ _REASONS: dict[FinishReason, str] = {
 }
 
 
-class ServerMetrics:
+class ServerMetrics(RenderedMetrics):
     """Counts what an engine's thread does from now on, and renders it.
 
     Args:
@@ -47,19 +45,13 @@ class ServerMetrics:
     """
 
     def __init__(self, prefix: str, thread: EngineThread, model_name: str) -> None:
-        check_text("metrics_prefix", prefix)
-        if not (prefix.isascii() and prefix.isidentifier()):
-            raise ValueError(f"metrics_prefix must be of letters, digits and underscores, got {prefix!r}")
+        check_prefix(prefix)
         self._prefix, self._thread = prefix, thread
         self._labels = {"model_name": check_text("model_name", model_name), "engine": "0"}
         self._histograms = _histograms(thread.engine.max_length)
         self._ends = dict.fromkeys(_REASONS.values(), 0)
         self._own = OwnMetrics(thread, self._labels)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        self._rendering = threading.Lock()
-        self._text, self._rendered = generate_latest(self._registry), time.monotonic()
+        self._register()
         thread.on_step.append(self.observe_step)
         thread.on_end.append(self.observe_request)
 
@@ -106,15 +98,6 @@ class ServerMetrics:
     def observe_caches(self, caches: CacheCounts) -> None:
         """Documents are kept; how many, and of how many tokens."""
         self._own.kv.caches = caches
-
-    def render(self) -> bytes:
-        """Prometheus's text, of `CONTENT_TYPE`, at most a quarter of a second old."""
-        if time.monotonic() - self._rendered >= _INTERVAL and self._rendering.acquire(blocking=False):
-            try:
-                self._text, self._rendered = generate_latest(self._registry), time.monotonic()
-            finally:
-                self._rendering.release()
-        return self._text
 
     def collect(self) -> Iterator[Metric]:
         """All families, for `prometheus_client`."""

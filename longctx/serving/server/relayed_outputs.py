@@ -22,11 +22,13 @@ class RelayedOutputs:
 
     Attributes:
       open: of them, those that have not ended.
+      cached_tokens: of the prompt, for the outputs' metrics; None: what they say already.
     """
 
     def __init__(self, outputs: Sequence[Output], open_: set[int]) -> None:
         self._outputs = {output.index: _copied(output) for output in outputs}
         self.open = open_
+        self.cached_tokens: int | None = None
         self._repeated: dict[int, int] = {}
         self.expect_again()
 
@@ -91,7 +93,10 @@ class RelayedOutputs:
             if tokens[0] != self._outputs[index].token_ids[-self._repeated[index]]:
                 raise RelayBroken("it does not repeat the tokens that it was given")
             self._repeated[index] -= 1
-            return None
+            if entry.end is None or self._repeated[index] or index not in self.open:
+                return None
+            # Whoever sent the last token has not said that it was the last.
+            entry, tokens = EventLine(index, (), "", (), entry.end), ()
         if index not in self.open:
             return None
         end = entry.end
@@ -127,6 +132,8 @@ class RelayedOutputs:
         if tokens:
             metrics.note_token(now)
         metrics = dataclasses.replace(metrics, output_tokens=len(output.token_ids), finished=now)
+        if self.cached_tokens is not None:
+            metrics.cached_tokens = self.cached_tokens
         output = dataclasses.replace(
             output, text=output.text + text, finish_reason=reason, error=error, metrics=metrics, lease=None
         )

@@ -7,7 +7,8 @@ thread writes a series; whoever reads it makes families of it, which `prometheus
 import itertools
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -91,6 +92,21 @@ def counters(name: str, help: str, labels: Mapping[str, str], label: str, values
     """The family of a counter for each value of one more label; none where `label` is empty."""
     family = CounterMetricFamily(name, help, labels=[*labels, label] if label else list(labels))
     return _filled(family, labels, label, values)
+
+
+def table(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    help: str,
+    labels: Mapping[str, str],
+    columns: Sequence[str],
+    rows: Mapping[Any, float],
+) -> Metric:
+    """The family of counters or gauges with several more labels, whose values are the tuples of `rows`."""
+    family = kind(name, help, labels=[*labels, *columns])
+    for own, value in tuple(rows.items()):
+        family.add_metric([*labels.values(), *own], value)
+    return family
 
 
 def _filled(

@@ -146,6 +146,11 @@ class Server(Frontend):
         return self.warmed.done() and self.warmed.exception() is None
 
     @property
+    def is_open(self) -> bool:
+        """Whether requests are taken now."""
+        return self.is_warm and not self.is_draining and not self.has_failed
+
+    @property
     def not_ready(self) -> ApiError:
         if self.warmed.done():
             return ApiError(500, "the engine could not be started", code="engine_error")

@@ -6,14 +6,13 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.conductor.instance import Role
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.active_request import ActiveRequest
 from longctx.simulation.cluster.changes import Change
-from longctx.simulation.cluster.cluster_instance import ClusterInstance
-from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, Placed, Rejected
+from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, Placed, Rejected, RoleAt
 from longctx.simulation.cluster.core import ClusterCore
-from longctx.simulation.cluster.node import Node, block_keys
+from longctx.simulation.cluster.node import Node
 from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.instance.tokenless import PageKeys
@@ -27,6 +26,7 @@ class ClusterRun:
     """The events of one workload.
 
     Attributes:
+      nodes: the instances, by name.
       start: of the workload, by the loop.
     """
 
@@ -35,12 +35,11 @@ class ClusterRun:
         nodes: dict[str, Node],
         loop: EventLoop,
         conductor: Conductor,
-        index: PrefixIndex,
         settings: ClusterSettings,
         seed: int,
         priority: Priority | None,
     ) -> None:
-        self._nodes, self.loop, self.conductor, self._index = nodes, loop, conductor, index
+        self.nodes, self.loop, self.conductor = nodes, loop, conductor
         self.settings, self._seed, self._priority = settings, seed, priority
         self.record, self.start = ClusterRecord(), loop.now
         self._active: dict[str, ActiveRequest] = {}
@@ -78,7 +77,7 @@ class ClusterRun:
             active.abort()
             ttft = None if active.metrics.first_token is None else active.metrics.first_token - self.start - active.due
             record.open.append(Open(active.due, active.metrics, ttft, active.request.number))
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             for core in node.lives:
                 stats = core.stats
                 record.instances.append(InstanceRecord(core.name, core.num_devices, core.totals, core.steps, stats))
@@ -89,12 +88,9 @@ class ClusterRun:
 
     def core(self, name: str) -> ClusterCore:
         """The core of an instance that lives."""
-        core = self._nodes[name].core
+        core = self.nodes[name].core
         assert core is not None, f"{name} is dead"
         return core
-
-    def instance(self, name: str) -> ClusterInstance:
-        return self._nodes[name].spec
 
     def wait_for_instance(self, active: ActiveRequest) -> None:
         """It is assigned when an instance comes."""
@@ -138,30 +134,34 @@ class ClusterRun:
         keys: list[Key] = []
         PageKeys(request, self._page_size, self._seed).extend(keys, request.prompt_tokens)
         priority = 0 if self._priority is None else self._priority(request)
-        active = ActiveRequest(self, request, f"request-{order}", due, block_keys(keys), priority)
+        active = ActiveRequest(self, request, f"request-{order}", due, keys, priority)
         self._active[active.request_id] = active
         active.assign()
 
     def _change(self, change: Change) -> None:
-        node, conductor, now = self._nodes[change.instance], self.conductor, self.loop.now
+        node, conductor, now = self.nodes[change.instance], self.conductor, self.loop.now
         match change.action:
             case "kill" if node.core is not None:
                 self._kill(node)
             case "join" if node.core is None:
-                node.join(conductor, node.role)
+                node.join(conductor)
             case "drain" if node.core is not None:
                 conductor.drain(change.instance, now)
             case "restore" if node.core is not None:
                 conductor.restore(change.instance, now)
             case "prefill" | "decode" | "both":
-                node.role = change.action
-                if node.core is not None:
-                    conductor.set_role(change.instance, change.action, now)
+                self._set_role(node, change.action)
             case _:
                 return  # it is so already
         stranded, self._stranded = self._stranded, []
         for active in stranded:
             active.assign()
+
+    def _set_role(self, node: Node, role: Role) -> None:
+        node.role = role
+        self.record.roles.append(RoleAt(self.loop.now - self.start, node.spec.name, role))
+        if node.core is not None:
+            self.conductor.set_role(node.spec.name, role, self.loop.now)
 
     def _kill(self, node: Node) -> None:
         name, conductor, now = node.spec.name, self.conductor, self.loop.now
@@ -171,9 +171,8 @@ class ClusterRun:
         node.kill()
         removed = set(conductor.remove(name, now))
         for active in lost:
-            if active.request_id not in removed:  # its pages had not left yet
+            if active.request_id not in removed:  # it decodes already, by the conductor, but its pages had not left
                 conductor.cancelled(active.request_id, now)
-        assert removed <= {active.request_id for active in lost}
         self.record.num_reassigned += len(lost)
         for active in lost:
             active.assign()
@@ -181,11 +180,16 @@ class ClusterRun:
     def _tick(self) -> None:
         """Instances report, and the loads are noted, as long as anything can happen."""
         now = self.loop.now
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.report(self.conductor)
-        if hasattr(self.conductor, "loads"):
-            loads = self.conductor.loads(now)
-            self.record.loads.append(LoadPoint(now - self.start, loads.prefill, loads.decode))
+        loads = self.conductor.loads(now)
+        self.record.loads.append(LoadPoint(now - self.start, loads.prefill, loads.decode))
+        change = self.conductor.role_change(now)
+        if change is not None:
+            self._set_role(self.nodes[change.instance], change.role)
+        if self.settings.swaps:
+            for swap in self.conductor.swaps(now):
+                self.nodes[swap.instance].swap_out(swap.keys)
         if self._num_coming or len(self._active) > len(self._stranded):
             self.loop.at(now + self.settings.report_seconds, self._tick)
 

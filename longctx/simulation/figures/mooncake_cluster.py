@@ -8,25 +8,20 @@ the requests of an instance, in the devices' memory.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Any
 
 import numpy as np
 
-from longctx.cluster.conductor.config import ConductorConfig
-from longctx.serving.config import EngineConfig
-from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.simulation.cluster.cluster_instance import ClusterInstance
+from longctx.cluster.conductor.config import Admission, ConductorConfig
+from longctx.simulation.cluster import ClusterDeployment
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
-from longctx.simulation.figures.mooncake_runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth, predict
-from longctx.simulation.utilization import max_tokens
-from longctx.simulation.workloads import TRACE_BLOCK, WorkloadRequest
+from longctx.simulation.figures.mooncake_runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth
+from longctx.simulation.workloads import WorkloadRequest
 
 TTFT, TPOT = 30.0, 0.1  # seconds, the SLOs of figure 11
 HOST_BYTES = 10**12  # of a host's memory that keeps pages of prefixes
-LONGEST = 2**18  # tokens of the longest prompt that a coupled instance computes at once
-MAX_RUNNING = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +29,9 @@ class Outcome:
     """What a run came to; arrays are of the requests that completed: `[completed]`.
 
     Attributes:
-      due, ttft, tpot, gap: seconds: when it came, to its first token, per token after it on average, and the longest
-        between two of its tokens. tpot and gap of a request with one token are 0.
+      due, ttft: seconds: when it came, and from then to its first token.
+      tpot, tbt: seconds between its tokens: their mean, and that of the longest tenth of them, which is FAST'25's TBT;
+        0 if it has one token.
       prompt, cached: tokens.
       came: requests in all.
       rejected: before each stage.
@@ -47,7 +43,7 @@ class Outcome:
     due: np.ndarray
     ttft: np.ndarray
     tpot: np.ndarray
-    gap: np.ndarray
+    tbt: np.ndarray
     prompt: np.ndarray
     cached: np.ndarray
     came: int
@@ -60,7 +56,7 @@ class Outcome:
     def of(cls, record: ClusterRecord, came: int) -> "Outcome":
         """Of a record of so many requests."""
 
-        def column(values: Any) -> np.ndarray:
+        def column(values: Iterable[object]) -> np.ndarray:
             return np.array(list(values), float)
 
         served, stages = record.served, [each.stage for each in record.rejected]
@@ -68,7 +64,7 @@ class Outcome:
             column(x.due for x in served),
             column(x.ttft for x in served),
             column(x.tpot or 0.0 for x in served),
-            column(x.metrics.longest_gap for x in served),
+            column(x.tbt or 0.0 for x in record.placed),
             column(x.metrics.prompt_tokens for x in served),
             column(x.metrics.cached_tokens for x in served),
             came,
@@ -83,39 +79,36 @@ class Outcome:
         """The share of the prompts' tokens that had been computed before."""
         return float(self.cached.sum() / max(1.0, self.prompt.sum()))
 
-    def good(self, ttft: float, tpot: float) -> float:
-        """Goodput: of all requests the share that completed within both SLOs."""
-        return float(((self.ttft <= ttft) & (self.tpot <= tpot)).sum() / self.came)
+    def good(self, ttft: float, tbt: float) -> float:
+        """Goodput: of all requests the share that completed with both TTFT and mean TBT in time."""
+        return float(((self.ttft <= ttft) & (self.tpot <= tbt)).sum() / self.came)
+
+    def waits(self) -> np.ndarray:
+        """TTFT of all requests, infinite of those that were rejected; `[came]`."""
+        return np.concatenate([self.ttft, np.full(self.came - len(self.ttft), np.inf)])
 
 
-def instances(shape: str, single: bool = False) -> list[ClusterInstance]:
-    """The instances of a cluster such as "3P+1D", or "4M": coupled ones.
+def deployment(shape: str, config: ConductorConfig, single: bool = False) -> ClusterDeployment:
+    """A cluster such as "3P+1D", or "4M": coupled instances.
 
     Args:
-      single: coupled ones serve one request at a time (7.1.2).
+      single: coupled instances serve one request at a time (7.1.2).
     """
-    found = []
-    for part in shape.split("+"):
-        count, kind = int(part[:-1]), part[-1]
-        role = {"P": "prefill", "D": "decode", "M": "both"}[kind]
-        budget = LONGEST if kind == "M" else CHUNK
-        config = EngineConfig(
-            page_size=TRACE_BLOCK,
-            num_pages=max_tokens(MODEL, PLAN, TOPOLOGY.device, CHUNK) // TRACE_BLOCK,
-            max_running=1 if single and kind == "M" else MAX_RUNNING,
-            token_budget=budget,
-            policy="fcfs",
-            run_ahead=1,
-            tiers=TierConfig(host_bytes=HOST_BYTES) if kind == "P" else None,
-        )
-        link = TOPOLOGY.link("context")
-        found += [
-            ClusterInstance(
-                f"{role}-{number}", role, MODEL, config, predict(budget), PLAN, TOPOLOGY, host_bandwidth(), link.latency
-            )
-            for number in range(count)
-        ]  # fmt: skip
-    return found
+    counts = {part[-1]: int(part[:-1]) for part in shape.split("+")}
+    return ClusterDeployment(
+        MODEL,
+        TOPOLOGY,
+        PLAN,
+        prefill=counts.get("P", 0),
+        decode=counts.get("D", 0),
+        coupled=counts.get("M", 0),
+        config=config,
+        chunk=CHUNK,
+        max_running=1 if single and "M" in counts else 256,
+        host_bytes=HOST_BYTES,
+        bandwidth=host_bandwidth(),
+        latency=TOPOLOGY.link("context").latency,
+    )
 
 
 def serve(
@@ -123,22 +116,20 @@ def serve(
     requests: List[WorkloadRequest],
     *,
     policy: str | None = None,
-    admission: str = "none",
+    admission: Admission = "none",
     single: bool = False,
     seed: int = 0,
-    **settings: Any,
 ) -> Outcome:
-    """Serve a workload.
+    """Serve a workload; see `deployment`.
 
     Args:
       policy: None: KVCache-centric, and for coupled instances least loaded.
-      settings: of the conductor.
     """
     default = "least_loaded" if "M" in shape else "kvcache_centric"
-    config = ConductorConfig(
-        policy=policy or default,
-        admission=admission,
-        **{"ttft": TTFT, "tpot": TPOT, "seed": seed, **settings},  # type: ignore[arg-type]
-    )
-    record = ClusterSimulation(instances(shape, single), config).run(requests, seed)
+    config = ConductorConfig(policy=policy or default, admission=admission, ttft=TTFT, tpot=TPOT, seed=seed)
+    instances = deployment(shape, config, single).instances()
+    if admission == "none":  # who finds no memory where it decodes waits in that host's
+        instances = [dataclasses.replace(each, is_patient=True) for each in instances]
+    record = ClusterSimulation(instances, config).run(requests, seed)
+    assert not record.open
     return Outcome.of(record, len(requests))

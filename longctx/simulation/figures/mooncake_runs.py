@@ -16,9 +16,9 @@ CHUNK = 4096  # tokens of a chunk of a prompt; "typically larger than 1000" (3)
 
 
 @functools.cache
-def predict(rows: int = CHUNK) -> CurvePredictor:
-    """Seconds of an instance's steps of up to so many rows, by the one cost model."""
-    return predictor(MODEL, TOPOLOGY, PLAN, max_rows=rows)
+def predict() -> CurvePredictor:
+    """Seconds of an instance's steps, by the one cost model."""
+    return predictor(MODEL, TOPOLOGY, PLAN, max_rows=CHUNK)
 
 
 def host_bandwidth() -> float:

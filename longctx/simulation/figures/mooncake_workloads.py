@@ -37,7 +37,7 @@ class Dataset(NamedTuple):
       prompt_spread, output_spread: standard deviation of the lengths' logarithms; 0: all are as long.
       questions: requests that ask about one document, which is the prompt but for its last 128 tokens; 1: none is
         asked about twice.
-      half: the document is the first half of the prompt only.
+      prefixes: how many first halves of prompts there are, one of which every prompt begins with; 0: none is shared.
     """
 
     prompt: int
@@ -46,28 +46,32 @@ class Dataset(NamedTuple):
     prompt_spread: float
     output_spread: float
     questions: int = 1
-    half: bool = False
+    prefixes: int = 0
 
 
 QUESTION = 128  # tokens after a document
-# L-Eval: 6 questions a document, as 80 % reuse needs more than 5. Simulated: prompts of a length share their first
-# half with all others of it but for one in 50, so that half of the tokens is cached.
+# L-Eval: 6 questions a document, as a reuse of more than 80 % needs more than 5.
 DATASETS = {
     "arxiv": Dataset(8_088, 229, 0.0, 0.5, 0.4),
     "l-eval": Dataset(19_019, 72, 0.8, 0.5, 1.0, questions=6),
-    **{f"simulated-{k}k": Dataset(k * 1024, 512, 0.5, 0.0, 0.0, questions=50, half=True) for k in (16, 32, 64, 128)},
+    **{f"simulated-{k}k": Dataset(k * 1024, 512, 0.5, 0.0, 0.0, prefixes=4) for k in (16, 32, 64, 128)},
 }
 
 
-def dataset(name: str, count: int, seed: int = 0) -> list[WorkloadRequest]:
-    """So many requests of a data set, in random order, which all arrive at 0."""
+def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) -> list[WorkloadRequest]:
+    """So many requests of a data set, in random order, which all arrive at 0.
+
+    Args:
+      questions: of a document; None: the data set's own.
+    """
     about, rng = DATASETS[name], np.random.default_rng(seed)
-    documents = math.ceil(count / about.questions)
+    each = questions or about.questions
+    documents = about.prefixes or math.ceil(count / each)
     tokens = _lengths(rng, about.prompt, about.prompt_spread, documents)
-    asked = rng.permutation(np.repeat(np.arange(documents), about.questions)[:count])
+    asked = rng.permutation(np.resize(np.arange(documents), count))
     outputs = _lengths(rng, about.output, about.output_spread, count)
-    shared = tokens // 2 if about.half else tokens - QUESTION
-    blocks = shared // TRACE_BLOCK if about.questions > 1 else np.zeros_like(tokens)
+    shared = tokens // 2 if about.prefixes else tokens - QUESTION if each > 1 else np.zeros_like(tokens)
+    blocks = shared // TRACE_BLOCK
     first = np.concatenate([[0], np.cumsum(blocks)])
     return [
         WorkloadRequest(
@@ -77,9 +81,10 @@ def dataset(name: str, count: int, seed: int = 0) -> list[WorkloadRequest]:
     ]
 
 
-def poisson(inputs: Inputs, name: str, rate: float, count: int) -> list[WorkloadRequest]:
+def poisson(inputs: Inputs, name: str, rate: float, count: int, questions: int | None = None) -> list[WorkloadRequest]:
     """A data set whose requests arrive as a Poisson process; the same ones at all rates."""
-    return arrive_at_rate(dataset(name, min(count, _QUICK) if inputs.quick else count, inputs.seed), rate, inputs.seed)
+    count = min(count, _QUICK) if inputs.quick else count
+    return arrive_at_rate(dataset(name, count, inputs.seed, questions), rate, inputs.seed)
 
 
 def _lengths(rng: np.random.Generator, mean: int, spread: float, count: int) -> np.ndarray:

@@ -50,9 +50,10 @@ def test_prompt_that_waits_for_its_transfer_does_not_begin() -> None:
     conductor = cluster(slow, instance("p1"), instance("d0", "decode"), admission="none")
     assert isinstance(conductor.index, SetIndex)
     conductor.index.store("p0", request("", (1, 10)).keys.tolist())
-    found = conductor.assign(request("a", (1, 10), rest=2000), 0.0, exclude={"p0"})
+    conductor.assign(request("busy", rest=9000), 0.0, exclude={"p1"})
+    found = conductor.assign(request("a", (1, 10), rest=2000), 0.0)
     assert isinstance(found, Assignment)
-    assert found.transfer_seconds == pytest.approx(1.0)
+    assert (found.prefill, found.transfer_seconds) == ("p1", pytest.approx(1.0))
     assert [view(conductor, "p1", now).queue_seconds for now in (0.0, 1.0, 2.0)] == pytest.approx([2.0, 2.0, 1.0])
     assert [view(conductor, "p0", now).sending_seconds for now in (0.0, 0.25, 2.0)] == pytest.approx([1.0, 0.75, 0.0])
     conductor.cancelled("a", 0.25)
@@ -208,8 +209,8 @@ def test_observer_hears_decisions_before_estimates_change_and_ends_of_what_was_s
         ) -> None:
             heard.append((decision.request_id, type(decision), placed is not None, len(state.prefilling)))
 
-        def ended(self, request_id: str, ttft: float, tbt: float) -> None:
-            heard.append((request_id, ttft, tbt))
+        def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
+            heard.append((request_id, ttft, tbt, output_tokens))
 
     conductor = one_of_each(admission="early_rejection", ttft=1.5)
     observed = Conductor(conductor.config, SetIndex(), Listener())
@@ -224,7 +225,7 @@ def test_observer_hears_decisions_before_estimates_change_and_ends_of_what_was_s
         ("x", Rejection, False, 0),
         ("a", Assignment, True, 0),
         ("b", Rejection, True, 1),
-        ("a", 2.0, pytest.approx(0.1)),
+        ("a", 2.0, pytest.approx(0.1), 11),
     ]
 
 

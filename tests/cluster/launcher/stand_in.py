@@ -1,4 +1,4 @@
-"""A process that a launcher starts in tests: it answers at a port until it is ended. `--wrong`: it refuses its flags."""
+"""A process that a launcher starts in tests: it answers at a port until it ends; with `--wrong` it does not start."""
 
 import http.server
 import signal

@@ -3,13 +3,19 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import httpx
 import openai
+import uvicorn
 from disaggregated import CONFIG, NAME
+from link_proxy import LinkProxy
 from served import Served
+from starlette.applications import Starlette
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.router.app import make_router_app
@@ -31,7 +37,9 @@ class Routed:
         self.clients = contextlib.ExitStack()
 
     def client(self, **options: Any) -> httpx.Client:
-        return self.clients.enter_context(httpx.Client(base_url=self.url, **{"timeout": 30} | options))
+        client = httpx.Client(base_url=self.url, **{"timeout": 30} | options)
+        self.clients.callback(client.close)
+        return client
 
     def openai(self, **options: Any) -> openai.OpenAI:
         options = {"max_retries": 0, "timeout": 60, "api_key": "none"} | options
@@ -57,7 +65,7 @@ class Routed:
         state = self.server.conductor.state
         assert not state.prefilling
         assert not state.decoding
-        assert not self.server.failures
+        self.wait_until("all failures have been told", lambda: not self.server.failures)
 
 
 @contextlib.contextmanager
@@ -98,7 +106,73 @@ def routed(
         assert not thread.is_alive(), "the router doesn't end"
 
 
-def members_of(instances: Sequence[Served], roles: str = "") -> list[Member]:
+class Door:
+    """The way to an instance: a link that is cut and opened again, as if its process died and came back."""
+
+    def __init__(self, instance: Served) -> None:
+        self._address = instance.url.partition("://")[2]
+        self._proxy = LinkProxy(self._address)
+        self.url = f"http://{self._proxy.address}"
+
+    def kill(self) -> None:
+        self._proxy.close()
+
+    def revive(self) -> None:
+        self._proxy = LinkProxy(self._address, int(self.url.rpartition(":")[2]))
+
+    def stall(self, is_stalled: bool) -> None:
+        """Hold back everything, as a machine that hangs."""
+        self._proxy.is_stalled = is_stalled
+
+
+class Liar:
+    """A server that says what a real instance says, but for some answers.
+
+    Attributes:
+      said: what it answers to a path, instead: fields that are laid over those of the real one, or bytes.
+      lines: what it sends to `/resume`.
+      status: of that answer.
+      asked: what was sent there.
+    """
+
+    def __init__(self, real: Served) -> None:
+        self._real, self.said, self.lines = real, dict[str, Any](), list[bytes]()
+        self.asked: list[dict[str, Any]] = []
+        self.status = 200
+        routes = [Route(path, self._answer) for path in ("/ready", "/server_info", "/load", "/predictor")]
+        app = Starlette(routes=[*routes, Route("/resume", self._resume, methods=["POST"])])
+        self._listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), name="liar")
+
+    def __enter__(self) -> "Liar":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    def _answer(self, request: StarletteRequest) -> Response:
+        path = request.url.path
+        said = self.said.get(path, {})
+        if isinstance(said, bytes):
+            return Response(said)
+        answer = httpx.get(self._real.url + path)
+        return JSONResponse(answer.json() | said, answer.status_code)
+
+    async def _resume(self, request: StarletteRequest) -> Response:
+        self.asked.append(await request.json())
+
+        async def lines() -> AsyncIterator[bytes]:
+            for line in self.lines:
+                yield line
+
+        return StreamingResponse(lines(), self.status)
+
+
+def members_of(instances: Sequence[Served | Door | Liar], roles: str = "") -> list[Member]:
     """Names `p0`, `d1` and so on by the letters of their roles: `p`, `d` or `b`."""
     names = {"p": "prefill", "d": "decode", "b": "both"}
     roles = roles or "b" * len(instances)

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from longctx.models import passkey
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
-from longctx.serving.server.page_feed import MAX_VIEWERS, PageFeed, TooManyViewers
+from longctx.serving.server.page_feed import MAX_VIEWERS, EngineFeed, PageFeed, TooManyViewers
 from longctx.serving.server.server import Server
 
 DIRECTORY = Path(__file__).parent.with_name("page")
@@ -56,12 +56,19 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class PageModel:
-    """What the page has to know of the model. `max_length`: of prompt and answer; `has_chat`: a chat template."""
+    """What the page has to know of the model.
+
+    Attributes:
+      has_chat: whether it has a chat template.
+      max_length: of prompt and answer.
+      is_cluster: whether many engines answer: the page shows them, and no steps.
+    """
 
     name: str
     has_chat: bool
     max_length: int
     is_builtin: bool
+    is_cluster: bool = False
 
 
 def read_files() -> dict[str, File]:
@@ -95,7 +102,7 @@ def page_router(server: Server) -> APIRouter:
     engine = server.engine
     is_builtin = engine.model.config == read_model(TINY)[0].config
     model = PageModel(server.model_name, server.chat_format.has_template, engine.max_length, is_builtin)
-    feed = PageFeed(server.thread)
+    feed = EngineFeed(server.thread)
     server.thread.on_step.append(feed.observe_step)
     server.thread.on_end.append(feed.observe_end)
     return page_routes(model, feed)

@@ -1,0 +1,155 @@
+"""Two prefill and two decode servers on this machine behind one address: `python -m benchmarks.cluster --trace FILE`.
+
+Four processes of `longctx serve`, a prefill and a decode server on each of two cores, get 200 requests of a trace that
+is scaled down (an eighth of the lengths, conversations drawn so that they share as much as in the whole trace; without
+`--trace` made-up ones). Prompts are real text, so that what is reused is real keys and values. Parts:
+
+- `policies`: `longctx serve --cluster` with each policy, in turns, and routers of others before the same four servers:
+  TTFT, and the share of the prompts' tokens that nobody computed. The simulator serves the same trace with the same
+  conductor, twice: with a predictor that was measured on this machine while it did nothing else (`profile`), and with
+  steps as much longer as they were in the run, where all processes share the cores (`measured`). What a request takes
+  beside engines is measured by requests that come one by one.
+- `failures`: a prefill and a decode server are killed (SIGKILL) in mid-run and started again, one is drained. Every
+  request must be answered once, at its first attempt, with the tokens that one engine by itself gives.
+- `router`: the router is killed and started again. Streams of its clients break; they ask again.
+
+The exit status is 1 if an answer was wrong or missing.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, our_router, peer_router, profile
+from benchmarks.cluster.checks import reference, wrong_answers
+from benchmarks.cluster.client import words_of
+from benchmarks.cluster.failures import run_failures, run_router_death
+from benchmarks.cluster.processes import Process, started
+from benchmarks.cluster.report import tables
+from benchmarks.cluster.runs import model_of, run
+from benchmarks.cluster.simulated import Prediction
+from benchmarks.cluster.trace import reusable, scaled_trace
+from longctx.simulation.workloads import WorkloadRequest
+
+PARTS = ("policies", "failures", "router")
+
+
+class Bench(NamedTuple):
+    """What all runs share."""
+
+    instances: list[Instance]
+    requests: list[WorkloadRequest]
+    words: Sequence[str]
+    folder: Path
+    flags: dict[str, Any]
+
+    @contextmanager
+    def router(self, arm: str) -> Iterator[Process]:
+        """A router that knows all servers."""
+        if arm in POLICIES:
+            router: Process | None = our_router(arm, self.instances, self.folder, self.flags)
+        else:
+            router = peer_router(arm, self.instances, self.folder)
+        assert router is not None
+        with router:
+            if arm in POLICIES:
+                wait_for_members(router, len(self.instances))
+            yield router
+
+
+def wait_for_members(router: Process, count: int, seconds: float = 30.0) -> None:
+    """Until a router of ours has let so many servers in; RuntimeError if they don't come."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = router.get("/cluster/instances")["instances"]
+        if sum(each["state"] == "open" for each in found) == count:
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"{router.name} has not let all servers in: {found}")
+
+
+def run_policies(bench: Bench, rounds: int, arms: Sequence[str], prediction: Prediction) -> dict[str, Any]:
+    """All arms in turns; each round turns their order."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else arms[::-1]:
+            with bench.router(arm) as router:
+                one = run(router, bench.instances, bench.requests, bench.words, seed=100 + number)
+            if arm in POLICIES:
+                one["simulated"] = prediction.beside(arm, one)
+            found[arm].append(one)
+            tell(f"{arm}: TTFT {one['ttft']:.3f} s, hits {one['hit_rate']:.1%}, others {one['others']:.2f} cores")
+    return found
+
+
+def run_with_reference(bench: Bench, part: str, seed: int) -> dict[str, Any]:
+    """Failures or the router's death, and whether all answers were right."""
+    with bench.router("kvcache_centric") as router:
+        how = run_failures if part == "failures" else run_router_death
+        found, answers = how(router, bench.instances, bench.requests, bench.words, seed)
+        model = model_of(router)
+    url = bench.instances[0].process.url
+    expected = reference(url, bench.requests, bench.words, seed, model)
+    found["wrong"] = wrong_answers(answers, bench.requests, expected)
+    told = f"{len(bench.requests) - len(found['wrong'])} of {len(bench.requests)} right"
+    tell(f"{part}: {told}, {found['retried']} asked again, longest gap {found['longest_gap']:.2f} s")
+    return found
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="JSON lines with hash_ids, such as Mooncake's conversation_trace")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=36.0, help="from the first arrival to the last")
+    parser.add_argument("--rounds", type=int, default=2, help="of all policies and routers")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--arms", nargs="+", default=[*POLICIES, *PEERS], choices=[*POLICIES, *PEERS])
+    parser.add_argument("--model", type=Path, help="default: the built-in one")
+    parser.add_argument("--profile", type=Path, help="of such a server, by `longctx profile`; default: it is measured")
+    parser.add_argument("--longest", type=int, default=16_000, help="tokens of the longest prompt")
+    parser.add_argument("--pairs", type=int, default=2, help="of a prefill and a decode server")
+    parser.add_argument("--logs", type=Path, help="folder for what all processes write")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    requests = scaled_trace(options.trace, options.requests, options.seconds, longest=options.longest)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        flags: dict[str, Any] = {**FLAGS, **({} if options.model is None else {"model": str(options.model.resolve())})}
+        file = options.profile or profile(folder, flags)
+        flags["profile"] = str(file.resolve())
+        instances = make_instances(folder, flags, options.pairs)
+        bench = Bench(instances, requests, words_of(options.model), folder, flags)
+        prediction = Prediction(requests, {each.name: each.role for each in instances}, options.model, file)
+        arms = [arm for arm in options.arms if arm in POLICIES or peer_router(arm, instances, folder) is not None]
+        for arm in set(options.arms) - set(arms):
+            tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")
+        found: dict[str, Any] = {"requests": len(requests), "seconds": options.seconds, "reusable": reusable(requests)}
+        with started([each.process for each in instances]):
+            if "policies" in options.parts:
+                found["policies"] = run_policies(bench, options.rounds, arms, prediction)
+            for seed, part in enumerate(PARTS[1:]):
+                if part in options.parts:
+                    found[part] = run_with_reference(bench, part, seed)
+    print(tables(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    return 1 if any(found.get(part, {}).get("wrong") for part in PARTS[1:]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Decisions of the conductor a second, on one core: `python -m benchmarks.conductor [--trace TRACE.jsonl]`.
+
+64 instances of LLaMA2-70B on 8 x A800 each by the roofline, half of them prefill and half decode, and a prefix index
+of a million blocks. Requests are those of a trace in Mooncake's form, over and over at a rate that the cluster can
+just bear, or drawn: conversations that go on, 8,000 tokens on average, half of them seen before. A decision is
+`assign`, and all else that a served request asks of the conductor: `prefilled`, `finished`, and a report of each
+instance every second. Each prompt's blocks are stored in the index, by KV events; these are not in the time.
+"""
+
+import argparse
+import gc
+import heapq
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.config import POLICIES, ConductorConfig
+from longctx.cluster.conductor.costs import PredictorCosts
+from longctx.cluster.conductor.decision import Assignment
+from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.overload import ADMISSION_RULES
+from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.models import LlamaConfig
+from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.predictor.roofline import GPUS, roofline
+
+LLAMA_70B = LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, max_positions=200_000)
+CHUNK, DECODE_TOKENS, BANDWIDTH = 8192, 1_300_000, 100e9
+TRACE_BLOCK = 512
+
+
+def make_cluster(instances: int, policy: str, admission: str, block: int, held: int) -> tuple[Conductor, PrefixIndex]:
+    """Half of the instances prefill; each of those holds `held` blocks that no request of the benchmark has."""
+    predictor, plan = roofline(LLAMA_70B, GPUS["A100"], CHUNK, tensor=8), ParallelPlan(tensor=8)
+    rng, index = np.random.default_rng(1), PrefixIndex()
+    conductor = Conductor(ConductorConfig(policy, admission), index)  # type: ignore[arg-type]
+    for i in range(instances):
+        role: Role = "prefill" if i < instances // 2 else "decode"
+        costs = PredictorCosts.of_model(predictor, LLAMA_70B, CHUNK, plan)  # each has its own, as they do when serving
+        conductor.join(InstanceSpec(f"{role}-{i}", role, costs, block, DECODE_TOKENS, 256, BANDWIDTH), 0.0)
+        if role == "prefill":
+            index.store(f"{role}-{i}", "host", rng.integers(0, 2**64, held, np.uint64))
+    return conductor, index
+
+
+def drawn_requests(count: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(prompt tokens, output tokens, keys) of conversations, each prompt of which has the one before as its prefix."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 2**64, 1024 // block, np.uint64)
+    conversations: list[np.ndarray] = []
+    for _ in range(count):
+        if conversations and rng.random() < 0.6:
+            at = int(rng.integers(max(0, len(conversations) - 500), len(conversations)))
+        else:
+            at = len(conversations)
+            conversations.append(system)
+        more = int(rng.exponential(4000)) // block + 1
+        conversations[at] = np.concatenate([conversations[at], rng.integers(0, 2**64, more, np.uint64)])
+        keys = conversations[at][: 128_000 // block]
+        yield len(keys) * block + int(rng.integers(1, block)), int(rng.exponential(200)) + 1, keys
+
+
+def trace_requests(path: Path, count: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Those of a trace, whose blocks of 512 tokens become several of `block`; every time round they are others."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    parts = np.arange(TRACE_BLOCK // block, dtype=np.uint64)
+    for number, line in zip(range(count), itertools.cycle(lines), strict=False):
+        base = np.uint64(number // len(lines) << 40)
+        ids = np.array(line["hash_ids"], np.uint64)
+        keys = ((ids[:, None] * np.uint64(len(parts)) + parts + base) * np.uint64(0x9E3779B97F4A7C15)).ravel()
+        tokens = max(2, line["input_length"])
+        yield tokens, max(1, line["output_length"]), keys[: tokens // block]
+
+
+def measure(
+    conductor: Conductor, index: PrefixIndex, requests: list[ClusterRequest], outputs: list[int], rate: float
+) -> dict[str, float]:
+    """Serve requests as predicted, and take the CPU time of what the conductor does."""
+    events: list[tuple[float, int, str, str]] = []  # what will happen: (when, order, what, whose)
+    order, spent, slowest, placed, hits = itertools.count(), 0.0, 0.0, 0, 0
+    reports, clock, length = (
+        0.0,
+        time.process_time,
+        {each.request_id: n for each, n in zip(requests, outputs, strict=True)},
+    )
+    gc.collect()
+    gc.disable()
+    for number, request in enumerate(requests):
+        now = number / rate
+        begun = clock()
+        while events and events[0][0] <= now:
+            when, _, what, request_id = heapq.heappop(events)
+            if what == "prefilled" and conductor.prefilled(request_id, when) is None:
+                heapq.heappush(events, (when + 0.03 * length[request_id], next(order), "finished", request_id))
+            elif what == "finished":
+                conductor.finished(request_id, when, length[request_id])
+        if now >= reports:
+            for view in conductor.instances(now):
+                known = frozenset(conductor.state.instances[view.name].open)
+                conductor.report(view.name, Report(view.queue_seconds, view.decoding, view.decode_tokens, known), now)
+            reports = now + 1.0
+        decision = conductor.assign(request, now)
+        taken = clock() - begun
+        spent, slowest = spent + taken, max(slowest, taken)
+        if isinstance(decision, Assignment):
+            placed, hits = placed + 1, hits + decision.cached
+            heapq.heappush(events, (now + decision.ttft, next(order), "prefilled", request.request_id))
+            index.store(decision.prefill, "host", request.keys)
+    gc.enable()
+    tokens = sum(each.prompt_tokens for each in requests)
+    return {
+        "decisions/s": len(requests) / spent,
+        "us/decision": 1e6 * spent / len(requests),
+        "slowest ms": 1e3 * slowest,
+        "placed": placed / len(requests),
+        "hit rate": hits / tokens,
+        "blocks/prompt": float(np.mean([len(each.keys) for each in requests])),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--rate", type=float, default=60.0, help="requests a second of virtual time")
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block; with --trace a divisor of 512")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="that the index holds beside")
+    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's form, JSONL; default: drawn conversations")
+    options = parser.parse_args()
+    count, block = options.requests, options.block
+    drawn = trace_requests(options.trace, count, block) if options.trace else drawn_requests(count, block)
+    lengths = [*drawn]
+    print(f"{options.instances} instances, {count:,} requests, {options.blocks:,} other blocks in the index\n")
+    cases = [(each, "none") for each in POLICIES]
+    cases += [(POLICIES[-1], each) for each in ADMISSION_RULES if each != "none"]
+    for policy, admission in cases:
+        held = options.blocks // (options.instances // 2)
+        conductor, index = make_cluster(options.instances, policy, admission, block, held)
+        requests = [ClusterRequest(str(i), tokens, 2048, keys) for i, (tokens, _, keys) in enumerate(lengths)]
+        found = measure(conductor, index, requests, [output for _, output, _ in lengths], options.rate)
+        print(f"{policy:16} {admission:26}", *(f"{name} {value:.4g}" for name, value in found.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()

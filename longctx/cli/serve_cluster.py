@@ -1,0 +1,189 @@
+"""`longctx serve --cluster FILE`: many engines behind one address."""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from longctx.cli.arguments.serve import SETTINGS
+from longctx.cli.engine_flags import prefixing
+from longctx.cli.files import read_text
+from longctx.cli.instance_command import (
+    Secrets,
+    engine_arguments,
+    instance_arguments,
+    instance_command,
+    serve_parser,
+)
+from longctx.cli.serve import address_text, chat_template_text, model_names, serve_config, server_settings
+from longctx.cli.terminal import FAILED, Console, interrupts, report_error
+from longctx.cli.transfer_flags import check_transfer_flags
+from longctx.cluster.config import ClusterFile, read_cluster
+from longctx.cluster.launcher.launched import Address, Launched, Launcher
+from longctx.cluster.launcher.processes import ProcessLauncher
+from longctx.cluster.launcher.static import StaticLauncher
+from longctx.cluster.router.app import make_router_app
+from longctx.cluster.router.server import Member, RouterServer, RouterSettings
+from longctx.models import load_tokenizer, resolve_model
+from longctx.models.chat_template import ChatTemplate
+from longctx.models.checkpoint import read_model
+from longctx.serving.server import logs
+from longctx.serving.server.http_server import HttpServer, bind
+from longctx.serving.server.settings import ServerSettings
+
+_ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
+_ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
+_ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
+_ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command"}
+_LOOK = 0.2  # seconds between two looks at whether all instances are there
+
+
+def serve_cluster(options: argparse.Namespace) -> int:
+    """Serve the instances of a cluster until a signal comes; the exit status."""
+    file = read_cluster(options.cluster, options.launcher)
+    settings, template = server_settings(options), chat_template_text(options)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bind(options.host, options.port))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
+        engine, launcher, key = _prepare(options, file, folder)
+        if options.log_format is not None:
+            stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
+        stack.callback(launcher.close)
+        addresses = launcher.start()
+        members = [Member(each.url, each.name, each.role) for each in addresses]
+        router = RouterSettings(
+            instance_key=key,
+            bandwidth=file.bandwidth,
+            latency=file.latency,
+            max_waiting=options.max_waiting,
+            metrics_prefix=options.metrics_prefix,
+        )
+        server = _make_server(options, file, engine, settings, template, members, router)
+        http = HttpServer(server, app=make_router_app(server))
+        launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
+        interrupts.leave_to_python()
+        ended = threading.Event()
+        stack.callback(ended.set)
+        console, url = Console(options.quiet), f"http://{address_text(listener.getsockname())}"
+        console.note(f"router   at {url}; {len(addresses)} instances by {file.launcher}")
+        watch = threading.Thread(target=_watch, args=(server, http, launcher, len(addresses), ended, console, url))
+        watch.start()
+        stack.callback(watch.join)
+        stack.callback(ended.set)
+        http.run([listener])
+        return FAILED if launcher.problem is not None else 0
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of engines that the command line has, by their names; they win over the file's."""
+    given: dict[str, Any] = {}
+    for action in serve_parser()._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest not in _ROUTER and value != action.default:
+            given[action.option_strings[-1][2:]] = str(value) if isinstance(value, Path) else value
+    return given
+
+
+def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, Launcher, str]:
+    """What the instances' flags are, who starts them, and the key by which they are asked."""
+    place = f"{options.cluster}: "
+    given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
+    pages = given.pop("kv-secret-file", None)
+    starts = [each for each in file.instances if each.url is None]
+    if pages is None and (len(starts) < len(file.instances) or not starts):
+        raise ValueError(f"{place}[engine] kv_secret_file must be there: it is that of the instances that run already")
+    files = Secrets.make(folder, None if pages is None else Path(pages))
+    arguments = engine_arguments(f"{place}[engine] ", given)
+    own = {each.name: engine_arguments(f"{place}[[instances]] {each.name}: flags.", each.flags) for each in starts}
+    names = tuple(options.served_model_name)
+    common = instance_arguments(arguments, files, names)
+    with prefixing(f"{place}[engine] "):
+        engine = _parse(common)
+        check_transfer_flags(engine)
+        serve_config(engine)
+    for each in starts:
+        with prefixing(f"{place}[[instances]] {each.name}: "):
+            serve_config(_parse([*common, *own[each.name]]))
+    if options.instance_key_file is not None:
+        key_text = read_text("--instance-key-file", options.instance_key_file)
+        files.admin.write_text(key_text, encoding="utf-8")
+    paths = tuple(map(str, files))
+    launched = [Launched(each.name, each.role, instance_command(common, own[each.name]), paths) for each in starts]
+    known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
+    return engine, _launcher(file, launched, known), files.admin_key
+
+
+def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address]) -> Launcher:
+    if file.launcher == "static":
+        return StaticLauncher(known)
+    if file.launcher == "processes":
+        return ProcessLauncher(launched, known)
+    from longctx.cluster.launcher.ray_launcher import RayLauncher
+
+    return RayLauncher(launched, file.ray, known)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = serve_parser()
+    parser.exit_on_error = False
+    try:
+        return parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+
+
+def _make_server(
+    options: argparse.Namespace,
+    file: ClusterFile,
+    engine: argparse.Namespace,
+    settings: ServerSettings,
+    template: str | None,
+    members: list[Member],
+    router: RouterSettings,
+) -> RouterServer:
+    names = model_names(engine)
+    place = resolve_model(engine.model, options.quiet)
+    tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
+    return RouterServer(
+        model.config,
+        tokenizer,
+        serve_config(engine),
+        names,
+        file.conductor,
+        members,
+        settings,
+        router,
+        None if template is None else ChatTemplate(options.chat_template, template),
+    )
+
+
+def _move(server: RouterServer, address: Address) -> None:
+    """An instance listens elsewhere now; in the event loop."""
+    known = server.instances.by_name.get(address.name)
+    if known is not None:
+        server.instances.drop(known)
+    server.instances.add(address.url, address.name, address.role)
+
+
+def _watch(
+    server: RouterServer,
+    http: HttpServer,
+    launcher: Launcher,
+    count: int,
+    ended: threading.Event,
+    console: Console,
+    url: str,
+) -> None:
+    """Say when all instances are there; end all if one can never be."""
+    is_told = False
+    while not ended.wait(_LOOK):
+        if launcher.problem is not None and http.started:
+            report_error(launcher.problem, FAILED)
+            http.loop.call_soon_threadsafe(http.begin_shutdown)
+            return
+        if not is_told and len(server.instances.members) >= count > 0:
+            is_told = True
+            console.note(f"ready    {server.model_name} at {url}")

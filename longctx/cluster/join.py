@@ -1,0 +1,119 @@
+"""`Joining`: a server that registers with the routers of a cluster by itself, and again when they come back."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+from longctx.cluster.conductor.instance import Role
+
+logger = logging.getLogger(__name__)
+
+_EVERY = 5.0  # seconds between two registrations: a router that has come back learns of the instance by them
+_TIMEOUT = 5.0
+
+
+class Joining:
+    """Registers an instance while it takes requests, and removes it at the end; a context manager.
+
+    Args:
+      routers: addresses, `HOST:PORT` or `http://HOST:PORT`; each is told by itself.
+      url: by which the routers reach this server.
+      role: what it does first; a router may change it.
+      is_open: whether the server takes requests now.
+      key: of an administrator of the routers; None: they need none.
+      name: of the instance; None: its host and port.
+      seconds: between two registrations.
+
+    Raises:
+      ValueError: an address is none.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        url: str,
+        role: Role,
+        is_open: Callable[[], bool],
+        key: str | None = None,
+        name: str | None = None,
+        seconds: float = _EVERY,
+    ) -> None:
+        self._routers = [router_url(each) for each in routers]
+        self._body = {"url": check_join_url(url), "name": name, "role": role}
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._is_open, self._seconds = is_open, seconds
+        self._said: dict[str, str] = {}  # of each router, what was logged of it last
+        self._is_closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name="longctx join", daemon=True) for each in self._routers
+        ]
+
+    def __enter__(self) -> Self:
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_closing.set()
+        for each in self._threads:
+            each.join(2 * _TIMEOUT)
+
+    def _run(self, router: str) -> None:
+        is_known = False
+        with httpx.Client(trust_env=False, timeout=_TIMEOUT, headers=self._headers) as client:
+            while not self._is_closing.is_set():
+                if self._is_open():
+                    is_known = self._tell(client, router, "register", self._body) or is_known
+                self._is_closing.wait(self._seconds if is_known else min(1.0, self._seconds))
+            if is_known:
+                self._tell(client, router, "remove", {"url": self._body["url"]})
+
+    def _tell(self, client: httpx.Client, router: str, what: str, body: dict[str, Any]) -> bool:
+        """Whether a router has understood."""
+        try:
+            answer = client.post(f"{router}/cluster/{what}", json=body)
+            said = "it is known there" if answer.status_code == 200 else f"{answer.status_code} {_reason(answer)}"
+        except httpx.HTTPError as error:
+            answer, said = None, f"no answer: {type(error).__name__}"
+        if self._said.get(router) != said:
+            self._said[router] = said
+            is_wrong = answer is not None and answer.status_code != 200
+            logger.log(logging.WARNING if is_wrong else logging.INFO, "longctx: router %s: %s: %s", router, what, said)
+        return answer is not None and answer.status_code == 200
+
+
+def router_url(text: str) -> str:
+    """The URL of a router, from `HOST:PORT` or a URL. ValueError: it is none."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) > 0
+    except ValueError:  # the port is none
+        is_right = False
+    if not is_right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"join must be HOST:PORT, got {text!r}")
+    return url.rstrip("/")
+
+
+def check_join_url(url: str) -> str:
+    """The URL by which a router reaches this server. ValueError: nobody can reach it there."""
+    try:
+        router_url(url)
+    except ValueError:
+        raise ValueError(f"join_url must be http://HOST:PORT, got {url!r}") from None
+    if "://" not in url:
+        raise ValueError(f"join_url must be http://HOST:PORT, got {url!r}")
+    if urlsplit(url).hostname in ("0.0.0.0", "::"):
+        raise ValueError(f"join_url must be where the router reaches this server, got {url!r}")
+    return url.rstrip("/")
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]

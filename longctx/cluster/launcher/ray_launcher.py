@@ -1,0 +1,164 @@
+"""`RayLauncher`: instances on the machines of a Ray cluster.
+
+Ray places, starts and watches: an actor of each instance runs its process, and is made anew where it is lost. Requests,
+tokens and pages go by the instances' own sockets, as a call of Ray takes milliseconds.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longctx.cluster.config import RayOptions
+from longctx.cluster.launcher.back_off import BackOff
+from longctx.cluster.launcher.launched import Address, Launched, Moved
+from longctx.cluster.launcher.ray_host import HostState, RayHost
+
+logger = logging.getLogger(__name__)
+
+_PLACE_SECONDS, _CALL_SECONDS, _STOP_SECONDS = 120.0, 30.0, 100.0
+_LOOK_SECONDS = 1.0
+
+
+class RayLauncher:
+    """Starts instances as actors of a Ray cluster; a `Launcher`.
+
+    Args:
+      others: that run already.
+
+    Raises:
+      ValueError: Ray is not installed.
+    """
+
+    def __init__(self, instances: Sequence[Launched], options: RayOptions, others: Sequence[Address] = ()) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise ValueError("launcher 'ray' needs Ray: pip install 'longctx-jax[cluster]'") from None
+        self._ray: Any = ray
+        self._instances, self._options, self._others = list(instances), options, list(others)
+        self._began = False  # whether Ray was begun here
+        self._group: Any = None
+        self.actors: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self.problem: str | None = None
+        self.moved: Moved = lambda address: None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="longctx ray", daemon=True)
+
+    def start(self) -> list[Address]:
+        """Start all; it returns before they are ready. RuntimeError: the Ray cluster is not there, or has no room."""
+        ray, options = self._ray, self._options
+        if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            try:
+                ray.init(address=options.address, include_dashboard=None if options.address else False)
+            except (ConnectionError, OSError, ValueError) as error:
+                raise RuntimeError(f"[ray] address {options.address!r} can't be reached: {error}") from None
+            self._began = True
+        bundle = {"CPU": options.cpus} | ({"GPU": options.gpus} if options.gpus else {})
+        self._group = ray.util.placement_group([dict(bundle) for _ in self._instances], strategy=options.strategy)
+        try:
+            ray.get(self._group.ready(), timeout=_PLACE_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise RuntimeError(
+                f"the Ray cluster has no room for {len(self._instances)} instances with {bundle} each, "
+                f"{options.strategy}: see [ray], got {ray.cluster_resources()}"
+            ) from None
+        for index, each in enumerate(self._instances):
+            self._make(index, each)
+        for each in self._instances:
+            self._start(each)
+        self._thread.start()
+        return [*self._others, *(self._address(each) for each in self._instances)]
+
+    def close(self) -> None:
+        """End all, and wait until they are gone."""
+        self._is_closing.set()
+        if self._thread.ident:
+            self._thread.join(_CALL_SECONDS)
+        ray = self._ray
+        if ray.is_initialized():
+            stops = [actor.stop.remote() for actor in self.actors.values()]
+            ray.wait(stops, num_returns=len(stops), timeout=_STOP_SECONDS) if stops else None
+            for actor in self.actors.values():
+                ray.kill(actor)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+            if self._began:
+                ray.shutdown()
+        self.actors.clear()
+
+    def states(self) -> dict[str, HostState]:
+        """How the instances' processes are; those whose actors don't answer are left out."""
+        calls = {name: actor.state.remote() for name, actor in self.actors.items()}
+        found = {}
+        for name, call in calls.items():
+            try:
+                found[name] = self._ray.get(call, timeout=_CALL_SECONDS)
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
+                continue
+        return found
+
+    def _make(self, index: int, instance: Launched) -> None:
+        """An actor, and where its instance will listen."""
+        ray = self._ray
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=index
+        )
+        options = {"num_cpus": self._options.cpus, "num_gpus": self._options.gpus, "max_concurrency": 4}
+        actor = ray.remote(RayHost).options(scheduling_strategy=strategy, **options).remote()
+        before = self._places.get(instance.name, ("", 0))[1]
+        self._places[instance.name] = ray.get(actor.place.remote(before), timeout=_PLACE_SECONDS)
+        self.actors[instance.name] = actor
+
+    def _start(self, instance: Launched) -> None:
+        host, port = self._places[instance.name]
+        hosts = sorted({place[0] for place in self._places.values()})
+        files = {str(path): Path(path).read_bytes() for path in instance.files}
+        started = self.actors[instance.name].start.remote(instance.name, instance.command(host, port, hosts), files)
+        self._ray.get(started, timeout=_CALL_SECONDS)
+
+    def _address(self, instance: Launched) -> Address:
+        host, port = self._places[instance.name]
+        return Address(
+            instance.name, instance.role, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        )
+
+    def _watch(self) -> None:
+        """Make actors anew that are lost, with their processes."""
+        back_offs = {each.name: BackOff() for each in self._instances}
+        began = {each.name: time.monotonic() for each in self._instances}
+        again = dict.fromkeys(began, 0.0)
+        while not self._is_closing.wait(_LOOK_SECONDS):
+            try:
+                states = self.states()
+            except Exception:  # Ray itself is gone, or goes
+                logger.exception("longctx: the Ray cluster does not answer")
+                continue
+            for index, each in enumerate(self._instances):
+                state, now = states.get(each.name), time.monotonic()
+                if state is not None:
+                    again[each.name] = 0.0
+                    self.problem = self.problem or state.problem
+                elif not again[each.name]:
+                    again[each.name] = now + back_offs[each.name].after(now - began[each.name])
+                    logger.warning("longctx: %s is lost, with its Ray actor", each.name)
+                elif now >= again[each.name] and not self._is_closing.is_set():
+                    began[each.name], again[each.name] = now, 0.0
+                    self._replace(index, each)
+
+    def _replace(self, index: int, instance: Launched) -> None:
+        before = self._address(instance)
+        try:
+            self._make(index, instance)
+            self._start(instance)
+        except Exception as error:
+            logger.warning("longctx: %s can't be started again yet: %s", instance.name, error)
+            return
+        address = self._address(instance)
+        if address != before:
+            self.moved(address)

@@ -1,0 +1,74 @@
+"""`PrefixTreeRoute`: cache-aware routing as vllm-router has it, for comparison.
+
+Source: vllm-router's policy `cache_aware` and its defaults (0.1.15), which is that of SGLang's gateway.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Mapping, Sequence
+
+from longctx.cluster.conductor.policy import Choice, PolicyContext, local_choice
+from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.state import InstanceState
+from longctx.serving.validation import check_integer, check_real
+
+
+class PrefixTreeRoute:
+    """A policy of the conductor that remembers which prompts went where, and hears nothing of caches.
+
+    A prompt goes to the instance whose past prompts have the longest prefix in common with it, if that is more than a
+    share of it; else to the one of which least is remembered. While the instances' numbers of open requests differ by
+    more than both thresholds, it goes to the one with the fewest. Its tree is one of text; here it is one of blocks.
+
+    Args:
+      cache_threshold: that share of a prompt.
+      balance_abs: requests that the busiest instance has more than the idlest. balance_rel: times as many.
+      max_blocks: that are remembered of each instance; the least recently used go first.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        cache_threshold: float = 0.3,
+        balance_abs: int = 64,
+        balance_rel: float = 1.5,
+        max_blocks: int = 1 << 17,
+    ) -> None:
+        self._share = check_real("cache_threshold", cache_threshold, 0, 1)
+        self._abs, self._rel = check_integer("balance_abs", balance_abs, 0), check_real("balance_rel", balance_rel, 1)
+        self._max_blocks = check_integer("max_blocks", max_blocks, 1)
+        self._known: dict[str, OrderedDict[int, None]] = {}
+
+    def __call__(
+        self,
+        request: ClusterRequest,
+        matches: Mapping[str, int],
+        pool: Sequence[InstanceState],
+        now: float,
+        context: PolicyContext,
+    ) -> Choice:
+        keys = request.keys.tolist()
+        state = self._choose(keys, pool, request.prompt_tokens / context.block_size)
+        known = self._known.setdefault(state.name, OrderedDict())
+        for key in reversed(keys):  # the beginning of a prompt is used last, and forgotten last
+            known[key] = None
+            known.move_to_end(key)
+        while len(known) > self._max_blocks:
+            known.popitem(last=False)
+        return local_choice(request, matches, state, now, context)
+
+    def _choose(self, keys: list[int], pool: Sequence[InstanceState], num_blocks: float) -> InstanceState:
+        loads = [len(each.open) for each in pool]
+        if max(loads) - min(loads) > self._abs and max(loads) > self._rel * min(loads):
+            return pool[loads.index(min(loads))]
+        found = [self._match(each.name, keys) for each in pool]
+        if max(found) > self._share * num_blocks:
+            return pool[found.index(max(found))]
+        sizes = [len(self._known.get(each.name, ())) for each in pool]
+        return pool[sizes.index(min(sizes))]
+
+    def _match(self, name: str, keys: list[int]) -> int:
+        """Leading blocks that past prompts of an instance had."""
+        known: Container[int] = self._known.get(name, ())
+        return next((i for i, key in enumerate(keys) if key not in known), len(keys))

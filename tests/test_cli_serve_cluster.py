@@ -1,0 +1,213 @@
+"""`longctx serve --cluster`: its flags and its file, and the processes that it starts."""
+
+import argparse
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_process import ServeProcess
+
+from longctx.cli import main
+from longctx.cli.arguments import cluster as flags
+from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, instance_command, serve_parser
+from longctx.cli.serve import serve_config
+from longctx.cli.serve_cluster import _ROUTER
+from longctx.cluster.conductor.instance import ROLES
+from longctx.cluster.config import LAUNCHERS
+
+PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
+SMALL = "max_length = 2048\nnum_pages = 400\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
+STATIC = '[cluster]\nlauncher = "static"\n'
+
+
+def written(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_flags_are_those_of_the_cluster_layer() -> None:
+    assert (flags.LAUNCHERS, flags.ROLES) == (LAUNCHERS, ROLES)
+    known = {action.dest for action in serve_parser()._actions}
+    assert known | {"command"} >= _ROUTER
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (PAIR, ["--page-size", "0"], "[engine] --page-size must be"),
+        (PAIR, ["--role", "both"], "[engine] role is set by who starts the instances"),
+        (PAIR, ["--kv-peer", "a"], "[engine] kv-peer is set by who starts the instances"),
+        (PAIR, ["--join", "a:1"], "[engine] join is set by who starts the instances"),
+        (PAIR, ["--launcher", "static"], "[[instances]] 1: url must be there"),
+        (PAIR, ["--port", "70000"], "--port must be"),
+        (PAIR, ["--admin-key", "short"], "--admin-key"),
+        (PAIR, ["--instance-key-file", "no-such"], "--instance-key-file: no such file"),
+        ("[engine]\npage-sise = 3\n" + PAIR, [], "[engine] unknown key 'page-sise': did you mean 'page-size'"),
+        ("[engine]\npage_size = 0\n" + PAIR, [], "[engine] --page-size must be"),
+        ("[engine]\nplacement = 'any'\n" + PAIR, [], "[engine] argument --placement: invalid choice"),
+        ("[engine]\nport = 1\n" + PAIR, [], "[engine] port is set by who starts the instances"),
+        ("[engine]\nkv_secret_file = 'no-such'\n" + PAIR, [], "[engine] --kv-secret-file"),
+        (PAIR + "flags = { admin-key = 'x' }\n", [], "decode-0: flags.admin-key is set by"),
+        (PAIR + "flags = { max_running = 0 }\n", [], "decode-0: --max-running must be"),
+        (PAIR + "polcy = 1\n", [], "[[instances]] 2: unknown key 'polcy'"),
+        (STATIC, [], "[engine] kv_secret_file must be there"),
+        (PAIR + '[[instances]]\nrole = "both"\nurl = "http://h:1"\n', [], "[engine] kv_secret_file must be there"),
+    ],
+)
+def test_what_can_not_be_is_told_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, arguments: list[str], message: str
+) -> None:
+    file = written(tmp_path, text)
+    assert main(["serve", "--port", "0", "--cluster", file, *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("longctx: ")
+    assert message in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--launcher", "ray"], "--launcher needs --cluster"),
+        (["--instance-key-file", "x"], "--instance-key-file needs --cluster"),
+        (["--join-name", "x"], "--join-name needs --join"),
+        (["--join-url", "http://h:1"], "--join-url needs --join"),
+        (["--join-role", "prefill"], "--join-role needs --join"),
+        (
+            ["--join", "h:1", "--role", "decode", "--join-role", "prefill"],
+            "--join-role prefill contradicts --role decode",
+        ),
+        (["--join-key-file", "x"], "--join-key-file needs --join"),
+        (["--join", "h:1"], "--join needs --role"),
+        (["--join", "h", "--role", "both", "--kv-secret-file", "x"], "--join must be HOST:PORT, got 'h'"),
+        (
+            ["--join", "h:1", "--join-url", "h:1", "--role", "both", "--kv-secret-file", "x"],
+            "--join-url must be http://",
+        ),
+        (["--join", "h:1", "--host", "0.0.0.0", "--role", "both", "--kv-secret-file", "x"], "needs --join-url"),
+        (
+            ["--join", "h:1", "--join-key-file", "no-such", "--role", "both", "--kv-secret-file", "x"],
+            "--join-key-file: no such file",
+        ),
+    ],
+)
+def test_flags_that_need_others(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_commands_of_instances(tmp_path: Path) -> None:
+    files = Secrets.make(tmp_path, None)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+    assert len({path.read_text() for path in files}) == 3
+    common = instance_arguments(engine_arguments("", {"page_size": 16, "no-compile-cache": True}), files, ["tiny"])
+    make = instance_command(common, engine_arguments("", {"max-running": 3}))
+
+    def parse(host: str, *hosts: str) -> argparse.Namespace:
+        command = list(make(host, 8001, hosts))
+        assert command[1:4] == ["-m", "longctx.cli.instance", "serve"]
+        return serve_parser().parse_args(command[4:])
+
+    here = parse("127.0.0.1", "127.0.0.1")
+    assert (here.host, here.port, here.role, here.page_size, here.max_running) == ("127.0.0.1", 8001, "both", 16, 3)
+    assert (here.kv_events, here.kv_peer, here.served_model_name) == ("tcp://127.0.0.1:*", [], ["tiny"])
+    assert here.no_compile_cache
+    assert here.ignore_deadlines
+    assert serve_config(here).transfers
+    there = parse("10.0.0.1", "10.0.0.1", "10.0.0.2")
+    assert (there.kv_host, there.kv_peer, there.kv_events) == ("10.0.0.1", ["10.0.0.2"], "tcp://*:*")
+
+
+def wait_until(what: str, condition: Callable[[], object], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def children(process: ServeProcess) -> list[int]:
+    """Processes of instances that a server has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                is_instance = b"longctx.cli.instance" in (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if parent == process.process.pid and is_instance:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_processes(tmp_path: Path) -> None:
+    """Starts, serves, survives the death of an instance, and leaves nothing behind when it is killed."""
+    both = '[[instances]]\nrole = "both"\ncount = 2\nname = "engine"\n'
+    file = written(tmp_path, '[cluster]\nadmission = "none"\n[engine]\n' + SMALL + both)
+    body = {"prompt": "ABCD" * 200, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    with ServeProcess("--cluster", file) as router:
+        wait_until("all are there", lambda: re.search(r"^ready ", router.log, re.MULTILINE))
+        pids = children(router)
+        assert len(pids) == 2
+        expected = router.post("/v1/completions", body)["choices"][0]["text"]
+        assert len(expected) > 0
+
+        def ask(number: int) -> str:
+            return str(router.post("/v1/completions", body | {"max_tokens": 200})["choices"][0]["text"])
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(ask, range(4))
+            time.sleep(0.5)
+            os.kill(pids[-1], signal.SIGKILL)
+            texts = list(answers)
+        assert len(set(texts)) == 1
+        assert texts[0].startswith(expected)
+        listed = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
+        assert {each["name"] for each in listed} == {"engine-0", "engine-1"}
+        wait_until("it is started again", lambda: len(children(router)) == 2)
+        left = children(router)
+        os.kill(router.process.pid, signal.SIGKILL)
+        router.process.wait()
+        wait_until("nothing is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30)
+
+
+@pytest.mark.slow
+def test_instances_that_join(tmp_path: Path) -> None:
+    """A router that starts nobody, and a server that registers by itself, leaves, and registers at another router."""
+    secret, key = tmp_path / "secret", tmp_path / "key"
+    for path, text in ((secret, "s" * 40), (key, "the-key-of-the-cluster")):
+        path.write_text(text)
+        path.chmod(0o600)
+    file = written(tmp_path, STATIC + f"[engine]\nkv_secret_file = '{secret}'\n" + SMALL)
+    keys = ["--admin-key-file", str(key), "--api-key", "a-key-of-clients"]
+    headers = {"authorization": "Bearer the-key-of-the-cluster"}
+    engine = ["--max-length", "2048", "--num-pages", "400", "--page-size", "16", "--max-running", "8"]
+    engine += ["--token-budget", "32", "--buckets", "32", "--role", "both", "--kv-secret-file", str(secret)]
+    events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
+    router = ServeProcess("--cluster", file, *keys, "--instance-key-file", str(key))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router, "is_ready", lambda: _answers(f"{router.url}/health"))
+        with router:
+            join = ["--join", f"127.0.0.1:{router.port}", "--join-key-file", str(key), "--join-name", "mine"]
+            with ServeProcess(*engine, *events, *keys, *join):
+                url = f"{router.url}/cluster/instances"
+                wait_until("it has joined", lambda: "open" in httpx.get(url, headers=headers).text)
+                [instance] = httpx.get(url, headers=headers).json()["instances"]
+                assert (instance["name"], instance["role"]) == ("mine", "both")
+                body = {"prompt": "ABCD", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+                assert router.post("/v1/completions", body, headers)["usage"]["completion_tokens"] == 4
+            wait_until("it has left", lambda: not httpx.get(url, headers=headers).json()["instances"])
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
