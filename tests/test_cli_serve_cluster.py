@@ -22,7 +22,7 @@ from longctx.cluster.conductor.instance import ROLES
 from longctx.cluster.config import LAUNCHERS
 
 PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
-SMALL = "max_length = 2048\nnum_pages = 160\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
+SMALL = "max_length = 2048\nnum_pages = 400\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
 STATIC = '[cluster]\nlauncher = "static"\n'
 
 
@@ -188,7 +188,7 @@ def test_instances_that_join(tmp_path: Path) -> None:
     file = written(tmp_path, STATIC + f"[engine]\nkv_secret_file = '{secret}'\n" + SMALL)
     keys = ["--admin-key-file", str(key), "--api-key", "a-key-of-clients"]
     headers = {"authorization": "Bearer the-key-of-the-cluster"}
-    engine = ["--max-length", "2048", "--num-pages", "160", "--page-size", "16", "--max-running", "8"]
+    engine = ["--max-length", "2048", "--num-pages", "400", "--page-size", "16", "--max-running", "8"]
     engine += ["--token-budget", "32", "--buckets", "32", "--role", "both", "--kv-secret-file", str(secret)]
     events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
     router = ServeProcess("--cluster", file, *keys, "--instance-key-file", str(key))

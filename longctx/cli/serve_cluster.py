@@ -54,7 +54,13 @@ def serve_cluster(options: argparse.Namespace) -> int:
         stack.callback(launcher.close)
         addresses = launcher.start()
         members = [Member(each.url, each.name, each.role) for each in addresses]
-        router = RouterSettings(key, file.bandwidth, options.max_waiting, options.metrics_prefix)
+        router = RouterSettings(
+            instance_key=key,
+            bandwidth=file.bandwidth,
+            latency=file.latency,
+            max_waiting=options.max_waiting,
+            metrics_prefix=options.metrics_prefix,
+        )
         server = _make_server(options, file, engine, settings, template, members, router)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)

@@ -177,7 +177,10 @@ class Conductor:
         return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The first token of a request has come. Nothing happens if it is not open, or had one."""
+        """The first token of a request has come, whatever room there is: `prefilled` is what asks.
+
+        Nothing happens if it is not open, or had one.
+        """
         open_request = self.state.prefilling.get(request_id)
         if open_request is not None:
             self._end_prefill(open_request, now, was_computed=True)

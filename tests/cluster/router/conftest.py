@@ -4,12 +4,29 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from disaggregated import instance, make_engine
-from served import Served
+from disaggregated import NAME, make_engine
+from served import Served, served
+
+from longctx.cluster.engine_transfers import EngineTransfers
+from longctx.serving.server.observers import ObserverSettings
+from longctx.serving.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="session")
 def three() -> Iterator[list[Served]]:
-    """Three instances of one model."""
+    """Three instances of one model, which publish KV events. They compile what they need when it comes."""
+    settings, anywhere = ServerSettings(prepare_processes=0), "tcp://127.0.0.1:*"
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(instance(make_engine())) for _ in range(3)]
+        yield [
+            stack.enter_context(
+                served(
+                    make_engine(),
+                    settings,
+                    names=(NAME,),
+                    make_transfers=EngineTransfers,
+                    warm_up=lambda engine: None,
+                    observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
+                )
+            )
+            for _ in range(3)
+        ]

@@ -65,7 +65,7 @@ class Routed:
         state = self.server.conductor.state
         assert not state.prefilling
         assert not state.decoding
-        assert not self.server.failures
+        self.wait_until("all failures have been told", lambda: not self.server.failures)
 
 
 @contextlib.contextmanager
@@ -130,12 +130,15 @@ class Liar:
 
     Attributes:
       said: what it answers to a path, instead: fields that are laid over those of the real one, or bytes.
-      lines: what it sends to `/resume`; None: what the real one sends.
+      lines: what it sends to `/resume`.
+      status: of that answer.
+      asked: what was sent there.
     """
 
     def __init__(self, real: Served) -> None:
         self._real, self.said, self.lines = real, dict[str, Any](), list[bytes]()
         self.asked: list[dict[str, Any]] = []
+        self.status = 200
         routes = [Route(path, self._answer) for path in ("/ready", "/server_info", "/load", "/predictor")]
         app = Starlette(routes=[*routes, Route("/resume", self._resume, methods=["POST"])])
         self._listener = bind("127.0.0.1", 0)
@@ -166,7 +169,7 @@ class Liar:
             for line in self.lines:
                 yield line
 
-        return StreamingResponse(lines())
+        return StreamingResponse(lines(), self.status)
 
 
 def members_of(instances: Sequence[Served | Door | Liar], roles: str = "") -> list[Member]:

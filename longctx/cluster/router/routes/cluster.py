@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from longctx.cluster.conductor.instance import TIERS
 from longctx.cluster.router.instance import Instance
 from longctx.cluster.router.schemas import InstanceBody, RegisterBody, RoleBody
 from longctx.cluster.router.server import RouterServer
@@ -81,6 +82,7 @@ def describe(server: RouterServer) -> list[dict[str, Any]]:
     """All instances, as JSON."""
     now = time.monotonic()
     views = {view.name: view._asdict() for view in server.conductor.instances(now)}
+    publishers = server.feed.publishers
     return [
         {
             "name": each.name,
@@ -92,6 +94,8 @@ def describe(server: RouterServer) -> list[dict[str, Any]]:
             "heard_seconds": round(now - each.heard, 3),
             "token_usage": None if each.load is None else each.load.token_usage,
             "estimates": views.get(each.name),
+            "blocks": {tier: server.index.blocks(each.name, tier) for tier in TIERS},
+            "kv_events": publishers[each.name]._asdict() if each.name in publishers else None,
         }
         for each in server.instances
     ]

@@ -67,8 +67,8 @@ def loads_router(server: RouterServer) -> APIRouter:
             }
         )
 
-    @router.api_route("/v1/caches", methods=["GET", "POST"])
-    @router.api_route("/v1/caches/{cache_id}", methods=["GET", "DELETE"])
+    @router.api_route("/v1/caches", methods=["GET", "POST"], include_in_schema=False)
+    @router.api_route("/v1/caches/{cache_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def caches() -> None:
         """Documents are kept by instances, not by a cluster."""
         message = "a cluster keeps no documents by name: send the whole prompt, whose pages are found where they are"

@@ -1,0 +1,190 @@
+"""What a cluster answers when it can't serve a request, and what else it is asked."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from disaggregated import body
+from routed import TEXT, Liar, Routed, members_of, routed
+from served import Served
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.router.server import Member
+from longctx.serving.server.keys import ApiKey
+from longctx.serving.server.settings import ServerSettings
+
+
+@pytest.fixture(scope="module")
+def router(three: list[Served]) -> Iterator[Routed]:
+    with routed(members_of(three[:2], "pd")) as running:
+        yield running
+
+
+def post(router: Routed, sent: dict[str, Any], **headers: str) -> httpx.Response:
+    return router.client().post("/v1/completions", json=sent, headers=headers)
+
+
+def test_a_request_that_would_come_too_late_is_told_when(three: list[Served]) -> None:
+    with routed(members_of(three[:2], "pd"), ConductorConfig(admission="early_rejection", ttft=1e-9)) as router:
+        for sent in (body(), body(stream=True)):
+            answer = post(router, sent)
+            assert answer.status_code == 429, answer.text
+            error = answer.json()["error"]
+            assert error["code"] == "slow_down"
+            assert "the first token would come after" in error["message"]
+            assert answer.headers["x-llm-d-request-dropped-reason"] == "ttft"
+        router.server.metrics._rendered = -1.0
+        text = router.client().get("/metrics").text
+        labels = 'model_name="tiny"'
+        assert f'cluster_rejections_total{{bound="ttft",engine="cluster",{labels},stage="prefill"}} 2.0' in text
+        assert f'requests_refused_total{{engine="cluster",{labels},reason="ttft"}} 2.0' in text
+        answer = post(router, body(), **{"x-llm-d-slo-ttft-ms": "1e6"})  # its own target counts
+        assert answer.status_code == 200, answer.text
+        router.wait_idle()
+
+
+def test_a_rejection_after_prefill_is_an_answer_too(three: list[Served]) -> None:
+    with routed(members_of(three[:2], "pd"), ConductorConfig(admission="baseline", tpot=1e-9)) as router:
+        answer = post(router, body())
+        assert answer.status_code == 429, answer.text
+        assert "read in vain" in answer.json()["error"]["message"]
+        with router.client().stream("POST", "/v1/completions", json=body(stream=True)) as stream:
+            assert stream.status_code == 200  # it had begun
+            last = [line for line in stream.iter_lines() if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "slow_down"
+        router.wait_idle()
+    for each in three[:2]:
+        each.wait_idle()
+
+
+def test_a_deferred_request_is_kept_and_asked_for_again(three: list[Served]) -> None:
+    config = ConductorConfig(admission="early_rejection", ttft=1e-9, defer_seconds=0.5)
+    with routed(members_of(three[:1]), config) as router:
+        answer = post(router, body())
+        assert answer.status_code == 429
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(post(router, body(), **{"x-slo-ttft-ms": "1e6"})))
+        thread.start()
+        thread.join(20)
+        assert answers[0].status_code == 200
+        router.wait_idle()
+
+
+def test_without_instances_nothing_is_taken() -> None:
+    with routed([]) as router:
+        assert router.client().get("/health").status_code == 200
+        assert router.client().get("/ready").status_code == 503
+        answer = post(router, body())
+        assert answer.status_code == 503
+        assert answer.headers["x-llm-d-request-dropped-reason"] == "no_instance"
+        assert "retry-after" in answer.headers
+
+
+def test_one_of_each_role_is_needed(three: list[Served]) -> None:
+    with routed(members_of(three[:1], "p")) as router:
+        answer = post(router, body())
+        assert answer.status_code == 503, answer.text
+        assert answer.headers["x-llm-d-request-dropped-reason"] == "no_instance"
+        assert router.client().get("/load").json()["loads"]["decode"] is None
+
+
+def test_who_refuses_is_not_asked_again_at_once(three: list[Served]) -> None:
+    """Where nobody takes a request in the end, its client is told, once."""
+    with Liar(three[0]) as liar, routed([Member(liar.url, "full")]) as router:
+        liar.status = 429
+        answer = post(router, body())
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["message"].count("429") == 1
+        assert len(liar.asked) == 8
+        liar.status, liar.asked = 400, []
+        answer = post(router, body())
+        assert answer.status_code == 400
+        assert len(liar.asked) == 1
+        router.wait_idle()
+
+
+def test_clients_that_leave_end_their_requests(router: Routed, three: list[Served]) -> None:
+    sent = body(TEXT * 2, max_tokens=2000, stream=True)
+    with router.client() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+        next(stream.iter_lines())
+        assert router.server.cluster.num_requests == 1
+    router.wait_idle()
+    with pytest.raises(httpx.ReadTimeout):
+        router.client(timeout=0.3).post("/v1/completions", json=body(max_tokens=3000))
+    router.wait_idle()
+    for each in three[:2]:
+        each.wait_idle()
+
+
+def test_requests_are_aborted_by_their_names(router: Routed, three: list[Served]) -> None:
+    sent = body(max_tokens=1500, stream=True, n=2, temperature=1.0)
+    with router.client() as client:
+        with client.stream("POST", "/v1/completions", json=sent, headers={"x-request-id": "mine"}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert router.client().post("/abort_requests", json={"request_ids": ["mine"]}).json() == {
+                "aborted": ["mine"]
+            }
+            last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert {choice["finish_reason"] for chunk in last[-2:] for choice in chunk["choices"]} == {"abort"}
+    router.wait_idle()
+    for each in three[:2]:
+        each.wait_idle()
+
+
+def test_what_is_asked_of_a_server_is_answered(router: Routed) -> None:
+    client = router.client()
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 4
+    rendered = client.post("/v1/completions/render", json=body("abc")).json()
+    assert rendered[0]["prompt"].endswith("abc")
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] <= 3
+    assert client.get("/server_info").json()["policy"] == "kvcache_centric"
+    load = client.get("/load").json()
+    assert {each["name"]: each["state"] for each in load["instances"]} == {"p0": "open", "d1": "open"}
+    assert len(client.get("/v1/loads").json()["loads"]) == len(client.get("/get_load").json()) == 2
+    answer = client.post("/v1/caches", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "caches_are_off")
+    assert client.get("/page/model").json()["is_cluster"]
+    assert "/cluster/register" in client.get("/openapi.json").json()["paths"]
+    with client.stream("GET", "/page/events") as stream:
+        message = json.loads(next(line for line in stream.iter_lines() if line.startswith("data"))[5:])
+    assert [each["name"] for each in message["instances"]] == ["p0", "d1"]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "status"),
+    [
+        ("register", {"url": "ftp://host"}, 400),
+        ("register", {"url": "http://host:1/?a"}, 400),
+        ("register", {"url": "http://127.0.0.1:9", "role": "cook"}, 400),
+        ("register", {"url": "http://127.0.0.1:9", "name": "p0"}, 400),
+        ("drain", {"name": "nobody"}, 404),
+        ("role", {"name": "p0", "role": "cook"}, 400),
+        ("remove", {"url": "http://127.0.0.1:9"}, 404),
+    ],
+)
+def test_bad_commands_change_nothing(router: Routed, path: str, sent: dict[str, Any], status: int) -> None:
+    before = router.instances().keys()
+    answer = router.client().post(f"/cluster/{path}", json=sent)
+    assert answer.status_code == status, answer.text
+    assert router.instances().keys() == before
+
+
+def test_administrators_alone_change_a_cluster(three: list[Served]) -> None:
+    keys, admins = (ApiKey("user", "k" * 16),), (ApiKey("admin", "a" * 16),)
+    settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admins)
+    with routed([], settings=settings) as router:
+        register = {"url": three[0].url, "name": "b0"}
+        for key, status in ((None, 401), ("k" * 16, 403), ("a" * 16, 200)):
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            client = router.client(headers=headers)
+            assert client.get("/cluster/instances").status_code == status
+            assert client.post("/cluster/register", json=register).status_code == status
+        router.wait_state("b0", "open")
+        user = router.client(headers={"authorization": "Bearer " + "k" * 16})
+        assert user.post("/v1/completions", json=body()).status_code == 200

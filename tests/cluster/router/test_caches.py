@@ -1,0 +1,101 @@
+"""Requests go where their prefixes are, which routers learn from KV events."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from disaggregated import body, post
+from routed import TEXT, Routed, members_of, routed
+from served import Served
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def router(three: list[Served]) -> Iterator[Routed]:
+    with routed(members_of(three, "bbb")) as running:
+        yield running
+
+
+def ask(router: Routed, prompt: str, **more: Any) -> dict[str, Any]:
+    answer = router.client().post("/v1/completions", json=body(prompt, **more))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def wait_indexed(router: Routed, three: list[Served]) -> None:
+    """Wait until the router knows what instances have."""
+    index = router.server.index
+
+    def is_known() -> bool:
+        return all(
+            index.blocks(name, "device") == each.server.engine.stats().pages_cached
+            for name, each in zip(("b0", "b1", "b2"), three, strict=True)
+        )
+
+    router.wait_until("the index is right", is_known)
+
+
+def test_a_prompt_goes_where_its_prefix_is(router: Routed, three: list[Served]) -> None:
+    long = "caches " + TEXT * 6
+    first = ask(router, long)
+    assert cached(first) == 0
+    wait_indexed(router, three)
+    before = [each.server.engine.stats().prompt_tokens for each in three]
+    again = ask(router, long)
+    total = first["usage"]["prompt_tokens"]
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert cached(again) == (total - 1) // PAGE * PAGE
+    computed = [each.server.engine.stats().prompt_tokens - b for each, b in zip(three, before, strict=True)]
+    assert sum(computed) == total - cached(again)
+
+
+def test_a_router_that_comes_later_knows_what_there_is(router: Routed, three: list[Served]) -> None:
+    long = "later " + TEXT * 6
+    first = ask(router, long)
+    wait_indexed(router, three)
+    with routed(members_of(three, "bbb")) as other:  # two routers side by side
+        wait_indexed(other, three)
+        again = ask(other, long)
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert cached(again) == (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
+        assert cached(ask(router, long)) == cached(again)
+
+
+def test_prefill_and_decode_are_apart(three: list[Served]) -> None:
+    long = "apart " + TEXT * 6
+    with routed(members_of(three, "pdd")) as router:
+        before = [each.server.engine.stats().prompt_tokens for each in three]
+        found = ask(router, long)
+        computed = [each.server.engine.stats().prompt_tokens - b for each, b in zip(three, before, strict=True)]
+        total = found["usage"]["prompt_tokens"]
+        assert computed[0] == total
+        assert sum(computed[1:]) == total - (total - 1) // PAGE * PAGE  # what follows the last full page
+        assert cached(found) == 0  # what another instance has just computed was not cached
+        expected = post(three[1], body(long, cache_salt="alone")).json()
+        assert found["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        assert router.server.cluster.stats.assignments.total() == 1
+
+
+def test_a_prefix_comes_from_who_has_it(three: list[Served]) -> None:
+    """One has the prefix, and takes no new requests: whoever prefills gets it from there (5.2)."""
+    long = "fetched " + TEXT * 8
+    with routed(members_of(three, "ppd")) as router:
+        index = router.server.index
+        first = ask(router, long)
+        router.wait_until("it is known who has it", lambda: max(index.blocks(n, "device") for n in ("p0", "p1")) > 0)
+        [(holder, _)] = router.server.cluster.stats.assignments
+        other = "p1" if holder == "p0" else "p0"
+        router.client().post("/cluster/drain", json={"name": holder})
+        again = ask(router, long + "more")
+        assert router.server.cluster.stats.transfers[holder, other] == 1
+        assert again["choices"][0]["text"] != ""
+        expected = post(three[2], body(long + "more", cache_salt="alone")).json()
+        assert again["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        assert first["choices"][0]["token_ids"]
