@@ -9,12 +9,18 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
+from fake_device import MODEL
+from letter_tokenizer import LetterTokenizer
 from prometheus_client.parser import text_string_to_metric_families
 from tiered_fake import make_tiered_engine
 
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.instance import InstanceSpec
+from longctx.cluster.router.instance import Instance
+from longctx.cluster.router.server import RouterServer
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.parallel.cost import Hardware
-from longctx.serving import Request, SamplingParams
+from longctx.serving import EngineConfig, Request, SamplingParams
 from longctx.serving.engine.thread import EngineThread
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.server import own_metrics
@@ -41,8 +47,43 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         metrics.observe_caches(Caches(thread, "m", None, 1.0))
     thread.engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3)))
     metrics._rendered = -1.0
+    return labels_of(metrics.render())
+
+
+@pytest.fixture(scope="module")
+def exported_by_routers() -> dict[str, set[str]]:
+    """The labels of every series that a router exports which has an instance and has seen all that can happen."""
+    config = EngineConfig(page_size=4, hash_key=bytes(16))
+    router = RouterServer(MODEL.config, LetterTokenizer(), config, ("m",), ConductorConfig())
+    router.conductor.join(InstanceSpec("one", "both", FixedCosts(), 4, 100, 2, 1.0), 0.0)
+    instance = Instance("one", None, "both")  # type: ignore[arg-type]
+    router.instances.by_name["one"] = instance
+    stats = router.cluster.stats
+    stats.assignments["one", "one"] = stats.transfers["one", "one"] = 1
+    stats.rejections["ttft", "prefill"] = stats.failures["one", "broken"] = stats.refusals["ttft"] = 1
+    router.metrics._rendered = -1.0
+    found = labels_of(router.metrics.render())
+    router.close()
+    return found
+
+
+class FixedCosts:
+    """Of an instance whose work takes no time."""
+
+    def prefill_seconds(self, cached: int, prompt: int) -> float:
+        return 0.0
+
+    def decode_seconds(self, batch: int, tokens: int) -> float:
+        return 0.0
+
+    def transfer_bytes(self, tokens: int) -> float:
+        return 0.0
+
+
+def labels_of(text: bytes) -> dict[str, set[str]]:
+    """The labels of every series in Prometheus's text form."""
     series = defaultdict[str, set[str]](set)
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             series[sample.name] |= set(sample.labels)
     return series
@@ -117,11 +158,15 @@ def test_panels_do_not_overlap_and_show_what_the_server_exports(exported: dict[s
     } == set()
 
 
-def test_the_page_on_metrics_has_all_of_them(exported: dict[str, set[str]]) -> None:
+def test_the_page_on_metrics_has_all_of_them(
+    exported: dict[str, set[str]], exported_by_routers: dict[str, set[str]]
+) -> None:
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if re.search(r"\| (gauge|counter|histogram) \|", line)]
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    names = {series.removeprefix("longctx:") for series in exported if series.startswith("longctx:")}
+    names = {
+        series.removeprefix("longctx:") for series in (*exported, *exported_by_routers) if series.startswith("longctx:")
+    }
     histograms = {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
     plain = {name for name in names if not re.fullmatch(r"(.*)_(bucket|sum|count)", name)}
     assert len(told) == len(set(told))
