@@ -18,10 +18,11 @@ from longctx.cli.arguments import cluster as flags
 from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, instance_command, serve_parser
 from longctx.cli.serve import serve_config
 from longctx.cli.serve_cluster import _ROUTER
+from longctx.cluster.conductor.instance import ROLES
 from longctx.cluster.config import LAUNCHERS
 
 PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
-SMALL = "max_length = 2048\nnum_pages = 160\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
+SMALL = "max_length = 2048\nnum_pages = 400\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
 STATIC = '[cluster]\nlauncher = "static"\n'
 
 
@@ -32,7 +33,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def test_flags_are_those_of_the_cluster_layer() -> None:
-    assert flags.LAUNCHERS == LAUNCHERS
+    assert (flags.LAUNCHERS, flags.ROLES) == (LAUNCHERS, ROLES)
     known = {action.dest for action in serve_parser()._actions}
     assert known | {"command"} >= _ROUTER
 
@@ -40,9 +41,10 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        (PAIR, ["--page-size", "16"], "--page-size is a flag of engines: with --cluster it stands in [engine]"),
-        (PAIR, ["--model", "x"], "--model is a flag of engines"),
-        (PAIR, ["--role", "both"], "--role is a flag of engines"),
+        (PAIR, ["--page-size", "0"], "[engine] --page-size must be"),
+        (PAIR, ["--role", "both"], "[engine] role is set by who starts the instances"),
+        (PAIR, ["--kv-peer", "a"], "[engine] kv-peer is set by who starts the instances"),
+        (PAIR, ["--join", "a:1"], "[engine] join is set by who starts the instances"),
         (PAIR, ["--launcher", "static"], "[[instances]] 1: url must be there"),
         (PAIR, ["--port", "70000"], "--port must be"),
         (PAIR, ["--admin-key", "short"], "--admin-key"),
@@ -76,6 +78,11 @@ def test_what_can_not_be_is_told_by_name(
         (["--instance-key-file", "x"], "--instance-key-file needs --cluster"),
         (["--join-name", "x"], "--join-name needs --join"),
         (["--join-url", "http://h:1"], "--join-url needs --join"),
+        (["--join-role", "prefill"], "--join-role needs --join"),
+        (
+            ["--join", "h:1", "--role", "decode", "--join-role", "prefill"],
+            "--join-role prefill contradicts --role decode",
+        ),
         (["--join-key-file", "x"], "--join-key-file needs --join"),
         (["--join", "h:1"], "--join needs --role"),
         (["--join", "h", "--role", "both", "--kv-secret-file", "x"], "--join must be HOST:PORT, got 'h'"),
@@ -142,7 +149,8 @@ def children(process: ServeProcess) -> list[int]:
 @pytest.mark.slow
 def test_a_cluster_of_processes(tmp_path: Path) -> None:
     """Starts, serves, survives the death of an instance, and leaves nothing behind when it is killed."""
-    file = written(tmp_path, "[cluster]\ntpot = 5.0\n[engine]\n" + SMALL + PAIR)
+    both = '[[instances]]\nrole = "both"\ncount = 2\nname = "engine"\n'
+    file = written(tmp_path, '[cluster]\nadmission = "none"\n[engine]\n' + SMALL + both)
     body = {"prompt": "ABCD" * 200, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with ServeProcess("--cluster", file) as router:
         wait_until("all are there", lambda: re.search(r"^ready ", router.log, re.MULTILINE))
@@ -162,7 +170,7 @@ def test_a_cluster_of_processes(tmp_path: Path) -> None:
         assert len(set(texts)) == 1
         assert texts[0].startswith(expected)
         listed = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
-        assert {each["role"] for each in listed} == {"prefill", "decode"}
+        assert {each["name"] for each in listed} == {"engine-0", "engine-1"}
         wait_until("it is started again", lambda: len(children(router)) == 2)
         left = children(router)
         os.kill(router.process.pid, signal.SIGKILL)
@@ -180,7 +188,7 @@ def test_instances_that_join(tmp_path: Path) -> None:
     file = written(tmp_path, STATIC + f"[engine]\nkv_secret_file = '{secret}'\n" + SMALL)
     keys = ["--admin-key-file", str(key), "--api-key", "a-key-of-clients"]
     headers = {"authorization": "Bearer the-key-of-the-cluster"}
-    engine = ["--max-length", "2048", "--num-pages", "160", "--page-size", "16", "--max-running", "8"]
+    engine = ["--max-length", "2048", "--num-pages", "400", "--page-size", "16", "--max-running", "8"]
     engine += ["--token-budget", "32", "--buckets", "32", "--role", "both", "--kv-secret-file", str(secret)]
     events = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
     router = ServeProcess("--cluster", file, *keys, "--instance-key-file", str(key))

@@ -14,7 +14,7 @@ _FLAGS = {"join_url": "--join-url", "join": "--join"}
 def check_join_flags(options: argparse.Namespace) -> None:
     """ValueError that names the flag, if the server can't join as the flags say; before anything is loaded."""
     if not options.join:
-        for name in ("join_key_file", "join_name", "join_url"):
+        for name in ("join_key_file", "join_name", "join_role", "join_url"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --join")
         return
@@ -22,6 +22,8 @@ def check_join_flags(options: argparse.Namespace) -> None:
 
     if options.role is None:
         raise ValueError("--join needs --role: requests move between the instances of a cluster")
+    if options.join_role not in (None, options.role) and options.role != "both":
+        raise ValueError(f"--join-role {options.join_role} contradicts --role {options.role}")
     with naming_flags(_FLAGS):
         for each in options.join:
             router_url(each)
@@ -44,7 +46,8 @@ def joining(options: argparse.Namespace, address: str, is_open: Callable[[], boo
     from longctx.cluster.join import Joining
 
     url = options.join_url or f"http://{address}"
-    return Joining(options.join, url, options.role, is_open, _key(options), options.join_name)
+    role = options.join_role or options.role
+    return Joining(options.join, url, role, is_open, _key(options), options.join_name)
 
 
 def _key(options: argparse.Namespace) -> str | None:

@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     settings, limits = server_settings(options), _limits(options)
     _check_weights(options, settings)
     _check_record(options)
-    check_transfer_flags(options)
     check_join_flags(options)
+    check_transfer_flags(options)
     config = serve_config(options)
     template = chat_template_text(options)
     if options.profile is not None:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 from longctx.cli.arguments.serve import SETTINGS
 from longctx.cli.engine_flags import prefixing
@@ -42,7 +43,6 @@ _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 def serve_cluster(options: argparse.Namespace) -> int:
     """Serve the instances of a cluster until a signal comes; the exit status."""
-    _check_flags(options)
     file = read_cluster(options.cluster, options.launcher)
     settings, template = server_settings(options), chat_template_text(options)
     with contextlib.ExitStack() as stack:
@@ -77,20 +77,21 @@ def serve_cluster(options: argparse.Namespace) -> int:
         return FAILED if launcher.problem is not None else 0
 
 
-def _check_flags(options: argparse.Namespace) -> None:
-    """ValueError for flags of engines: those stand in the file."""
-    parser = serve_parser()
-    for action in parser._actions:
-        if action.dest not in _ROUTER and getattr(options, action.dest, action.default) != action.default:
-            flag = action.option_strings[-1]
-            raise ValueError(f"{flag} is a flag of engines: with --cluster it stands in [engine] of the cluster's file")
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags of engines that the command line has, by their names; they win over the file's."""
+    given: dict[str, Any] = {}
+    for action in serve_parser()._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest not in _ROUTER and value != action.default:
+            given[action.option_strings[-1][2:]] = str(value) if isinstance(value, Path) else value
+    return given
 
 
 def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tuple[argparse.Namespace, Launcher, str]:
     """What the instances' flags are, who starts them, and the key by which they are asked."""
     place = f"{options.cluster}: "
-    given = dict(file.engine)
-    pages = given.pop("kv_secret_file", given.pop("kv-secret-file", None))
+    given = {name.replace("_", "-"): value for name, value in file.engine.items()} | _given(options)
+    pages = given.pop("kv-secret-file", None)
     starts = [each for each in file.instances if each.url is None]
     if pages is None and (len(starts) < len(file.instances) or not starts):
         raise ValueError(f"{place}[engine] kv_secret_file must be there: it is that of the instances that run already")

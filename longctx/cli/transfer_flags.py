@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from longctx.cli.files import read_text
 from longctx.cli.kv_flags import SECRET_FLAGS
 from longctx.cli.naming import naming_flags
-from longctx.cluster.peers import parse_peer
+from longctx.cluster.peers import check_peers
 from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.secret import read_secret
 
@@ -28,8 +28,7 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --role")
         return
     with naming_flags(_FLAGS):
-        for each in options.kv_peer:
-            parse_peer(each)
+        check_peers(options.kv_peer)
     if options.kv_secret_file is None:
         raise ValueError("--role needs --kv-secret-file: servers know each other's pages by keys made with it")
     for name, why in (("no_prefix_cache", "pages have keys there"), ("record", "a replay has no other server")):

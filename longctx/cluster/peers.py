@@ -1,5 +1,6 @@
 """`Peers`: the hosts that an engine fetches pages from. Clients name others in vain."""
 
+import ipaddress
 import re
 from collections.abc import Sequence
 
@@ -7,6 +8,9 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _BRACKETS = re.compile(r"\[([^\]]+)\](?::(\d{1,5}))?")
 _PLAIN = re.compile(r"([^:]+):(\d{1,5})")
 _HOST = re.compile(r"[\w.:%-]{1,255}")
+_NETWORK = re.compile(r"[0-9A-Fa-f:.]+/\d{1,3}")
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def parse_peer(text: str) -> tuple[str, int | None]:
@@ -18,12 +22,34 @@ def parse_peer(text: str) -> tuple[str, int | None]:
     return host, None if port is None else int(port)
 
 
+def check_peers(peers: Sequence[str]) -> None:
+    """ValueError, unless each is a host, with a port or without, or a network."""
+    for each in peers:
+        parse_network(each) if _NETWORK.fullmatch(each) else parse_peer(each)
+
+
+def parse_network(text: str) -> Network:
+    """A network, such as `10.0.0.0/8`. ValueError: it is none."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"peers must be HOST, HOST:PORT or a network, got {text!r}: {error}") from None
+
+
+def _is_in(host: str, networks: Sequence[Network]) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return False
+    return any(address in network for network in networks)
+
+
 class Peers:
     """Hosts that pages may be fetched from: those given, this machine's loopback, and this host itself.
 
     Args:
-      peers: see `parse_peer`. A host that is given with ports alone is asked at these alone; the names of this machine
-        are one host.
+      peers: see `parse_peer`, or a network, such as `10.0.0.0/8`, for all addresses in it. A host that is given with
+        ports alone is asked at these alone; the names of this machine are one host.
       own: by which others reach this host.
 
     Raises:
@@ -33,13 +59,16 @@ class Peers:
     def __init__(self, peers: Sequence[str], own: str) -> None:
         self._own = _LOOPBACK | {own}
         self._ports: dict[str, set[int | None]] = {}
-        for host, port in map(parse_peer, peers):
+        self._networks = [parse_network(each) for each in peers if _NETWORK.fullmatch(each)]
+        for host, port in (parse_peer(each) for each in peers if not _NETWORK.fullmatch(each)):
             self._ports.setdefault(self._name(host), set()).add(port)
         self._ports.setdefault(self._name(own), {None})
 
     def admits(self, host: str, port: int | None = None) -> bool:
         """Whether pages may be fetched from there; without a port, whether from some port of that host."""
         ports = self._ports.get(self._name(host), set())
+        if self._networks and not ports and _is_in(host, self._networks):
+            return True
         return bool(ports) if port is None else port in ports or None in ports
 
     def _name(self, host: str) -> str:

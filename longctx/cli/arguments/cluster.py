@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
+ROLES = ("prefill", "decode", "both")
 LAUNCHERS = ("processes", "ray", "static")
-"""Those of `longctx.cluster.config`, written again because importing it takes long (a test compares them)."""
+"""Those of `longctx.cluster`, written again because importing it takes long (a test compares them)."""
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="a cluster's router, whose instance this server becomes; may be repeated",
     )
     cluster.add_argument("--join-key-file", type=Path, metavar="FILE", help="an administrator's key of that router")
+    cluster.add_argument(
+        "--join-role", choices=ROLES, help="what this instance does there first, with --role both; default: --role"
+    )
     cluster.add_argument("--join-name", metavar="NAME", help="of this instance there; default: host and port")
     cluster.add_argument(
         "--join-url", metavar="URL", help="by which the router reaches this server; default: its --host and port"

@@ -25,7 +25,8 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST[:PORT]",
-        help="whose pages are fetched when a request says so, besides this host's own; may be repeated",
+        help="whose pages are fetched when a request says so, besides this host's own; or a network, such as "
+        "10.0.0.0/8; may be repeated",
     )
     transfer.add_argument(
         "--kv-plain", action="store_true", help="do not encrypt pages: for a network where nobody listens, and faster"
