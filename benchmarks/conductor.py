@@ -137,10 +137,9 @@ def main() -> None:
     drawn = trace_requests(options.trace, count, block) if options.trace else drawn_requests(count, block)
     lengths = [*drawn]
     print(f"{options.instances} instances, {count:,} requests, {options.blocks:,} other blocks in the index\n")
-    for policy, admission in [
-        *((each, "none") for each in POLICIES),
-        *((POLICIES[-1], each) for each in ADMISSION_RULES),
-    ]:
+    cases = [(each, "none") for each in POLICIES]
+    cases += [(POLICIES[-1], each) for each in ADMISSION_RULES if each != "none"]
+    for policy, admission in cases:
         held = options.blocks // (options.instances // 2)
         conductor, index = make_cluster(options.instances, policy, admission, block, held)
         requests = [ClusterRequest(str(i), tokens, 2048, keys) for i, (tokens, _, keys) in enumerate(lengths)]

@@ -91,6 +91,9 @@ PURE = [
     "longctx.cluster.transfer.local",
     "longctx.cluster.conductor.conductor",
     "longctx.cluster.conductor.costs",
+    "longctx.cluster.prefix_index.index",
+    "longctx.cluster.prefix_index.reader",
+    "longctx.cluster.prefix_index.indexer.app",
 ]
 
 

@@ -13,8 +13,8 @@ from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_
 from longctx.gpu_flags import set_xla_flags
 
 COMMANDS = (
-    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "plan", "profile", "quantize", "replay"),
-    *("serve", "simulate"),
+    *("bench", "chat", "demo", "doctor", "generate", "group-secret", "kv-index", "plan", "profile", "quantize"),
+    *("replay", "serve", "simulate"),
 )
 
 

@@ -34,6 +34,11 @@ _SPAN = 20  # times a target's seconds, for which arrivals have to last until a 
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.cluster is not None:
+        from longctx.cli.simulate_cluster import run_cluster
+
+        run_cluster(options)
+        return 0
     _check(options)
     console = Console(options.quiet)
     if options.sweep is not None:

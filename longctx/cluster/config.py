@@ -22,10 +22,10 @@ STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig))
 _NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
-_SIMULATED = ("model", "topology", "plan", "overlap")  # texts of [simulation]
+_SIMULATED = ("model", "topology", "plan", "overlap", "first_token")  # texts of [simulation]
 _COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
-_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "least_retry")
-_SWITCHES = ("prefix_cache", "roles_change")
+_SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds", "least_retry")
+_SWITCHES = ("prefix_cache", "roles_change", "swaps")
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,12 @@ def _read_ray(found: Mapping[str, Any]) -> RayOptions:
 
 def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
     place = "[simulation] "
-    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES))
+    _check_keys(place, found, (*_SIMULATED, *_COUNTS, *_SECONDS, *_SWITCHES, "changes"))
+    changes = found.get("changes", [])
+    if not isinstance(changes, list) or not all(isinstance(each, dict) for each in changes):
+        raise ValueError(f"{place}changes must be tables, [[simulation.changes]], got {changes!r}")
+    for each in changes:
+        _check_keys("[[simulation.changes]] ", each, ("at", "instance", "action"))
     for name, value in found.items():
         if name in _SIMULATED and not isinstance(value, str):
             raise ValueError(f"{place}{name} must be a text, got {value!r}")

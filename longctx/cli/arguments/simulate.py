@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a system on so many devices: medha, medha-fcfs, edf, srpf, lrs, sarathi-512, sarathi-2048, vllm, "
         "striped, loongserve or loongserve-reserved",
     )
+    more.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="TOML of a cluster, as of longctx serve: its conductor, prefill and decode instances; see "
+        "docs/simulation_cluster.md",
+    )
     add_scheduling_arguments(parser)
 
     results = parser.add_argument_group("results")

@@ -131,7 +131,7 @@ class Conductor:
         """Choose the instances that serve a request, or reject it.
 
         Args:
-          exclude: names of instances that it must not go to.
+          exclude: names of instances that must have no part in it, as they have just failed.
           generated: tokens that it has had, if it goes on after a failure: then no load forbids it.
           waited: seconds for which it has been kept since it was rejected first.
 
@@ -177,7 +177,10 @@ class Conductor:
         return rejection
 
     def first_token(self, request_id: str, now: float) -> None:
-        """The first token of a request has come. Nothing happens if it is not open, or had one."""
+        """The first token of a request has come, whatever room there is: `prefilled` is what asks.
+
+        Nothing happens if it is not open, or had one.
+        """
         open_request = self.state.prefilling.get(request_id)
         if open_request is not None:
             self._end_prefill(open_request, now, was_computed=True)
@@ -251,7 +254,7 @@ class Conductor:
         pool = [each for each in prefills if each.role == "prefill" or each.name in with_room]
         if not rooms or not pool:
             return self._rejection(request, self._no_memory(reserved, inf, now), "prefill", None, waited), None
-        choice = self._choose(request, pool, now)
+        choice = self._choose(request, pool, now, exclude)
         context = request.prompt_tokens
         decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
         assignment = Assignment(
@@ -264,7 +267,9 @@ class Conductor:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
 
-    def _choose(self, request: ClusterRequest, pool: list[InstanceState], now: float) -> Choice:
+    def _choose(
+        self, request: ClusterRequest, pool: list[InstanceState], now: float, exclude: Collection[str]
+    ) -> Choice:
         """Ask the policy, and check what one's own says."""
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
@@ -273,8 +278,10 @@ class Conductor:
         for name, blocks in self._pending.match(keys).items():
             if blocks > matches.get(name, 0):
                 matches[name] = blocks
-        seed = f"{self.config.seed} {request.request_id}"
-        context = PolicyContext(block_size, self.config.balancing_threshold, self.state.senders, seed)
+        seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
+        if exclude:
+            senders = {name: each for name, each in senders.items() if name not in exclude}
+        context = PolicyContext(block_size, self.config.balancing_threshold, senders, seed)
         choice = self._policy(request, matches, pool, now, context)
         if callable(self.config.policy):
             check_choice(choice, request, pool, context)

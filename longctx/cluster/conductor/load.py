@@ -112,23 +112,28 @@ def future_demands(
     Args:
       then: seconds of the same clock as `now`, not before it.
     """
+    # Plain numbers: a thousand requests may be open, and this is asked for each that comes.
     pool = state.decode_pool()
-    demands = {each.name: decode_demand(each) for each in pool}
+    demands = {each.name: [*map(float, each.decoding)] for each in pool}
     for open_request in state.decoding.values():  # in order of their beginning
         since = open_request.decode_since
         if since is None or since + decode_seconds > then:
             break
-        name = open_request.assignment.decode
-        if name in demands:
-            demands[name] = demands[name].plus(demand_of(open_request).times(-1.0))
-    coming = NOTHING
+        demand = demands.get(open_request.assignment.decode)
+        if demand is not None:
+            demand[0] -= 1
+            demand[1] -= open_request.context
+            demand[2] -= open_request.reserved
+    batch = tokens = reserved = 0
+    begin = then - decode_seconds
     for open_request in state.prefilling.values():
-        # One that is late may be computed at any moment.
-        end = max(now, open_request.prefill_end)
-        if then - decode_seconds < end <= then:
-            coming = coming.plus(demand_of(open_request))
-    share = coming.times(1 / len(pool)) if pool else NOTHING
-    return [(each, demands[each.name].plus(share)) for each in pool]
+        end = open_request.prefill_end
+        if end <= then and (end if end > now else now) > begin:  # one that is late may be computed at any moment
+            batch += 1
+            tokens += open_request.context
+            reserved += open_request.reserved
+    share = DecodeDemand(batch, tokens, reserved).times(1 / len(pool)) if pool else NOTHING
+    return [(each, DecodeDemand(*demands[each.name]).plus(share)) for each in pool]
 
 
 def demand_of(open_request: OpenRequest) -> DecodeDemand:

@@ -27,6 +27,7 @@ def check_joins(spec: InstanceSpec, instances: Iterable[InstanceState]) -> None:
         raise ValueError(f"cache_blocks must be of {', '.join(TIERS)}, got {shown(spec.cache_blocks)}")
     for tier, blocks in zip(TIERS, spec.cache_blocks, strict=True):
         check_integer(f"cache_blocks of {tier}", blocks, 0)
+    check_costs(spec)
     for other in instances:
         if other.name == spec.name:
             raise ValueError(f"name must be of no other instance, got {spec.name!r}")
@@ -37,6 +38,17 @@ def check_joins(spec: InstanceSpec, instances: Iterable[InstanceState]) -> None:
                     f"instances of a cluster must have one {what}, got {there!r} of {other.name!r} and {here!r} of "
                     f"{spec.name!r}"
                 )
+
+
+def check_costs(spec: InstanceSpec) -> None:
+    """Raises TypeError or ValueError: the costs of an instance are nonsense; they are looked at in a few places."""
+    costs, block = spec.costs, spec.block_size
+    for tokens in (block, 100 * block):
+        check_real(f"prefill_seconds of {tokens} tokens", costs.prefill_seconds(0, tokens), 0)
+        check_real(f"prefill_seconds of a token after {tokens}", costs.prefill_seconds(tokens, tokens + 1), 0)
+        check_real(f"transfer_bytes of {tokens} tokens", costs.transfer_bytes(tokens), 0)
+        for batch in (1, spec.max_running):
+            check_real(f"decode_seconds of {batch} with {tokens} tokens", costs.decode_seconds(batch, tokens), 0)
 
 
 def check_role(role: Role) -> None:

@@ -45,7 +45,7 @@ class PendingBlocks:
 
     def remove(self, instance: str, keys: np.ndarray) -> None:
         """Remove a prompt that was added."""
-        node, at = self._root, 0
+        node, at, path = self._root, 0, list[_Node]()
         while at < len(keys):
             first = int(keys[at])
             child = node.children[first]
@@ -57,8 +57,11 @@ class PendingBlocks:
                 del child.prompts[instance]
             if not child.prompts:
                 del node.children[first]
-                return  # whatever is below has no other prompt either
+                break  # whatever is below has no other prompt either
             node = child
+            path.append(node)
+        for node in reversed(path):
+            _join(node)
 
     def match(self, keys: np.ndarray) -> dict[str, int]:
         """The leading blocks of a prompt that each instance will have; instances with none are left out."""
@@ -77,8 +80,14 @@ class PendingBlocks:
             node = child
         return found
 
-    def __bool__(self) -> bool:
-        return bool(self._root.children)
+    def __len__(self) -> int:
+        """Runs in the tree."""
+        count, nodes = 0, [self._root]
+        while nodes:
+            children = nodes.pop().children.values()
+            count += len(children)
+            nodes += children
+        return count
 
 
 def common_blocks(a: np.ndarray, b: np.ndarray) -> int:
@@ -93,3 +102,11 @@ def _split(node: _Node, at: int) -> None:
     """Divide a run in two."""
     rest = _Node(node.keys[at:], dict(node.prompts), node.children)
     node.keys, node.children = node.keys[:at], {int(rest.keys[0]): rest}
+
+
+def _join(node: _Node) -> None:
+    """Make one run of two that all of their prompts go through, else hot prefixes fall to pieces in the long run."""
+    if len(node.children) == 1:
+        (child,) = node.children.values()
+        if child.prompts == node.prompts:
+            node.keys, node.children = np.concatenate([node.keys, child.keys]), child.children

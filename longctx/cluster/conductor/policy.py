@@ -117,7 +117,10 @@ def kvcache_centric(
     compute if the best remote prefix match is no larger than the local one multiplied by a threshold"), but also that
     a prefix is fetched "if the estimated additional prefill time is shorter than the transfer time", which is the
     opposite of what makes sense and is not in algorithm 1. This is algorithm 1: it compares no such times, but the
-    transfer counts in the TTFT, by which the instance is chosen.
+    transfer counts in the TTFT, by which the instance is chosen. Where the ratio is just the threshold, line 10 counts
+    a transfer and line 30 makes none: here it is made, as it was counted.
+
+    What was fetched stays: so hot prefixes spread over instances (lines 30 to 32).
     """
     source, size = _best_match(matches, context), context.block_size
     best = 0 if source is None else matches[source.name]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from longctx.cluster.prefix_index.holders import HolderSets
-from longctx.cluster.prefix_index.key_table import KeyTable
+from longctx.cluster.prefix_index.key_table import FREE, KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
 _FEW = 24  # keys up to which plain Python is quicker than numpy
@@ -101,23 +101,18 @@ class PrefixIndex:
         Args:
           keys: of the blocks in order, uint64 `[blocks]`.
         """
-        with self._lock:
-            sets = self._table.values.array[self._table.find_leading(_check(keys))]
-            if not len(sets):
-                return {}
-            starts = np.flatnonzero(np.concatenate([[True], sets[1:] != sets[:-1]]))
-            lengths = np.diff(starts, append=len(sets))
-            distinct, first_run, run_set = np.unique(sets[starts], return_index=True, return_inverse=True)
-            masks = [self._holders.masks[number] for number in distinct.tolist()]
-            matches: dict[str, Match] = {}
-            for instances, stop in self._ends(masks, first_run, len(starts)):
-                blocks = np.bincount(run_set[:stop], lengths[:stop], len(masks)).astype(np.int64).tolist()
-                for name, shift in self._holders.split(instances):
-                    tiers = [0] * (1 << len(TIERS))
-                    for mask, count in zip(masks, blocks, strict=True):
-                        tiers[mask >> shift & 7] += count
-                    device, host, disk = tiers[1] + tiers[3] + tiers[5] + tiers[7], tiers[2] + tiers[6], tiers[4]
-                    matches[name] = Match(device + host + disk, device, host, disk)
+        matches = {}
+        for name, blocks in self._leading(keys):
+            device, host = sum(blocks[1::2]), blocks[2] + blocks[6]
+            matches[name] = Match(sum(blocks), device, host, blocks[4])
+        return matches
+
+    def availability(self, keys: np.ndarray) -> dict[str, Match]:
+        """As `match`, but a block that is in several tiers counts in each of them."""
+        matches = {}
+        for name, blocks in self._leading(keys):
+            tiers = (sum(count for i, count in enumerate(blocks) if i >> tier & 1) for tier in range(len(TIERS)))
+            matches[name] = Match(sum(blocks), *tiers)
         return matches
 
     def touch(self, keys: np.ndarray, now: float) -> None:
@@ -129,16 +124,19 @@ class PrefixIndex:
     def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
         """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
 
-        The longest unused come first. Only those that at least `held_by` instances hold, in whatever tier.
+        The longest unused come first, and of those the last ones of a prefix: without its head a tail is of no use.
+        Only those that at least `held_by` instances hold, in whatever tier.
         """
         with self._lock:
             holders, used = self._holders, self._table.used.array
             mask = holders.mask(instance, tier)
             at = self._where(mask, held_by)
             at = at[used[at] < before]
+            order = used[at].astype(np.uint64) << np.uint64(32) | (FREE - at)
             if len(at) > limit:
-                at = at[np.argpartition(used[at], limit)[:limit]]
-            return self._table.keys.array[at[np.argsort(used[at], kind="stable")]]
+                first = np.argpartition(order, limit)[:limit]
+                at, order = at[first], order[first]
+            return self._table.keys.array[at[np.argsort(order)]]
 
     # Within; the lock is held.
 
@@ -152,6 +150,26 @@ class PrefixIndex:
         step = 1 << 20  # blocks at a time: what is made on the way stays small
         found = [np.flatnonzero(is_wanted[sets[i : i + step]]) + i for i in range(0, len(sets), step)]
         return np.concatenate(found).astype(np.uint32)
+
+    def _leading(self, keys: np.ndarray) -> list[tuple[str, list[int]]]:
+        """Of each instance with leading blocks, how many are in each combination of tiers: 1 device, 2 host, 4 disk."""
+        found = []
+        with self._lock:
+            sets = self._table.values.array[self._table.find_leading(_check(keys))]
+            if not len(sets):
+                return []
+            starts = np.flatnonzero(np.concatenate([[True], sets[1:] != sets[:-1]]))
+            lengths = np.diff(starts, append=len(sets))
+            distinct, first_run, run_set = np.unique(sets[starts], return_index=True, return_inverse=True)
+            masks = [self._holders.masks[number] for number in distinct.tolist()]
+            for instances, stop in self._ends(masks, first_run, len(starts)):
+                blocks = np.bincount(run_set[:stop], lengths[:stop], len(masks)).astype(np.int64).tolist()
+                for name, shift in self._holders.split(instances):
+                    combinations = [0] * (1 << len(TIERS))
+                    for mask, count in zip(masks, blocks, strict=True):
+                        combinations[mask >> shift & 7] += count
+                    found.append((name, combinations))
+        return found
 
     def _ends(self, masks: list[int], first_run: np.ndarray, runs: int) -> list[tuple[int, int]]:
         """Instances, as a mask, and the run of blocks before which their leading blocks end."""

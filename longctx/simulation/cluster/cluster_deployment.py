@@ -44,7 +44,9 @@ class ClusterDeployment:
       prefix_cache: whether prefill and coupled instances find the pages of prefixes.
       roles_change: whether any instance may get any role: then decode instances are made as prefill instances are.
       bandwidth: bytes per second at which an instance sends. latency: in seconds.
-      changes: see `Change`; instances are named `prefill-0`, `decode-0`, `coupled-0` and so on.
+      names: of prefill instances, then of decode, then of coupled ones; empty: `prefill-0`, `decode-0`, `coupled-0` and
+        so on.
+      changes: see `Change`.
 
     Raises:
       ValueError: the plan doesn't suit the model or the topology, or nobody prefills or decodes.
@@ -59,7 +61,7 @@ class ClusterDeployment:
     config: ConductorConfig = dataclasses.field(default_factory=ConductorConfig)
     settings: ClusterSettings = dataclasses.field(default_factory=ClusterSettings)
     page_size: int = 512
-    chunk: int = 8192
+    chunk: int = 2048
     coupled_chunk: int = 1 << 20
     max_running: int = 256
     host_bytes: int = 10**12
@@ -68,6 +70,7 @@ class ClusterDeployment:
     roles_change: bool = False
     bandwidth: float = NIC_BANDWIDTH
     latency: float = 0.0
+    names: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,13 +80,20 @@ class ClusterDeployment:
             check_integer(name, getattr(self, name), 1)
         if not (self.coupled or (self.prefill and self.decode)):
             raise ValueError("prefill and decode must both be at least 1, or coupled must be")
+        if self.names and len(self.names) != self.num_instances:
+            raise ValueError(f"names must be of all {self.num_instances} instances, got {len(self.names)}")
         self.plan.check(self.model, self.plan.num_devices)
         self.topology.check(**{axis: getattr(self.plan, axis) for axis in AXES})
 
     @property
+    def num_instances(self) -> int:
+        """Of all kinds."""
+        return self.prefill + self.decode + self.coupled
+
+    @property
     def num_devices(self) -> int:
         """Of all instances together."""
-        return (self.prefill + self.decode + self.coupled) * self.plan.num_devices
+        return self.num_instances * self.plan.num_devices
 
     def instances(self) -> list[ClusterInstance]:
         """The instances, in the order in which they join."""
@@ -104,6 +114,8 @@ class ClusterDeployment:
         ):
             if count:
                 found += self._copies(role, name, count, config)  # type: ignore[arg-type]
+        if self.names:
+            found = [dataclasses.replace(each, name=name) for each, name in zip(found, self.names, strict=True)]
         return found
 
     def run(

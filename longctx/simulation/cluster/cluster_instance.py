@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 from longctx.cluster.conductor.instance import ROLES, Costs, InstanceSpec, Role
 from longctx.models.config import LlamaConfig
+from longctx.models.footprint import cache_bytes
 from longctx.parallel.topology import Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.validation import check_real, check_text
+from longctx.simulation.instance.host_times import HostTimes
 from longctx.simulation.instance.virtual_tier import HOST_BANDWIDTH
 
 NIC_BANDWIDTH = 100e9
@@ -29,6 +31,7 @@ class ClusterInstance:
       bandwidth: bytes per second at which it sends to others, shared by all that it sends.
       latency: seconds from the last byte that it sends to its arrival.
       host_bandwidth: bytes per second between each device and its host.
+      host: what its thread takes beside the devices. None: no time.
       is_patient: whether requests that it has no room for may wait there, so that the conductor is told of no limit: as
         engines with queues of their own are used behind plain routers.
 
@@ -46,6 +49,7 @@ class ClusterInstance:
     bandwidth: float = NIC_BANDWIDTH
     latency: float = 0.0
     host_bandwidth: float = HOST_BANDWIDTH
+    host: HostTimes | None = None
     is_patient: bool = False
 
     def __post_init__(self) -> None:
@@ -59,21 +63,28 @@ class ClusterInstance:
                 raise ValueError(f"{name} must be bytes per second, more than 0, got {getattr(self, name)}")
         check_real("latency", self.latency, 0)
 
-    def spec(self, costs: Costs, role: Role | None = None) -> InstanceSpec:
+    def spec(self, costs: Costs, role: Role, swaps: bool) -> InstanceSpec:
         """What the conductor is told of it.
 
         Args:
-          role: None: its first one.
+          swaps: whether that has it drop cold blocks.
         """
         config = self.config
         assert config.num_pages is not None
         return InstanceSpec(
             name=self.name,
-            role=role or self.role,
+            role=role,
             costs=costs,
             block_size=config.page_size,
             decode_tokens=sys.maxsize if self.is_patient else config.num_pages * self.plan.context * config.page_size,
             max_running=sys.maxsize if self.is_patient else config.max_running,
             bandwidth=self.bandwidth,
             latency=self.latency,
+            cache_blocks=(0, self.host_pages if swaps else 0, 0),
         )
+
+    @property
+    def host_pages(self) -> int:
+        """Pages that the host's memory keeps."""
+        tiers = self.config.tiers
+        return 0 if tiers is None else int(tiers.host_bytes // cache_bytes(self.model, self.config.page_size))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from longctx.cluster.conductor.decision import Assignment, Bound
+from longctx.cluster.conductor.instance import Role
 from longctx.simulation.record import Record, Served
 
 
@@ -70,6 +71,14 @@ class LoadPoint(NamedTuple):
     decode: float
 
 
+class RoleAt(NamedTuple):
+    """An instance has another role from a time on."""
+
+    at: float
+    instance: str
+    role: Role
+
+
 @dataclass
 class ClusterRecord(Record):
     """A `Record`, and what only clusters have. Times are seconds from the beginning of the workload.
@@ -79,6 +88,7 @@ class ClusterRecord(Record):
       rejected: in the order of rejections.
       loads: at every report.
       moved: in the order in which they ended.
+      roles: changes of roles.
       num_deferred: how often a request was told to come again.
       num_reassigned: how often a request was assigned anew, as an instance died.
     """
@@ -87,6 +97,7 @@ class ClusterRecord(Record):
     rejected: list[Rejected] = field(default_factory=list)
     loads: list[LoadPoint] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
+    roles: list[RoleAt] = field(default_factory=list)
     num_deferred: int = 0
     num_reassigned: int = 0
 

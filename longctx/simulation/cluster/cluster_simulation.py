@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.conductor import Conductor, Observer
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Costs
@@ -46,9 +46,10 @@ class ClusterSimulation:
         config: ConductorConfig | None = None,
         settings: ClusterSettings | None = None,
         changes: List[Change] = (),
+        observer: Observer | None = None,
     ) -> None:
         self.instances, self.config = list(instances), config or ConductorConfig()
-        self.settings, self.changes = settings or ClusterSettings(), list(changes)
+        self.settings, self.changes, self.observer = settings or ClusterSettings(), list(changes), observer
         names = [each.name for each in self.instances]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"instances must be at least one, with names of their own, got {names}")
@@ -87,12 +88,13 @@ class ClusterSimulation:
             raise ValueError(f"until must be positive seconds, got {until}")
         check_arrivals(requests)
         loop, index = EventLoop(), PrefixIndex()
-        conductor = Conductor(copy.deepcopy(self.config), index)  # a policy of one's own may remember things
-        nodes = {}
+        conductor = Conductor(
+            copy.deepcopy(self.config), index, self.observer
+        )  # a policy of one's own may remember things
+        nodes: dict[str, Node] = {}
         for spec, costs in zip(self.instances, self._costs, strict=True):
-            node = nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings.event_seconds)
-            node.keep_steps = keep_steps
-            node.join(conductor, spec.role)
+            nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings, keep_steps)
+            nodes[spec.name].join(conductor)
         self._check(requests, nodes)
         self.last = run = ClusterRun(nodes, loop, conductor, self.settings, seed, priority)
         return run.run(requests, self.changes, until, progress)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from longctx.models.footprint import cache_bytes
-from longctx.serving.kv_cache.connector import Loaded, PageLoad
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Metrics
 from longctx.serving.scheduler.batch import Batch, Chunk
@@ -24,19 +24,19 @@ _TAIL = b"tail"  # stands for the key of a last, partial page
 class LegOwner(Protocol):
     """Hears of a leg, at `loop.now`."""
 
-    def chunk_begins(self, start: int, tokens: int) -> None:
+    def chunk_begins(self, leg: "Leg", start: int, tokens: int) -> None:
         """So many tokens of its prompt are computed from now on; those before `start` are there."""
         ...
 
-    def chunk_ends(self, start: int, tokens: int) -> None:
+    def chunk_ends(self, leg: "Leg", start: int, tokens: int) -> None:
         """They have been computed."""
         ...
 
-    def first_token(self) -> None:
+    def first_token(self, leg: "Leg") -> None:
         """Its prompt has been read, and its first token drawn, which is not its last."""
         ...
 
-    def leg_ends(self, part: TokenlessCompletion) -> None:
+    def leg_ends(self, leg: "Leg", part: TokenlessCompletion) -> None:
         """It has all its tokens."""
         ...
 
@@ -55,7 +55,9 @@ class Leg:
       known: tokens of its output that are known, and belong to the prompt here.
       max_tokens: that are generated here.
       came: leading tokens whose keys and values are in the host's memory, for this leg alone.
+      coming: leading tokens, of full pages, that another core sends while it computes them, until `end_pages`.
       source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
+      part: the request's prompt, its answer after another one has read the prompt, or both.
     """
 
     request: WorkloadRequest
@@ -65,8 +67,10 @@ class Leg:
     known: int
     max_tokens: int
     came: int = 0
+    coming: int = 0
     source: "ClusterCore | None" = None
     prefix: int = 0
+    part: Literal["prompt", "answer", "whole"] = "whole"
 
 
 class ClusterCore(Instance):
@@ -88,6 +92,7 @@ class ClusterCore(Instance):
             spec.plan,
             topology=spec.topology,
             name=spec.name,
+            host=spec.host,
             host_bandwidth=spec.host_bandwidth,
         )
         self.executor.notes_prompts = True
@@ -97,6 +102,7 @@ class ClusterCore(Instance):
         self.nic = Link(loop, spec.bandwidth, spec.latency)
         self._legs: dict[str, tuple[Leg, Sequence]] = {}
         self._of_source: dict[str, Leg] = {}  # whose pages come from beyond its own tier
+        self._awaited: dict[str, tuple[PageLoad, float]] = {}  # loads of legs whose pages are coming, since when
 
     def listen(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         """Tell of pages that can be found from now on, and of those that can't any more, by tier."""
@@ -123,11 +129,11 @@ class ClusterCore(Instance):
         _tokenless(sequence).times = []
         if not sequence.keys:
             leg.source = None  # it can't know pages of prefixes
-        if leg.came or leg.source is not None:
+        if leg.came or leg.coming or leg.source is not None:
             sequence.source = leg.request_id
             self._of_source[leg.request_id] = leg
-        if leg.came:
-            sequence.available, sequence.tail_key = leg.came, _TAIL
+        if leg.came or leg.coming:
+            sequence.tail_key = _TAIL
         self._legs[leg.request_id] = leg, sequence
         self._join(leg.request, sequence)
 
@@ -135,7 +141,7 @@ class ClusterCore(Instance):
         """End a leg wherever it is; what it came to."""
         self._settle()
         _, sequence = self._legs.pop(request_id)
-        self._of_source.pop(request_id, None)
+        self._forget(request_id)
         del self._open[request_id]
         if sequence in self._entering:
             self._entering.remove(sequence)
@@ -143,6 +149,14 @@ class ClusterCore(Instance):
             self._core.cancel(sequence)
             self._wake()
         return _tokenless(sequence)
+
+    def end_pages(self, request_id: str) -> None:
+        """All pages of a leg have come that were coming."""
+        leg, _ = self._legs[request_id]
+        leg.coming = 0
+        if request_id in self._awaited:
+            load, begun = self._awaited.pop(request_id)
+            self._end_load(Loaded(load.name, len(load.pages), self._loop.now - begun))
 
     def kill(self) -> None:
         """Nothing it has can be had any more."""
@@ -159,11 +173,14 @@ class ClusterCore(Instance):
         missing = (i for i, key in enumerate(keys) if pool.find(key) is None and (tier is None or key not in tier))
         return next(missing, len(keys))
 
-    def discard(self, keys: List[Key], tier: str) -> None:
-        """Let pages of a tier be found no more."""
-        if tier == "device":
-            self.core.forget([*keys])
-        elif self._tier is not None:
+    @property
+    def num_kept(self) -> int:
+        """Pages that its host's memory keeps."""
+        return 0 if self._tier is None else len(self._tier)
+
+    def discard(self, keys: List[Key]) -> None:
+        """Let the host's memory keep pages no more."""
+        if self._tier is not None:
             self._tier.discard(keys)
 
     def decodes(self) -> tuple[int, int]:
@@ -171,10 +188,17 @@ class ClusterCore(Instance):
         done = 0 if self._run is None else self._run.periods_until(self._loop.now)
         count = tokens = 0
         for leg, sequence in self._legs.values():
-            if leg.came or sequence.length > sequence.prompt_length:
+            if leg.part == "answer" or sequence.length > sequence.prompt_length:
                 count += 1
                 tokens += sequence.length + (done if sequence.is_running else 0)
         return count, tokens
+
+    @property
+    def queue_seconds(self) -> float:
+        """Predicted seconds of all prompts that it has not computed, and of those in the step that runs."""
+        running = sum(1 for batch in self._core.in_flight if has_prompts(batch))
+        rest = max(0.0, self.executor.free - self._loop.now) if running else 0.0
+        return max(0.0, self.prefill_seconds) + rest
 
     @property
     def known(self) -> frozenset[str]:
@@ -183,13 +207,16 @@ class ClusterCore(Instance):
 
     def _enter(self) -> None:
         for sequence in self._entering:
-            leg = self._of_source.get(completion_of(sequence).request_id)
+            leg, found = self._of_source.get(completion_of(sequence).request_id), 0
             if self._tier is not None and (leg is None or not leg.came):
                 self._core.look_up([sequence], self._tier)
-            if leg is not None and leg.source is not None:
-                if sequence.available >= leg.prefix:  # it is in its own memory by now
-                    sequence.source = "tiers"
-                sequence.available = max(sequence.available, leg.prefix)
+                found = sequence.available
+            if leg is not None:
+                coming = leg.came or leg.coming or leg.prefix
+                if found < coming:
+                    sequence.available = coming
+                else:  # it has them itself by now
+                    sequence.source, sequence.tail_key = TIERS, None
             self._core.add([sequence])
         self._entering.clear()
 
@@ -200,7 +227,7 @@ class ClusterCore(Instance):
             self._begin_load(load)
         if has_prompts(batch):
             for leg, chunk in self._prompts(batch):
-                leg.owner.chunk_begins(chunk.start, chunk.num_tokens)
+                leg.owner.chunk_begins(leg, chunk.start, chunk.num_tokens)
 
     def _begin_load(self, load: PageLoad) -> None:
         leg, loop = self._of_source.get(load.source), self._loop
@@ -212,6 +239,12 @@ class ClusterCore(Instance):
         if leg.came:
             done = Loaded(load.name, len(load.pages), 0.0)
             self._link.send(leg.came / self.config.page_size * self.page_bytes, lambda: self._end_load(done))
+            return
+        if leg.part == "answer":
+            if leg.coming:
+                self._awaited[leg.request_id] = load, begun
+            else:
+                self._end_load(Loaded(load.name, len(load.pages), 0.0))
             return
         source, keys = leg.source, load.keys
         assert source is not None
@@ -241,9 +274,9 @@ class ClusterCore(Instance):
         if not has_prompts(batch):
             return
         for leg, chunk in self._prompts(batch):
-            leg.owner.chunk_ends(chunk.start, chunk.num_tokens)
+            leg.owner.chunk_ends(leg, chunk.start, chunk.num_tokens)
             if chunk.samples and leg.max_tokens > 1:
-                leg.owner.first_token()
+                leg.owner.first_token(leg)
 
     def _prompts(self, batch: Batch) -> list[tuple[Leg, Chunk]]:
         """The chunks of prompts that are read here, and their legs, but for those that have been cancelled."""
@@ -259,8 +292,13 @@ class ClusterCore(Instance):
     def _end_request(self, request_id: str, metrics: Metrics) -> None:
         super()._end_request(request_id, metrics)
         leg, sequence = self._legs.pop(request_id)
+        self._forget(request_id)
+        leg.owner.leg_ends(leg, _tokenless(sequence))
+
+    def _forget(self, request_id: str) -> None:
+        """Its pages are not waited for any more."""
         self._of_source.pop(request_id, None)
-        leg.owner.leg_ends(_tokenless(sequence))
+        self._awaited.pop(request_id, None)
 
 
 def _tokenless(sequence: Sequence) -> TokenlessCompletion:

@@ -1,11 +1,15 @@
-"""`ClusterForward`: runs a snapshot of a conductor forward, in simulated cores: what would have come of a request."""
+"""Runs snapshots of a conductor forward, in simulated cores: what would have come of a request."""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from longctx.cluster.conductor.audit import Outcome
-from longctx.cluster.conductor.snapshot import OpenTask, Snapshot
+from longctx.cluster.conductor.costs import PredictorCosts
+from longctx.cluster.conductor.snapshot import InstanceSnapshot, OpenTask, Snapshot
+from longctx.models.config import LlamaConfig
+from longctx.serving.config import EngineConfig
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.core import ClusterCore, Leg
 from longctx.simulation.event_loop import EventLoop
@@ -13,6 +17,7 @@ from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.workloads import WorkloadRequest
 
 _AT_ONCE = 1e18  # bytes per second: what is on the devices in the snapshot is there
+_MOMENT = 1e-6  # seconds: longer than that takes
 
 
 class ClusterForward:
@@ -51,6 +56,31 @@ class ClusterForward:
         return Outcome(mine.ttft, mine.tbt, broken)
 
 
+class ServedForward:
+    """A `Forward` of instances that really serve, each as its snapshot says: its predictor, plan, memory and places.
+
+    Args:
+      config: of their engines.
+    """
+
+    def __init__(self, model: LlamaConfig, config: EngineConfig) -> None:
+        self._model, self._config = model, config
+
+    def __call__(self, snapshot: Snapshot) -> Outcome:
+        """What would have come of the request; TypeError: an instance's costs are not `PredictorCosts`."""
+        return ClusterForward(map(self._instance, snapshot.instances))(snapshot)
+
+    def _instance(self, instance: InstanceSnapshot) -> ClusterInstance:
+        spec = instance.spec
+        costs = getattr(spec.costs, "costs", spec.costs)  # a router's are corrected as steps run
+        if not isinstance(costs, PredictorCosts):
+            raise TypeError(f"costs of {spec.name} must be PredictorCosts, got {type(spec.costs).__name__}")
+        size, plan = spec.block_size, costs.plan
+        pages = max(1, spec.decode_tokens // size // plan.context)
+        config = dataclasses.replace(self._config, page_size=size, num_pages=pages, max_running=spec.max_running)
+        return ClusterInstance(spec.name, instance.role, self._model, config, costs.predictor, plan)
+
+
 def _run(specs: Sequence[ClusterInstance], tasks: list[OpenTask]) -> list["_TaskRun"]:
     """Serve tasks to their ends, in the order in which they were assigned."""
     loop = EventLoop()
@@ -58,7 +88,9 @@ def _run(specs: Sequence[ClusterInstance], tasks: list[OpenTask]) -> list["_Task
     cores = {each.name: ClusterCore(each, loop, seed=0) for each in specs}
     runs = [_TaskRun(number, task, cores, loop) for number, task in enumerate(tasks)]
     for run in sorted(runs, key=lambda run: -run.task.waited):
-        loop.at(loop.now + run.task.ready_in, run.begin)
+        # Whose pages are there gets them in a load that takes no time: the others must not be planned before it.
+        late = 0.0 if run.task.computed else _MOMENT
+        loop.at(loop.now + run.task.ready_in + late, run.begin)
     loop.run()
     return runs
 
@@ -72,15 +104,15 @@ class _TaskRun:
         self._start, self._id = loop.now, f"request-{number}"
         self.first: float | None = loop.now - task.decoded_for if task.generated else None
         self.last: float | None = None
-        self._is_read_elsewhere = False
 
     def begin(self) -> None:
         task = self.task
         if task.generated:
-            self._decode(task.generated)
+            self._answer(task.generated)
+        elif task.prefill != task.decode:
+            self._serve("prompt", task.prefill, 0, 1, task.computed)
         else:
-            self._is_read_elsewhere = task.prefill != task.decode
-            self._serve(task.prefill, 0, 1 if self._is_read_elsewhere else task.output_tokens, task.computed)
+            self._serve("whole", task.prefill, 0, task.output_tokens, task.computed)
 
     @property
     def ttft(self) -> float:
@@ -101,33 +133,33 @@ class _TaskRun:
         """Whether it misses an SLO, as far as it was simulated: an answer elsewhere is not."""
         return self.ttft > self.task.ttft or (self.task.decode in self._cores and self.tbt > self.task.tpot)
 
-    def _decode(self, known: int) -> None:
+    def _answer(self, known: int) -> None:
         came = self.task.prompt_tokens + known - 1
-        self._serve(self.task.decode, known, self.task.output_tokens - known, came)
+        self._serve("answer", self.task.decode, known, self.task.output_tokens - known, came)
 
-    def _serve(self, name: str, known: int, max_tokens: int, came: int) -> None:
+    def _serve(
+        self, part: Literal["prompt", "answer", "whole"], name: str, known: int, max_tokens: int, came: int
+    ) -> None:
         arrival = self._start - self.task.waited
-        self._cores[name].serve(Leg(self._request, self._id, arrival, self, known, max_tokens, came=came))
+        self._cores[name].serve(Leg(part, self._request, self._id, arrival, self, known, max_tokens, came))
 
     # What cores tell.
 
-    def leg_ends(self, part: TokenlessCompletion) -> None:
+    def leg_ends(self, leg: Leg, part: TokenlessCompletion) -> None:
         if self.first is None:
             self.first = part.metrics.first_token
-        if self._is_read_elsewhere and self.task.output_tokens > 1:
-            self._is_read_elsewhere = False
-            if self.task.decode in self._cores:
-                self._decode(1)
-        else:
+        if leg.part != "prompt" or self.task.output_tokens == 1:
             self.last = self._loop.now
+        elif self.task.decode in self._cores:
+            self._answer(1)
 
-    def chunk_begins(self, start: int, tokens: int) -> None:
+    def chunk_begins(self, leg: Leg, start: int, tokens: int) -> None:
         pass
 
-    def chunk_ends(self, start: int, tokens: int) -> None:
+    def chunk_ends(self, leg: Leg, start: int, tokens: int) -> None:
         pass
 
-    def first_token(self) -> None:
+    def first_token(self, leg: Leg) -> None:
         pass
 
     def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:

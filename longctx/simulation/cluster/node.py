@@ -6,54 +6,56 @@ from typing import cast
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.instance import Costs, Report, Role
+from longctx.cluster.conductor.instance import Costs, Report
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.tiers import Tier
 from longctx.serving.kv_cache.page_pool import Key
+from longctx.simulation.cluster.block_keys import block_key
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.core import ClusterCore
+from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
-
-_KEY = 8  # bytes of a page's key by which the conductor knows it
-
-
-def block_key(key: Key) -> int:
-    """By which the conductor knows a page."""
-    return int.from_bytes(key[:_KEY], "little")
-
-
-def block_keys(keys: List[Key]) -> np.ndarray:
-    """By which the conductor knows pages, uint64 `[pages]`."""
-    return np.frombuffer(b"".join([key[:_KEY] for key in keys]), "<u8").astype(np.uint64, copy=False)
 
 
 class Node:
     """An instance: a core while it lives, and what it tells of its cache.
 
     Args:
-      event_seconds: after which the index hears of a change.
+      keep_steps: whether cores keep their steps.
 
     Attributes:
       core: of its present life; None: it is dead.
       lives: all its cores.
-      keep_steps: whether they keep their steps.
     """
 
     def __init__(
-        self, spec: ClusterInstance, costs: Costs, loop: EventLoop, index: PrefixIndex, seed: int, event_seconds: float
+        self,
+        spec: ClusterInstance,
+        costs: Costs,
+        loop: EventLoop,
+        index: PrefixIndex,
+        seed: int,
+        settings: ClusterSettings,
+        keep_steps: bool,
     ) -> None:
         self.spec, self.role, self.core = spec, spec.role, cast(ClusterCore | None, None)
         self.lives: list[ClusterCore] = []
         self._costs, self._loop, self._index, self._seed = costs, loop, index, seed
-        self._event_seconds, self.keep_steps = event_seconds, False
+        self._settings, self._keep_steps = settings, keep_steps
+        self._kept: dict[int, Key] = {}  # in the host's memory, by what the conductor knows them by, if it swaps
 
-    def join(self, conductor: Conductor, role: Role) -> None:
-        """Begin a life, with an empty cache."""
-        self.role = role
-        self.core = core = ClusterCore(self.spec, self._loop, self._seed, self.keep_steps)
+    def join(self, conductor: Conductor) -> None:
+        """Begin a life in its role, with an empty cache."""
+        self.core = core = ClusterCore(self.spec, self._loop, self._seed, self._keep_steps)
         self.lives.append(core)
-        conductor.join(self.spec.spec(self._costs, role), self._loop.now)
+        self._kept.clear()
+        conductor.join(self.spec.spec(self._costs, self.role, self._settings.swaps), self._loop.now)
         core.listen(lambda tier, new, gone: self._hear(core, cast(Tier, tier), new, gone))
+
+    def swap_out(self, keys: np.ndarray) -> None:
+        """Drop blocks, uint64 `[blocks]`, from the host's memory, as far as it has them."""
+        if self.core is not None:
+            self.core.discard([self._kept[key] for key in keys.tolist() if key in self._kept])
 
     def kill(self) -> None:
         """End its life; its legs have been cancelled."""
@@ -66,13 +68,17 @@ class Node:
         core = self.core
         if core is not None:
             count, tokens = core.decodes()
-            report = Report(max(0.0, core.prefill_seconds), count, tokens, core.known)
+            report = Report(core.queue_seconds, count, tokens, core.known)
             conductor.report(self.spec.name, report, self._loop.now)
 
     def _hear(self, core: ClusterCore, tier: Tier, new: List[Key], gone: List[Key]) -> None:
-        if self._event_seconds:
+        if self._settings.swaps and tier == "host":
+            self._kept.update((block_key(key), key) for key in new)
+            for key in gone:
+                self._kept.pop(block_key(key), None)
+        if self._settings.event_seconds:
             new, gone = list(new), list(gone)
-            self._loop.at(self._loop.now + self._event_seconds, lambda: self._tell(core, tier, new, gone))
+            self._loop.at(self._loop.now + self._settings.event_seconds, lambda: self._tell(core, tier, new, gone))
         else:
             self._tell(core, tier, new, gone)
 

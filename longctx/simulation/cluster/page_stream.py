@@ -20,10 +20,11 @@ class PageStream:
     Args:
       link: of the sender, which all that it sends share.
       token_bytes: of keys and values. layers: of the model.
+      first, stop: tokens of the prompt that are sent: what lies before or after is not wanted.
       on_end: is called when all pages have come.
 
     Attributes:
-      begun: when the first bytes left; None: nothing has left.
+      begun: when the prompt's first chunk was begun; None: it was not.
       num_bytes: that have left.
     """
 
@@ -34,10 +35,13 @@ class PageStream:
         token_bytes: float,
         layers: int,
         overlap: Overlap,
+        first: int,
+        stop: int,
         on_end: Callable[[], object],
     ) -> None:
         self._loop, self._link, self._overlap, self._on_end = loop, link, overlap, on_end
         self._token_bytes, self._last_layer = token_bytes, 1 / layers
+        self._first, self._stop = first, stop
         self.begun: float | None = None
         self.num_bytes = 0.0
         self._kept = 0.0  # bytes that leave at the end
@@ -45,15 +49,16 @@ class PageStream:
 
     def begin_chunk(self, start: int, tokens: int) -> None:
         """A chunk is computed from now on; `start` tokens before it are there."""
-        if self.begun is None and start:
-            self._leave(start * self._token_bytes)
+        if self.begun is None:
+            self.begun = self._loop.now
+            self._leave(self._bytes(0, start))
         if self._overlap == "layer":
-            self._leave(tokens * self._token_bytes * (1 - self._last_layer))
+            self._leave(self._bytes(start, tokens) * (1 - self._last_layer))
 
-    def end_chunk(self, tokens: int) -> None:
+    def end_chunk(self, start: int, tokens: int) -> None:
         """A chunk has been computed."""
         share = self._last_layer if self._overlap == "layer" else 1.0
-        self._leave(tokens * self._token_bytes * share)
+        self._leave(self._bytes(start, tokens) * share)
 
     def finish(self) -> None:
         """The whole prompt has been computed."""
@@ -68,12 +73,14 @@ class PageStream:
         """Nobody wants the pages any more."""
         self._is_over = True
 
+    def _bytes(self, start: int, tokens: int) -> float:
+        """Of those tokens that are sent."""
+        return max(0, min(start + tokens, self._stop) - max(start, self._first)) * self._token_bytes
+
     def _leave(self, num_bytes: float) -> None:
-        if self.begun is None:
-            self.begun = self._loop.now
         if self._overlap == "end":
             self._kept += num_bytes
-        else:
+        elif num_bytes:
             self._send(num_bytes)
 
     def _send(self, num_bytes: float) -> None:

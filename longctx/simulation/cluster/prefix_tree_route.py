@@ -4,7 +4,7 @@ Source: vllm-router's policy `cache_aware` and its defaults (0.1.15), which is t
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from longctx.cluster.conductor.policy import Choice, PolicyContext, local_choice
 from longctx.cluster.conductor.request import ClusterRequest
@@ -70,5 +70,5 @@ class PrefixTreeRoute:
 
     def _match(self, name: str, keys: list[int]) -> int:
         """Leading blocks that past prompts of an instance had."""
-        known = self._known.get(name, {})
+        known: Container[int] = self._known.get(name, ())
         return next((i for i, key in enumerate(keys) if key not in known), len(keys))

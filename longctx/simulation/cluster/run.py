@@ -6,13 +6,13 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.instance import Role
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.simulation.cluster.active_request import ActiveRequest
 from longctx.simulation.cluster.changes import Change
-from longctx.simulation.cluster.cluster_instance import ClusterInstance
-from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, Placed, Rejected
+from longctx.simulation.cluster.cluster_record import ClusterRecord, LoadPoint, Placed, Rejected, RoleAt
 from longctx.simulation.cluster.core import ClusterCore
-from longctx.simulation.cluster.node import Node, block_keys
+from longctx.simulation.cluster.node import Node
 from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.instance.tokenless import PageKeys
@@ -92,9 +92,6 @@ class ClusterRun:
         assert core is not None, f"{name} is dead"
         return core
 
-    def instance(self, name: str) -> ClusterInstance:
-        return self.nodes[name].spec
-
     def wait_for_instance(self, active: ActiveRequest) -> None:
         """It is assigned when an instance comes."""
         self._stranded.append(active)
@@ -137,7 +134,7 @@ class ClusterRun:
         keys: list[Key] = []
         PageKeys(request, self._page_size, self._seed).extend(keys, request.prompt_tokens)
         priority = 0 if self._priority is None else self._priority(request)
-        active = ActiveRequest(self, request, f"request-{order}", due, block_keys(keys), priority)
+        active = ActiveRequest(self, request, f"request-{order}", due, keys, priority)
         self._active[active.request_id] = active
         active.assign()
 
@@ -147,20 +144,24 @@ class ClusterRun:
             case "kill" if node.core is not None:
                 self._kill(node)
             case "join" if node.core is None:
-                node.join(conductor, node.role)
+                node.join(conductor)
             case "drain" if node.core is not None:
                 conductor.drain(change.instance, now)
             case "restore" if node.core is not None:
                 conductor.restore(change.instance, now)
             case "prefill" | "decode" | "both":
-                node.role = change.action
-                if node.core is not None:
-                    conductor.set_role(change.instance, change.action, now)
+                self._set_role(node, change.action)
             case _:
                 return  # it is so already
         stranded, self._stranded = self._stranded, []
         for active in stranded:
             active.assign()
+
+    def _set_role(self, node: Node, role: Role) -> None:
+        node.role = role
+        self.record.roles.append(RoleAt(self.loop.now - self.start, node.spec.name, role))
+        if node.core is not None:
+            self.conductor.set_role(node.spec.name, role, self.loop.now)
 
     def _kill(self, node: Node) -> None:
         name, conductor, now = node.spec.name, self.conductor, self.loop.now
@@ -170,9 +171,8 @@ class ClusterRun:
         node.kill()
         removed = set(conductor.remove(name, now))
         for active in lost:
-            if active.request_id not in removed:  # its pages had not left yet
+            if active.request_id not in removed:  # it decodes already, by the conductor, but its pages had not left
                 conductor.cancelled(active.request_id, now)
-        assert removed <= {active.request_id for active in lost}
         self.record.num_reassigned += len(lost)
         for active in lost:
             active.assign()
@@ -182,9 +182,14 @@ class ClusterRun:
         now = self.loop.now
         for node in self.nodes.values():
             node.report(self.conductor)
-        if hasattr(self.conductor, "loads"):
-            loads = self.conductor.loads(now)
-            self.record.loads.append(LoadPoint(now - self.start, loads.prefill, loads.decode))
+        loads = self.conductor.loads(now)
+        self.record.loads.append(LoadPoint(now - self.start, loads.prefill, loads.decode))
+        change = self.conductor.role_change(now)
+        if change is not None:
+            self._set_role(self.nodes[change.instance], change.role)
+        if self.settings.swaps:
+            for swap in self.conductor.swaps(now):
+                self.nodes[swap.instance].swap_out(swap.keys)
         if self._num_coming or len(self._active) > len(self._stranded):
             self.loop.at(now + self.settings.report_seconds, self._tick)
 

@@ -1,8 +1,9 @@
 """`ClusterSettings`: how a simulated cluster hears of its instances, and how pages move."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from longctx.serving.validation import check_real
+from longctx.serving.validation import check_bool, check_real
 from longctx.simulation.cluster.page_stream import OVERLAPS, Overlap
 
 
@@ -14,6 +15,11 @@ class ClusterSettings:
       overlap: when pages leave for where a request decodes, see `Overlap`.
       report_seconds: between two reports of each instance to the conductor.
       event_seconds: after which the conductor hears what an instance has stored or dropped.
+      first_token: which instance draws it. `"prefill"` is Mooncake: a request joins where it decodes when its pages are
+        in that host's memory. `"decode"` is longctx's own servers: it waits there with slot and pages, of which full
+        ones come, and what follows these is computed there.
+      call_seconds: from a decision until an instance has the request, for each server that passes it on.
+      swaps: whether the conductor has instances drop cold blocks before these do it by themselves.
       least_retry: seconds after which a request that is deferred asks again, at least.
 
     Raises:
@@ -23,12 +29,19 @@ class ClusterSettings:
     overlap: Overlap = "layer"
     report_seconds: float = 1.0
     event_seconds: float = 0.0
+    first_token: Literal["prefill", "decode"] = "prefill"
+    call_seconds: float = 0.0
+    swaps: bool = False
     least_retry: float = 0.1
 
     def __post_init__(self) -> None:
         if self.overlap not in OVERLAPS:
             raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
-        check_real("event_seconds", self.event_seconds, 0)
+        if self.first_token not in ("prefill", "decode"):
+            raise ValueError(f'first_token must be "prefill" or "decode", got {self.first_token!r}')
+        check_bool("swaps", self.swaps)
+        for name in ("event_seconds", "call_seconds"):
+            check_real(name, getattr(self, name), 0)
         for name in ("report_seconds", "least_retry"):
             if not check_real(name, getattr(self, name), 0) > 0:
                 raise ValueError(f"{name} must be seconds, more than 0, got {getattr(self, name)}")

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conductor_parts import SetIndex, cluster, instance, keys_of, request
+from conductor_parts import RoundCosts, SetIndex, cluster, instance, keys_of, request
 
 from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import InstanceSpec, Report
@@ -92,13 +92,23 @@ def test_source_of_a_transfer_dies() -> None:
     conductor = cluster(instance("p0"), instance("p1"), instance("d0", "decode"), admission="none")
     assert isinstance(conductor.index, SetIndex)
     conductor.index.store("p0", keys_of((1, 20)).tolist())
-    found = conductor.assign(request("a", (1, 20)), 0.0, exclude={"p0"})
+    conductor.assign(request("busy", rest=9000), 0.0, exclude={"p1"})
+    found = conductor.assign(request("a", (1, 20)), 0.0)
     assert isinstance(found, Assignment)
-    assert found.transfer is not None
-    assert conductor.remove("p0", 0.0) == []
+    assert (found.prefill, found.transfer is not None) == ("p1", True)
+    assert conductor.remove("p0", 0.0) == ["busy"]
     conductor.first_token("a", 1.0)
     conductor.finished("a", 1.0, 1)
     assert all(not each.open_requests for each in conductor.instances(1.0))
+
+
+def test_excluded_instance_sends_nothing_either() -> None:
+    conductor = cluster(instance("p0"), instance("p1"), instance("d0", "decode"), admission="none")
+    assert isinstance(conductor.index, SetIndex)
+    conductor.index.store("p0", keys_of((1, 20)).tolist())
+    found = conductor.assign(request("a", (1, 20)), 0.0, exclude={"p0"})
+    assert isinstance(found, Assignment)
+    assert (found.prefill, found.transfer, found.cached) == ("p1", None, 0)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +124,8 @@ def test_source_of_a_transfer_dies() -> None:
         ({"max_running": 0}, "max_running"),
         ({"decode_tokens": -1}, "decode_tokens"),
         ({"cache_blocks": (1, 2)}, "cache_blocks must be of device, host, disk"),
+        ({"costs": RoundCosts(speed=float("nan"))}, "prefill_seconds of 100 tokens must be finite"),
+        ({"costs": RoundCosts(speed=-1.0)}, "prefill_seconds of 100 tokens must be finite"),
     ],
 )
 def test_instances_that_may_not_join(changes: dict[str, Any], message: str) -> None:

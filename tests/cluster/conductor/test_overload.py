@@ -218,9 +218,11 @@ def test_t_d_is_learned_from_requests_that_have_finished() -> None:
 
 
 def test_costs_that_are_no_numbers_let_nobody_pass() -> None:
+    """Where it joins, an instance's costs are looked at in a few places only."""
+
     class Nonsense(RoundCosts):
         def decode_seconds(self, batch: int, tokens: int) -> float:
-            return nan
+            return 0.001 if tokens % 100 == 0 else nan
 
     conductor = cluster(instance("p"), replace(instance("d", "decode"), costs=Nonsense()), admission="early_rejection")
     assert rejected(conductor.assign(request("r", (0, 9)), 0.0)).load == inf

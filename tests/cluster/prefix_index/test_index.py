@@ -1,6 +1,7 @@
 """`PrefixIndex` against a model of plain dicts and sets, under any order of updates."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,3 +76,68 @@ def test_any_updates_give_what_a_dict_of_sets_gives(updates: list[tuple], reques
         assert index.num_blocks == model.num_blocks
     for keys in [*requests, *(update[3] for update in updates if update[0] == "store")]:
         assert index.match(np.array(keys, np.uint64)) == model.match(keys)
+
+
+def test_cold_blocks_are_the_longest_unused_and_of_those_the_tails_first() -> None:
+    index = PrefixIndex()
+    index.store("a", "device", range(10))
+    index.store("a", "host", range(5))
+    index.store("b", "disk", range(3, 7))
+    assert index.cold("a", "device", 1, 100).tolist() == list(range(9, -1, -1))
+    index.touch(np.arange(4, dtype=np.uint64), 50.9)
+    index.store("a", "device", [20])  # new ones have the last time
+    assert index.cold("a", "device", 50, 3).tolist() == [9, 8, 7]
+    assert index.cold("a", "device", 51, 100).tolist() == [9, 8, 7, 6, 5, 4, 20, 3, 2, 1, 0]
+    assert index.cold("a", "device", 51, 100, held_by=2).tolist() == [6, 5, 4, 3]
+    assert index.cold("a", "host", 50, 100).tolist() == [4]
+    assert index.cold("b", "device", 100, 100).tolist() == index.cold("c", "disk", 100, 100).tolist() == []
+
+
+def test_an_index_counts_blocks_and_bytes() -> None:
+    index = PrefixIndex()
+    for i in range(3):
+        index.store("a", "device", range(1000 * i, 1000 * i + 1500))
+    index.store("b", "host", [7, 7, 8])
+    index.remove("a", "device", [7, 7, 9_999])
+    assert (index.num_blocks, index.blocks("a", "device"), index.blocks("b", "host")) == (3500, 3499, 2)
+    assert index.blocks("a", "host") == index.blocks("c", "disk") == 0
+    assert index.keys("b", "host").tolist() == [7, 8]
+    assert 20 * 3500 < index.num_bytes < 60 * 3500
+    index.clear("a", "device")
+    assert (index.num_blocks, index.blocks("a", "device"), index.instances) == (2, 0, ["a", "b"])
+    index.clear("a")
+    assert index.instances == ["b"]
+
+
+@pytest.mark.parametrize("keys", [[-1], [2**64], [1.5], ["1"], [None], 5, np.zeros(3), np.zeros((2, 2), np.uint64)])
+def test_keys_that_are_none_are_refused_and_change_nothing(keys: object) -> None:
+    index = PrefixIndex()
+    index.store("a", "device", [1])
+    for change in (index.store, index.remove):
+        with pytest.raises((TypeError, OverflowError)):
+            change("a", "device", keys)  # type: ignore[arg-type]
+    assert (index.num_blocks, index.instances) == (1, ["a"])
+    with pytest.raises(TypeError, match="keys must be uint64"):
+        index.match(np.zeros(3))
+
+
+def test_blocks_of_many_instances_and_long_prefixes_with_holes() -> None:
+    """More instances than bits in a machine word, and prefixes longer than what is compared or looked up at a time."""
+    rng = np.random.default_rng(0)
+    index, model = PrefixIndex(), Model()
+    chain = rng.integers(0, 2**64, 9000, dtype=np.uint64)
+    for number in range(150):
+        first, stop = np.sort(rng.integers(0, 9000, 2)).tolist()
+        tier, name = TIERS[number % 3], f"i{number}"
+        for some in (chain[: max(first, 1)], chain[first:stop]):
+            index.store(name, tier, some)
+            model.store(name, tier, some.tolist())
+    holes = rng.choice(chain, 300, replace=False)
+    for number in range(0, 150, 7):
+        index.remove(f"i{number}", TIERS[number % 3], holes)
+        model.remove(f"i{number}", TIERS[number % 3], holes.tolist())
+    index.store("late", "disk", rng.permutation(chain))  # at the positions of those that nobody holds
+    model.store("late", "disk", chain.tolist())
+    assert index.match(chain) == model.match(chain.tolist())
+    shuffled = rng.permutation(chain)
+    assert index.match(shuffled) == model.match(shuffled.tolist())

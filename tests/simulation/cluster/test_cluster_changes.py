@@ -1,8 +1,12 @@
 """Instances that die, come back, drain and change roles: every request ends once, with all its tokens."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 from cluster_cases import check_each_once, coupled, decode, prefill, serve, two_and_two, workload
 
+from longctx.cluster.conductor.config import RoleConfig
 from longctx.simulation.cluster import Change, ClusterSettings
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -118,6 +122,20 @@ def test_roles_change_while_requests_are_served() -> None:
     came = {each.number: each.arrival for each in requests}
     assert {pairs[n] for n in pairs if 3.0 < came[n] < 6.0} <= {("a", "c"), ("a", "b")}
     assert {pairs[n] for n in pairs if came[n] > 6.0} <= {("a", "b"), ("c", "b")}
+
+
+def test_roles_change_by_load() -> None:
+    # Long prompts and short answers: one of the two decoding instances is of more use as a prefill instance.
+    any_role = [prefill("a"), *(dataclasses.replace(prefill(name), role="decode") for name in "bc")]
+    rng = np.random.default_rng(0)
+    requests = [WorkloadRequest(0.15 * i, int(rng.integers(2000, 3000)), 3, number=i) for i in range(200)]
+    rule = RoleConfig(seconds=3.0, cool_down=5.0)
+    still, moving = (serve(any_role, requests, roles=roles, ttft=1.0) for roles in (None, rule))
+    assert not still.roles
+    first = moving.roles[0]
+    assert (first.instance in "bc", first.role) == (True, "prefill")
+    assert np.mean([each.ttft for each in moving.served]) < np.mean([each.ttft for each in still.served])
+    check_each_once(moving, requests)
 
 
 def test_changes_are_checked() -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from cluster_cases import (
     PAGE,
+    PREDICTOR,
     TOKEN_BYTES,
     check_each_once,
     coupled,
@@ -69,6 +70,51 @@ def test_pages_that_leave_late_are_waited_for(overlap: str) -> None:
     late = {"layer": last_chunk / layers, "chunk": last_chunk, "end": 1000}[overlap]
     assert moved.exposed == pytest.approx(late * TOKEN_BYTES / bandwidth)
     assert moved.num_bytes == pytest.approx(1000 * TOKEN_BYTES)
+
+
+def test_where_a_request_decodes_its_first_token_is_drawn_as_longctx_servers_do() -> None:
+    # 1,000 tokens are 15 full pages of 64 tokens, which come; the other 40 are computed there, once all have come.
+    settings = ClusterSettings(first_token="decode", overlap="end", call_seconds=0.01)
+    request = WorkloadRequest(0.0, 1000, 10, number=7)
+    record = serve([prefill("p", bandwidth=1e9), decode("d")], [request], settings=settings)
+    (moved,), (served,) = record.moved, record.served
+    assert moved.num_bytes == 15 * PAGE * TOKEN_BYTES
+    assert moved.exposed == pytest.approx(moved.num_bytes / 1e9)
+    tail = PREDICTOR.prefill_seconds(960, 1000, 512)
+    assert served.ttft == pytest.approx(moved.ended + tail, abs=2e-3)
+    assert served.metrics.output_tokens == 10
+    rows = {each.name: each.totals.rows for each in record.instances}
+    assert rows == {"p": 1000, "d": 40 + 9}
+
+
+def test_calls_take_their_time() -> None:
+    request = WorkloadRequest(0.0, 100, 10)
+    quick, slow = (
+        serve(two_and_two(), [request], settings=ClusterSettings(call_seconds=seconds)) for seconds in (0.0, 0.2)
+    )
+    assert slow.served[0].ttft == pytest.approx(quick.served[0].ttft + 0.2)
+
+
+def test_cold_blocks_are_dropped_before_memory_is_full() -> None:
+    def prompt(number: int) -> WorkloadRequest:
+        blocks = tuple(100 * number + i for i in range(30))
+        return WorkloadRequest(5.0 * number, 30 * PAGE, 2, blocks, PAGE, number)
+
+    requests = [prompt(number) for number in range(8)]
+    kept = {}
+    for swaps in (False, True):
+        simulation = ClusterSimulation(
+            [prefill("p", host_pages=100), decode("d")],
+            ConductorConfig(admission="none", swap_above=0.5, swap_below=0.3, swap_seconds=1.0),
+            ClusterSettings(swaps=swaps),
+        )
+        simulation.run(requests)
+        assert simulation.last is not None
+        core = simulation.last.nodes["p"].core
+        assert core is not None
+        kept[swaps] = core.num_kept
+    assert kept[False] == 100
+    assert kept[True] <= 50
 
 
 def test_transfers_share_the_card_of_their_sender() -> None:

@@ -39,12 +39,15 @@ def clusters(draw: st.DrawFn) -> tuple[list[ClusterInstance], ConductorConfig, C
             overlap=draw(st.sampled_from(OVERLAPS)),
             event_seconds=draw(st.sampled_from([0.0, 0.3])),
             report_seconds=draw(st.sampled_from([0.1, 1.0])),
+            first_token=draw(st.sampled_from(["prefill", "decode"])),
+            call_seconds=draw(st.sampled_from([0.0, 0.05])),
+            swaps=draw(st.booleans()),
         ),
         changes,
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(clusters(), st.integers(0, 1000), st.sampled_from([2.0, 20.0]))
 def test_every_request_ends_once_and_nothing_is_left(
     cluster: tuple[list[ClusterInstance], ConductorConfig, ClusterSettings, list[Change]], seed: int, rate: float

@@ -1,0 +1,129 @@
+"""`longctx simulate --cluster`: serve a workload on a cluster in virtual time, placed by the conductor that serves."""
+
+import argparse
+import dataclasses
+import json
+import math
+from typing import Any
+
+from longctx.cli.arguments.engine import flag
+from longctx.cli.arguments.simulate import add_arguments
+from longctx.cli.config_flags import parallel_plan
+from longctx.cli.files import check_input
+from longctx.cli.naming import prefixing
+from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
+from longctx.cli.terminal import Console
+from longctx.cli.workload_flags import check_outputs
+from longctx.cluster.config import ClusterFile, read_cluster
+from longctx.parallel.topology import Topology
+from longctx.simulation.cluster.changes import Change
+from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
+from longctx.simulation.cluster.settings import ClusterSettings
+from longctx.simulation.reports import cluster_report
+
+_HEEDED = {
+    *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
+    *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
+    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot"),
+}
+_DEPLOYED = (
+    *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
+    *("prefix_cache", "roles_change", "bandwidth", "latency"),
+)
+_SET = ("overlap", "first_token", "report_seconds", "event_seconds", "call_seconds", "least_retry", "swaps")
+
+
+def run_cluster(options: argparse.Namespace) -> None:
+    """Simulate, and write what flags ask for.
+
+    Raises:
+      ValueError: a flag or a key of the file can't be; the message names it.
+    """
+    _check(options)
+    console = Console(options.quiet)
+    with prefixing("--cluster: "):
+        file = read_cluster(options.cluster)
+        deployment = _deployment(file, options)
+    requests, num_skipped = make_requests(options, deployment.model)
+    until = math.inf if options.window is None else options.window
+    with console.bar(total=len(requests), desc="requests", unit="req") as bar:
+        record = deployment.run(
+            requests,
+            options.seed,
+            until,
+            progress=lambda record: bar.update(len(record.served) + len(record.rejected) - bar.n),
+            keep_steps=False,
+        )
+    summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
+    print(cluster_report.cluster_table(summary))
+    if num_skipped:
+        print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
+    if options.json is not None:
+        model = file.simulation.get("model", options.model)
+        contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
+        options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        cluster_report.plot_cluster(record, deployment.config.ttft, deployment.config.tpot, options.plot)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Check flags alone."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, usual in vars(parser.parse_args([])).items():
+        if name not in _HEEDED and getattr(options, name, usual) != usual:
+            raise ValueError(f"{flag(name)} contradicts --cluster, whose file says what the instances are")
+    check_input("--cluster", options.cluster)
+    check_simulation(options)
+    check_outputs(options, "json", "plot")
+
+
+def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeployment:
+    """The cluster of a file; flags say what it leaves open."""
+    found = dict(file.simulation)
+    devices = argparse.Namespace(**vars(options) | {"plan": found.get("plan", options.plan)})
+    apply_plan(devices)
+    with prefixing("[simulation] "):
+        settings = {"report_seconds": file.report_seconds} | {name: found[name] for name in _SET if name in found}
+        entries = sorted(file.instances, key=lambda each: ("prefill", "decode", "both").index(each.role))
+        changes = tuple(_change(each) for each in found.get("changes", ()))
+        names = tuple(each.name for each in entries)
+        for change in changes:
+            if change.instance not in names:
+                raise ValueError(f"changes must name instances, {', '.join(names)}; got {change.instance!r}")
+        deployment = ClusterDeployment(
+            model=named_model(found.get("model", options.model)),
+            topology=Topology.named(found.get("topology", options.topology)),
+            plan=parallel_plan(devices),
+            prefill=file.count("prefill"),
+            decode=file.count("decode"),
+            coupled=file.count("both"),
+            config=file.conductor,
+            settings=ClusterSettings(**settings),
+            names=names,
+            changes=changes,
+            **{name: found[name] for name in _DEPLOYED if name in found},
+        )
+    if deployment.num_devices > MAX_DEVICES:
+        raise ValueError(
+            f"instances must have at most {MAX_DEVICES:,} devices together, got {deployment.num_devices:,}"
+        )
+    return deployment
+
+
+def _change(fields: dict[str, Any]) -> Change:
+    if missing := {"at", "instance", "action"} - fields.keys():
+        raise ValueError(f"changes must have {', '.join(sorted(missing))}")
+    return Change(**fields)
+
+
+def _settings(options: argparse.Namespace, model: str, deployment: ClusterDeployment) -> dict[str, Any]:
+    plain = dataclasses.asdict(deployment)
+    del plain["model"], plain["topology"]
+    return {
+        "model": model,
+        "workload": str(options.workload or options.mix or "synthetic"),
+        "topology": deployment.topology.to_dict(),
+        "cluster": plain,
+        "seed": options.seed,
+    }
