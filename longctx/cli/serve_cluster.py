@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import sys
 import tempfile
 import threading
@@ -21,6 +23,8 @@ from longctx.cli.instance_command import (
 from longctx.cli.serve import address_text, chat_template_text, model_names, serve_config, server_settings
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
+from longctx.cluster.audit_process import AuditProcess
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.cluster.launcher.launched import Address, Launched, Launcher
 from longctx.cluster.launcher.processes import ProcessLauncher
@@ -33,6 +37,7 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
+from longctx.simulation.cluster.forward import ServedForward
 
 _ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
@@ -58,10 +63,14 @@ def serve_cluster(options: argparse.Namespace) -> int:
             instance_key=key,
             bandwidth=file.bandwidth,
             latency=file.latency,
+            look_seconds=file.report_seconds,
             max_waiting=options.max_waiting,
             metrics_prefix=options.metrics_prefix,
         )
         server = _make_server(options, file, engine, settings, template, members, router)
+        if server.audit is not None:
+            config = dataclasses.replace(serve_config(engine), hash_key=None)
+            stack.callback(AuditProcess(server.audit, functools.partial(ServedForward, server.model, config)).close)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
@@ -147,6 +156,7 @@ def _make_server(
     names = model_names(engine)
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
+    audit = None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit))
     return RouterServer(
         model.config,
         tokenizer,
@@ -157,6 +167,7 @@ def _make_server(
         settings,
         router,
         None if template is None else ChatTemplate(options.chat_template, template),
+        audit,
     )
 
 
