@@ -58,6 +58,7 @@ def serve_cluster(options: argparse.Namespace) -> int:
             instance_key=key,
             bandwidth=file.bandwidth,
             latency=file.latency,
+            look_seconds=file.report_seconds,
             max_waiting=options.max_waiting,
             metrics_prefix=options.metrics_prefix,
         )
