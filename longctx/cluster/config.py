@@ -1,6 +1,7 @@
 """`read_cluster`: a cluster's file, `cluster.toml`: its conductor's settings, its instances, and who starts them."""
 
 import difflib
+import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
 from longctx.cluster.conductor.instance import ROLES, Role
 from longctx.serving.validation import check_integer, check_real
 
@@ -20,7 +21,8 @@ LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
 _MOST = 1024  # instances
-_CONDUCTOR = tuple(each.name for each in fields(ConductorConfig))
+_CONDUCTOR = tuple(each.name for each in fields(ConductorConfig) if each.name != "roles")
+_TABLES = ("cluster", "engine", "roles", "audit", "ray", "simulation")
 _NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
 _SIMULATED = ("model", "topology", "plan", "overlap", "first_token")  # texts of [simulation]
 _COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
@@ -61,6 +63,20 @@ class RayOptions:
 
 
 @dataclass(frozen=True)
+class AuditOptions:
+    """Which decisions are run forward in the simulator, to see whether they were right.
+
+    Attributes:
+      rejections, admissions: shares of these, 0 to 1.
+      seed: of which.
+    """
+
+    rejections: float = 0.02
+    admissions: float = 0.02
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class ClusterFile:
     """A cluster.
 
@@ -71,6 +87,7 @@ class ClusterFile:
       report_seconds: between two looks at each instance.
       bandwidth: bytes per second at which an instance sends pages. latency: seconds until the first byte comes.
       engine: flags of `longctx serve`, by their names, for every instance.
+      audit: see `AuditOptions`; None: none is.
       ray: see `RayOptions`.
       simulation: what `longctx simulate --cluster` is told of models, devices and links.
     """
@@ -78,10 +95,11 @@ class ClusterFile:
     instances: tuple[InstanceEntry, ...] = ()
     conductor: ConductorConfig = field(default_factory=ConductorConfig)
     launcher: Launcher = "processes"
-    report_seconds: float = 1.0
+    report_seconds: float = 0.25
     bandwidth: float = 1e9
     latency: float = 0.0
     engine: Mapping[str, Any] = field(default_factory=dict)
+    audit: AuditOptions | None = None
     ray: RayOptions = field(default_factory=RayOptions)
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,8 +132,8 @@ def read_cluster(path: Path, launcher: Launcher | None = None) -> ClusterFile:
 
 def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None) -> ClusterFile:
     """The cluster of a file's contents; TypeError or ValueError as from `read_cluster`, without the file's name."""
-    _check_keys("", contents, ("cluster", "engine", "instances", "ray", "simulation"))
-    for name in ("cluster", "engine", "ray", "simulation"):
+    _check_keys("", contents, (*_TABLES, "instances"))
+    for name in _TABLES:
         if not isinstance(contents.get(name, {}), dict):
             raise ValueError(f"{name} must be a table, [{name}], got {contents[name]!r}")
     settings, engine = dict(contents.get("cluster", {})), contents.get("engine", {})
@@ -130,7 +148,7 @@ def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None)
         if name in settings
     }
     try:
-        conductor = ConductorConfig(**settings)
+        conductor = ConductorConfig(**settings, roles=_read_roles(contents))
     except (TypeError, ValueError) as error:
         raise ValueError(f"[cluster] {error}") from None
     instances = _read_instances(contents.get("instances", []), launcher)
@@ -140,6 +158,7 @@ def parse_cluster(contents: Mapping[str, Any], launcher: Launcher | None = None)
         conductor=conductor,
         launcher=launcher,
         engine=MappingProxyType(dict(engine)),
+        audit=_read_audit(contents),
         ray=_read_ray(contents.get("ray", {})),
         simulation=_read_simulation(contents.get("simulation", {})),
         **numbers,
@@ -207,6 +226,28 @@ def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry])
                 )
 
 
+def _read_roles(contents: Mapping[str, Any]) -> RoleConfig | None:
+    if "roles" not in contents:
+        return None
+    found = contents["roles"]
+    _check_keys("[roles] ", found, [each.name for each in fields(RoleConfig)])
+    try:
+        return RoleConfig(**found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"[roles] {error}") from None
+
+
+def _read_audit(contents: Mapping[str, Any]) -> AuditOptions | None:
+    if "audit" not in contents:
+        return None
+    place, found = "[audit] ", contents["audit"]
+    _check_keys(place, found, [each.name for each in fields(AuditOptions)])
+    shares = {
+        name: _number(place, name, found[name], 0.0, 1.0) for name in ("rejections", "admissions") if name in found
+    }
+    return AuditOptions(**shares, seed=_whole(place, "seed", found.get("seed", 0), 0, 2**63))
+
+
 def _read_ray(found: Mapping[str, Any]) -> RayOptions:
     _check_keys("[ray] ", found, ("address", "cpus", "gpus", "strategy"))
     address, strategy = found.get("address"), found.get("strategy", "SPREAD")
@@ -258,9 +299,9 @@ def _check_keys(place: str, found: Mapping[str, Any], known: Iterable[str]) -> N
             raise ValueError(f"{place}unknown key {key!r}{hint}")
 
 
-def _number(place: str, name: str, value: Any, least: float) -> float:
+def _number(place: str, name: str, value: Any, least: float, most: float = math.inf) -> float:
     try:
-        return check_real(name, value, least)
+        return check_real(name, value, least, most)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}{error}") from None
 
