@@ -28,7 +28,7 @@ from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.audit_process import AuditProcess
 from longctx.cluster.conductor.audit import ShadowAudit
-from longctx.cluster.config import ClusterFile, read_cluster
+from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launched import Address, Launched, Launcher
 from longctx.cluster.launcher.processes import ProcessLauncher
 from longctx.cluster.launcher.static import StaticLauncher
@@ -49,11 +49,7 @@ _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key
 _ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command", "log_prompts"}
 _ROUTER |= {"kv_events", "kv_events_replay"}  # of one stream out of all instances'
-_OBSERVERS = {
-    "kv_events": "--kv-events",
-    "kv_events_replay": "--kv-events-replay",
-    "metrics_prefix": "--metrics-prefix",
-}
+_OBSERVERS = ("kv_events", "kv_events_replay", "metrics_prefix")
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
@@ -140,9 +136,17 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
         key_text = read_text("--instance-key-file", options.instance_key_file)
         files.admin.write_text(key_text, encoding="utf-8")
     paths = tuple(map(str, files))
-    launched = [Launched(each.name, each.role, instance_command(common, own[each.name]), paths) for each in starts]
+    launched = [
+        Launched(each.name, each.role, instance_command(common, own[each.name]), paths, _devices(each))
+        for each in starts
+    ]
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     return engine, _launcher(file, launched, known), files.admin_key
+
+
+def _devices(instance: InstanceEntry) -> dict[str, str]:
+    """Variables that let an instance see its devices alone."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, instance.devices))} if instance.devices else {}
 
 
 def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address]) -> Launcher:
