@@ -17,7 +17,7 @@ PEERS = ("vllm-router", "vllm-router, 4 coupled", "sglang-router, 4 coupled")
 FLAGS: dict[str, Any] = {
     "max_length": 16_384,
     "num_pages": 1_024,
-    "max_running": 16,
+    "max_running": 32,
     "token_budget": 256,
     "buckets": "8,64,256",
 }
@@ -79,7 +79,8 @@ def our_router(
 ) -> Process:
     """`longctx serve --cluster` before the servers, with a policy."""
     name = name or policy
-    settings = {"policy": policy, "admission": "none", "launcher": "static"}
+    # Nothing is rejected: what finds no room waits, as where one decode server does the work of two.
+    settings = {"policy": policy, "admission": "none", "defer_seconds": 120.0, "launcher": "static"}
     engine = {**flags, "kv_secret_file": str(folder / "secret")}
     tables = ["[cluster]", *_lines(settings), "[engine]", *_lines(engine)]
     for each in instances:
