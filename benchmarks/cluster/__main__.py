@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, our_router, peer_router, profile
+from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, measure, our_router, peer_router
 from benchmarks.cluster.checks import reference, wrong_answers
 from benchmarks.cluster.client import words_of
 from benchmarks.cluster.failures import run_failures, run_router_death
@@ -115,7 +115,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--arms", nargs="+", default=[*POLICIES, *PEERS], choices=[*POLICIES, *PEERS])
     parser.add_argument("--model", type=Path, help="default: the built-in one")
-    parser.add_argument("--profile", type=Path, help="of such a server, by `longctx profile`; default: it is measured")
+    parser.add_argument("--measured", type=Path, help="folder with an earlier run's profile.json and host.json")
+    parser.add_argument("--repeats", type=int, default=3, help="of each step while a profile is measured")
     parser.add_argument("--longest", type=int, default=16_000, help="tokens of the longest prompt")
     parser.add_argument("--pairs", type=int, default=2, help="of a prefill and a decode server")
     parser.add_argument("--logs", type=Path, help="folder for what all processes write")
@@ -130,11 +131,14 @@ def main() -> int:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         flags: dict[str, Any] = {**FLAGS, **({} if options.model is None else {"model": str(options.model.resolve())})}
-        file = options.profile or profile(folder, flags)
-        flags["profile"] = str(file.resolve())
+        measured = options.measured or folder
+        if options.measured is None:
+            tell("measures a server's steps ...")
+            measure(folder, flags, options.repeats)
+        flags["profile"] = str((measured / "profile.json").resolve())
         instances = make_instances(folder, flags, options.pairs)
         bench = Bench(instances, requests, words_of(options.model), folder, flags)
-        prediction = Prediction(requests, {each.name: each.role for each in instances}, options.model, file)
+        prediction = Prediction(requests, {each.name: each.role for each in instances}, options.model, measured)
         arms = [arm for arm in options.arms if arm in POLICIES or peer_router(arm, instances, folder) is not None]
         for arm in set(options.arms) - set(arms):
             tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")

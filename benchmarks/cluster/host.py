@@ -1,0 +1,25 @@
+"""What the thread of such a server's engine takes beside its steps: `python -m benchmarks.cluster.host FILE`."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from benchmarks.cluster.arms import engine_config
+from benchmarks.host_probe import measure_host
+from longctx.models import load_checkpoint
+from longctx.models.builtin import TINY
+from longctx.serving import Engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="where it is written, as JSON")
+    parser.add_argument("--model", type=Path, default=TINY)
+    options = parser.parse_args()
+    times = measure_host(Engine(*load_checkpoint(options.model), engine_config()))
+    options.file.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(times, shares_cores=True))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
