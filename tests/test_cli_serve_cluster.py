@@ -42,6 +42,7 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
     ("text", "arguments", "message"),
     [
         (PAIR, ["--page-size", "0"], "[engine] --page-size must be"),
+        (PAIR, ["--model", "no-such-model"], "no-such-model"),
         (PAIR, ["--role", "both"], "[engine] role is set by who starts the instances"),
         (PAIR, ["--kv-peer", "a"], "[engine] kv-peer is set by who starts the instances"),
         (PAIR, ["--join", "a:1"], "[engine] join is set by who starts the instances"),

@@ -29,7 +29,7 @@ LAYERS = [
     ["cluster.transfer"],
     ["cluster.prefix_index"],
     ["cluster.conductor"],
-    ["cluster.config", "cluster.join"],
+    ["cluster.audit_process", "cluster.config", "cluster.join"],
     ["cluster.launcher"],
     ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],

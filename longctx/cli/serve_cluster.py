@@ -2,9 +2,12 @@
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from longctx.cli.instance_command import (
 from longctx.cli.serve import address_text, chat_template_text, model_names, serve_config, server_settings
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
+from longctx.cluster.audit_process import AuditProcess
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.cluster.launcher.launched import Address, Launched, Launcher
 from longctx.cluster.launcher.processes import ProcessLauncher
@@ -33,6 +38,7 @@ from longctx.models.checkpoint import read_model
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
+from longctx.simulation.cluster.forward import ServedForward
 
 _ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
@@ -49,20 +55,18 @@ def serve_cluster(options: argparse.Namespace) -> int:
         listener = stack.enter_context(bind(options.host, options.port))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
         engine, launcher, key = _prepare(options, file, folder)
+        make_server = _server_maker(options, file, engine, settings, template, key)  # before anything is started
         if options.log_format is not None:
             stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
         stack.callback(launcher.close)
-        addresses = launcher.start()
-        members = [Member(each.url, each.name, each.role) for each in addresses]
-        router = RouterSettings(
-            instance_key=key,
-            bandwidth=file.bandwidth,
-            latency=file.latency,
-            look_seconds=file.report_seconds,
-            max_waiting=options.max_waiting,
-            metrics_prefix=options.metrics_prefix,
-        )
-        server = _make_server(options, file, engine, settings, template, members, router)
+        try:
+            addresses = launcher.start()
+        except RuntimeError as error:
+            return report_error(f"the instances can't be started: {error}", FAILED)
+        server = make_server([Member(each.url, each.name, each.role) for each in addresses])
+        if server.audit is not None:
+            config = dataclasses.replace(serve_config(engine), hash_key=None)
+            stack.callback(AuditProcess(server.audit, functools.partial(ServedForward, server.model, config)).close)
         http = HttpServer(server, app=make_router_app(server))
         launcher.moved = lambda address: http.loop.call_soon_threadsafe(_move, server, address)
         interrupts.leave_to_python()
@@ -136,29 +140,30 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise ValueError(str(error)) from None
 
 
-def _make_server(
+def _server_maker(
     options: argparse.Namespace,
     file: ClusterFile,
     engine: argparse.Namespace,
     settings: ServerSettings,
     template: str | None,
-    members: list[Member],
-    router: RouterSettings,
-) -> RouterServer:
-    names = model_names(engine)
+    key: str,
+) -> Callable[[list[Member]], RouterServer]:
+    """Makes the router of some instances; ValueError: model or tokenizer can't be read."""
     place = resolve_model(engine.model, options.quiet)
     tokenizer, (model, _) = load_tokenizer(place), read_model(place, engine.dtype)
-    return RouterServer(
-        model.config,
-        tokenizer,
-        serve_config(engine),
-        names,
-        file.conductor,
-        members,
-        settings,
-        router,
-        None if template is None else ChatTemplate(options.chat_template, template),
+    chat_template = None if template is None else ChatTemplate(options.chat_template, template)
+    router = RouterSettings(
+        instance_key=key,
+        bandwidth=file.bandwidth,
+        latency=file.latency,
+        look_seconds=file.report_seconds,
+        max_waiting=options.max_waiting,
+        metrics_prefix=options.metrics_prefix,
     )
+    audit = None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit))
+    config, names = serve_config(engine), model_names(engine)
+    first = model.config, tokenizer, config, names, file.conductor
+    return lambda members: RouterServer(*first, members, settings, router, chat_template, audit)
 
 
 def _move(server: RouterServer, address: Address) -> None:

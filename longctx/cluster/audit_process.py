@@ -4,6 +4,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -70,7 +71,18 @@ class AuditProcess:
 
 
 def _begin(make_forward: Callable[[], Forward]) -> None:
+    """In a new process: leave signals to the parent, and end with it, however it ends."""
     global _forward
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     _forward = make_forward()

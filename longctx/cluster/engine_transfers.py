@@ -5,6 +5,7 @@ keep its TBT.
 """
 
 import contextlib
+import dataclasses
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher
 from longctx.cluster.prefill.instance import PrefillInstance
-from longctx.cluster.prefill.named import NamedReaders
+from longctx.cluster.prefill.named import NamedReaders, count_here
 from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
@@ -188,6 +189,14 @@ class EngineTransfers:
     ) -> Received | None:
         """Get the first pages of a prompt from a server that has them, see `Transfers`."""
         return self.named.ask(prepared, headers, prefix)
+
+    def lend(self, prepared: PreparedRequest) -> PreparedRequest:
+        """A request that reads a prompt whose full pages are all here, see `Transfers`."""
+        length = len(prepared.keys) * self._engine.config.page_size
+        if not prepared.keys or count_here(self._engine, prepared, length) < length:
+            raise ApiError(404, "the pages of this prompt are not here", _NAME, "pages_not_here")
+        request = dataclasses.replace(prepared.request, priority=prepared.request.priority + 1)
+        return prepared._replace(request=request)
 
     def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
         """Have another server read a prompt, see `Transfers`."""

@@ -137,13 +137,18 @@ class PrefillDispatcher(PrefillThread):
 
 
 def prefill_body(
-    prepared: PreparedRequest, lease: str, count: int, prefix: Mapping[str, Any] | None = None
+    prepared: PreparedRequest,
+    lease: str,
+    count: int,
+    prefix: Mapping[str, Any] | None = None,
+    is_cached: bool = False,
 ) -> Callable[[], bytes]:
     """Makes the body with which another server is asked to read a prompt's first tokens, and to keep their pages.
 
     Args:
       count: of the tokens.
       prefix: from where that server gets the first pages; None: it has or computes them.
+      is_cached: that server has all of them, and is to compute none.
     """
 
     def make() -> bytes:
@@ -151,6 +156,8 @@ def prefill_body(
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "lease": lease}
         if prefix is not None:
             params["prefix"] = dict(prefix)
+        if is_cached:
+            params["is_cached"] = True
         body: dict[str, Any] = {"prompt": prepared.tokens[:count].tolist(), "max_tokens": 1, "temperature": 0}
         body |= {"priority": request.priority, "kv_transfer_params": params}
         if request.cache_salt:

@@ -30,7 +30,7 @@ _MOST_INSTANCES = 64  # that are remembered
 
 
 class NamedReaders(PrefillThread):
-    """Asks servers that requests name. Its methods may be called from any thread, and don't wait.
+    """Asks servers that requests name. Its methods are for one thread, the event loop's, and don't wait.
 
     Args:
       source: see `PrefillThread`.
@@ -70,7 +70,7 @@ class NamedReaders(PrefillThread):
         length = (len(prepared.tokens) - 1) // size * size
         if wanted.tokens is not None:
             length = min(length, wanted.tokens // size * size)
-        there = self._count(prepared, length)
+        there = count_here(engine, prepared, length)
         if there >= length:
             return None
         seconds = wanted.seconds
@@ -78,22 +78,15 @@ class NamedReaders(PrefillThread):
             seconds = engine.scheduler.forecast.prefill_seconds(there, length)
         lease, sent = make_lease_id(), {name: headers[name] for name in FORWARDED if name in headers}
         sent[TENANT_HEADER] = quote(prepared.request.tenant)
-        whole = wanted.tokens is None
-        body = prefill_body(
-            prepared, lease, len(prepared.tokens) if whole else length + 1, None if prefix is None else prefix.to_dict()
-        )
+        if wanted.tokens is None:
+            body = prefill_body(
+                prepared, lease, len(prepared.tokens), prefix=None if prefix is None else prefix.to_dict()
+            )
+        else:
+            body = prefill_body(prepared, lease, length + 1, is_cached=True)
         reading = Reading(self, lease, body, sent, seconds, lambda tried: None if tried else instance)
         self.begin(reading.run())
         return Received(_with_pages(prepared, handoff, lease, length), {lease: reading.prefill})
-
-    def _count(self, prepared: PreparedRequest, length: int) -> int:
-        """Leading tokens of the prompt that are here already, or can't be shared, so that none need to come."""
-        size, keys = self._engine.config.page_size, prepared.shared_keys
-        if not keys:
-            return length
-        there = self._engine.scheduler.count_cached(keys)
-        store = self._engine.pages.store
-        return there if store is None else there + store.look_up(keys[there // size :]) * size
 
     def _instance(self, url: str) -> PrefillInstance:
         self._check_url(url)
@@ -112,6 +105,15 @@ class NamedReaders(PrefillThread):
         except ValueError as error:
             raise ApiError(400, str(error), "url") from None
         self._check_host(host)
+
+
+def count_here(engine: Engine, prepared: PreparedRequest, length: int) -> int:
+    """Leading tokens of a prompt that an engine has, or that can't be shared: `length`, as none need to come then."""
+    size, keys = engine.config.page_size, prepared.shared_keys[: length // engine.config.page_size]
+    if not keys:
+        return length
+    there, store = engine.scheduler.count_cached(keys), engine.pages.store
+    return there if store is None else there + store.look_up(keys[there // size :]) * size
 
 
 def _with_pages(prepared: PreparedRequest, handoff: Handoff | None, lease: str, length: int) -> Handoff:

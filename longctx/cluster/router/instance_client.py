@@ -138,7 +138,7 @@ class InstanceClient:
         await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
 
     async def resume(self, body: bytes, request_id: str) -> AsyncIterator[list[EventLine]]:
-        """Have it go on with a request: the events of each step, none where it only says that it lives.
+        """Have it go on with a request: the events of each step, the first time none: it has taken the request.
 
         Raises:
           Refused: it does not take it.
@@ -150,6 +150,7 @@ class InstanceClient:
         async with self._http.stream("POST", url, content=body, headers=headers, timeout=_STREAM) as response:
             if response.status_code != 200:
                 raise await _refused(response)
+            yield []
             async for line in split_lines(response.aiter_bytes()):
                 try:
                     yield decode_events(line)

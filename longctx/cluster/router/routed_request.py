@@ -8,6 +8,7 @@ on with the same seed, and what it repeats is compared and left out.
 import asyncio
 import dataclasses
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +34,14 @@ from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
 
 logger = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 8
-PATIENCE = 30.0
+MOST_FAILURES = 8
+"""Instances that may fail one request which they have taken, until it is given up: it may be the cause."""
+
+PATIENCE = 60.0
 """Seconds for which a request that has begun waits for an instance that can go on with it."""
 
-_LEAST_PAUSE, _PAUSE = 0.01, 0.25  # seconds between two attempts to place it, where nobody can take it
+_FAILED_PAUSE, _REFUSED_PAUSE = 1.0, 0.2  # seconds until an instance is asked again that failed, or refused
+_LEAST_PAUSE, _MOST_PAUSE = 0.01, 0.25  # seconds between two attempts to place it
 _LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
 
@@ -83,9 +87,12 @@ class RoutedRequest:
         seed = secrets.randbelow(2**31) if seed is None else seed
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
         self._check = EventCheck(prepared, routing.vocab_size)
-        self._excluded: set[str] = set()
+        self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
         self._last_token: dict[int, float] = {}
-        self._attempts = 0
+        self._attempts = self._num_failures = self._had = 0
+        self._has_begun = False  # on some instance, which may have failed since
+        self._problem = ""
+        self._refusal: ApiError | None = None
         self.assignment: Assignment | None = None
 
     @property
@@ -100,22 +107,20 @@ class RoutedRequest:
           decision: the first one.
         """
         routing, name = self._routing, self._request.request_id
-        problem = ""
         try:
-            while self._attempts < MOST_ATTEMPTS:
-                assignment = await self._placed(decision, problem)
-                self._attempts += 1
+            while True:
+                assignment = await self._placed(decision)
                 instance = routing.instances.by_name[assignment.decode]
-                problem = await self._try(instance, assignment)
+                await self._try(instance, assignment)
                 if not self._relayed.open:
                     return
                 routing.conductor.cancelled(name, routing.clock())
-                self._excluded.add(instance.name)
                 routing.stats.retries += 1
-                logger.warning("longctx: request %s leaves %s: %s", name, instance.name, problem)
+                logger.warning("longctx: request %s leaves %s: %s", name, instance.name, self._problem)
+                if self._num_failures >= MOST_FAILURES:
+                    message = f"{self._num_failures} instances failed it, the last one: {self._problem}"
+                    raise refused("instances_failed", message)
                 decision = self._assign()
-            message = f"{self._attempts} instances failed one after the other, the last one: {problem}"
-            raise refused("instances_failed", message)
         except ApiError as error:
             self.end("error", error)
         except asyncio.CancelledError:
@@ -137,64 +142,79 @@ class RoutedRequest:
 
     def _assign(self, waited: float = 0.0) -> Decision:
         routing = self._routing
-        # One that was let in before is not rejected by load.
-        generated = max(self._relayed.num_tokens, 1) if self._attempts else 0
-        return routing.conductor.assign(self._request, routing.clock(), frozenset(self._excluded), generated, waited)
+        # One that has begun is not rejected by load.
+        generated = max(self._relayed.num_tokens, 1) if self._has_begun else 0
+        now = routing.clock()
+        exclude = frozenset(name for name, until in self._excluded.items() if until > now)
+        return routing.conductor.assign(self._request, now, exclude, generated, waited)
 
-    async def _placed(self, decision: Decision, problem: str) -> Assignment:
+    async def _placed(self, decision: Decision) -> Assignment:
         """Wait until there is a place. ApiError: there is none, or not for too long."""
         routing = self._routing
-        since = routing.clock()
+        since, pause = routing.clock(), _LEAST_PAUSE
         while isinstance(decision, Rejection):
             waited = routing.clock() - since
-            if self._attempts:
+            if self._has_begun:
                 if waited >= PATIENCE:
-                    raise refused("instances_failed", f"nobody could go on with it for {PATIENCE:.0f} s: {problem}")
-                self._excluded.clear()  # those that refused may have room again
-            elif not decision.is_deferred:
+                    message = f"nobody could go on with it for {PATIENCE:.0f} s; before that: {self._problem}"
+                    raise refused("instances_failed", message)
+            elif decision.is_deferred:
+                pause = max(decision.retry_after, _LEAST_PAUSE)
+            else:
                 routing.stats.note_rejection(decision)
-                raise rejected(decision)
-            pause = decision.retry_after if decision.is_deferred else _PAUSE
-            await asyncio.sleep(min(max(pause, _LEAST_PAUSE), _PAUSE))
+                raise rejected(decision) if self._refusal is None else self._refusal
+            await asyncio.sleep(min(pause, _MOST_PAUSE))
+            pause *= 2
             decision = self._assign(routing.clock() - since)
         self.assignment = decision
-        routing.stats.note_assignment(decision, self._request, is_again=self._attempts > 0)
+        self._attempts += 1
+        routing.stats.note_assignment(decision, self._request, is_again=self._attempts > 1)
         return decision
 
-    async def _try(self, instance: Instance, assignment: Assignment) -> str:
-        """Have an instance go on; why it did not come to the end."""
+    async def _try(self, instance: Instance, assignment: Assignment) -> None:
+        """Have an instance go on, to its end or until it fails; then the problem is noted. ApiError: it never can."""
         self._relayed.expect_again()
+        self._had = self._relayed.num_tokens
         task = asyncio.create_task(self._follow(instance, assignment))
         instance.followers.add(task)
-        instances = self._routing.instances
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"{instance.name} is {instance.state}: {instance.reason}"
-            task.result()
-            return ""
+                self._note_failure(instance, "broken", f"it is {instance.state}: {instance.reason}")
+                self._num_failures += 1
+            else:
+                task.result()
         except Refused as error:
-            if error.status in (401, 403, 404, 409):
-                instances.exclude(instance, f"it takes no requests: {error}")
-            elif error.status in (400, 413, 422) and not self.has_tokens:
-                raise ApiError(error.status, error.message) from None
-            self._routing.stats.note_failure(instance.name, "refused")
-            return f"{instance.name}: {error}"
-        except NotUnderstood as error:
-            self._routing.stats.note_failure(instance.name, "nonsense")
-            instances.exclude(instance, str(error))
-            return f"{instance.name}: {error}"
-        except RelayBroken as error:
-            self._routing.stats.note_failure(instance.name, "nonsense")
-            instances.exclude(instance, str(error))
-            return f"{instance.name}: {error}"
+            self._note_refusal(instance, error)
+        except (NotUnderstood, RelayBroken) as error:
+            self._routing.instances.exclude(instance, str(error))
+            self._note_failure(instance, "nonsense", str(error))
+            self._num_failures += 1
         except httpx.HTTPError as error:
-            self._routing.stats.note_failure(instance.name, "broken")
-            instances.suspect(instance)
-            return f"{instance.name}: its connection broke: {type(error).__name__} {error}".strip()
+            self._routing.instances.suspect(instance)
+            self._note_failure(instance, "broken", f"its connection broke: {type(error).__name__} {error}".strip())
+            self._num_failures += not isinstance(error, httpx.ConnectError)
         finally:
             task.cancel()
             instance.followers.discard(task)
+
+    def _note_failure(self, instance: Instance, why: str, problem: str) -> None:
+        self._has_begun = True
+        self._excluded[instance.name] = self._routing.clock() + _FAILED_PAUSE
+        self._problem = f"{instance.name}: {problem}"
+        self._routing.stats.note_failure(instance.name, why)
+
+    def _note_refusal(self, instance: Instance, error: Refused) -> None:
+        """An instance does not take the request. ApiError: nobody would."""
+        self._routing.stats.note_failure(instance.name, "refused")
+        pause = _REFUSED_PAUSE if self._has_begun else math.inf
+        self._excluded[instance.name] = self._routing.clock() + pause
+        self._problem = f"{instance.name}: {error}"
+        if error.status in (401, 403, 404, 409):
+            self._routing.instances.exclude(instance, f"it takes no requests: {error}")
+        elif error.status in (400, 413, 422) and not self._has_begun:
+            raise ApiError(error.status, error.message)
+        self._refusal = refused("queue", f"no instance takes it now; {self._problem}", error.retry_after or 1.0)
 
     async def _follow(self, instance: Instance, assignment: Assignment) -> None:
         """Pass events on until the last one."""
@@ -205,6 +225,7 @@ class RoutedRequest:
         lines = instance.client.resume(body, self._request.request_id)
         try:
             async for line in lines:
+                self._has_begun = True
                 self._pass_on(line)
                 if not self._relayed.open:
                     return
@@ -214,7 +235,7 @@ class RoutedRequest:
 
     def _pass_on(self, line: list[EventLine]) -> None:
         routing, relayed = self._routing, self._relayed
-        now, had = routing.clock(), relayed.num_tokens
+        now = routing.clock()
         events = []
         for entry in line:
             end = entry.end
@@ -228,7 +249,7 @@ class RoutedRequest:
                 events.append(event)
         if not events:
             return
-        self._note_tokens(events, now, is_first=had == 0)
+        self._note_tokens(events, now)
         self._tell(events)
         if not relayed.open:
             routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
@@ -241,7 +262,7 @@ class RoutedRequest:
             most = placed.cached if is_apart else len(self._prepared.tokens)
             self._relayed.cached_tokens = min(cached, most)
 
-    def _note_tokens(self, events: list[Event], now: float, is_first: bool) -> None:
+    def _note_tokens(self, events: list[Event], now: float) -> None:
         """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
         routing, stats = self._routing, self._routing.stats
         with_tokens = [event for event in events if event.token_ids]
@@ -250,14 +271,17 @@ class RoutedRequest:
             if event.index in self._last_token:
                 stats.note_gap(now - self._last_token[event.index])
             self._last_token[event.index] = now
-        if is_first and with_tokens:
+        if not with_tokens or self._relayed.num_tokens - len(with_tokens) > self._had:
+            return
+        # These are the first ones of this attempt.
+        if self._had == 0:
             placed = self.assignment
             predicted = placed.ttft if placed is not None and self._attempts == 1 else None
             stats.note_first(now - self._arrival, predicted)
-            rejection = routing.conductor.prefilled(self._request.request_id, now)
-            if rejection is not None:
-                stats.note_rejection(rejection)
-                raise rejected(rejection)
+        rejection = routing.conductor.prefilled(self._request.request_id, now)
+        if rejection is not None:
+            stats.note_rejection(rejection)
+            raise rejected(rejection)
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:

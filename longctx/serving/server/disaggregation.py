@@ -36,8 +36,9 @@ def begin_transfer(
     if len(call.requests) != 1:
         raise ApiError(400, f"{name} needs one prompt, got {len(call.requests)}", name)
     prepared = call.requests[0]
-    if params.prefix is not None and not is_admin:
-        raise ApiError(403, f"{name}.prefix needs the key of an administrator", name, "admin_key_needed")
+    if (params.prefix is not None or params.is_cached) and not is_admin:
+        message = f"{name} with prefix or is_cached needs the key of an administrator"
+        raise ApiError(403, message, name, "admin_key_needed")
     received = None
     if params.do_remote_prefill:
         received = transfers.receive(params, prepared)
@@ -46,6 +47,7 @@ def begin_transfer(
     if params.do_remote_decode:
         if call.body.stream:
             raise ApiError(400, f"{name} with do_remote_decode needs stream: false: its answer has them too", name)
+        prepared = transfers.lend(prepared) if params.is_cached else prepared
         request = dataclasses.replace(prepared.request, lease=transfers.lease(params.lease))
         call = call._replace(requests=[prepared._replace(request=request)])
     return call, received

@@ -53,7 +53,12 @@ class Prefill(BaseModel):
 
 
 class TransferParams(BaseModel):
-    """`kv_transfer_params` of a body. Fields that are not here are those of other engines."""
+    """`kv_transfer_params` of a body. Fields that are not here are those of other engines.
+
+    Attributes:
+      prefix: from where the first pages of the prompt come.
+      is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -66,6 +71,7 @@ class TransferParams(BaseModel):
     fingerprint: str | None = None
     handoff: dict[str, Any] | None = None
     prefix: PagePrefix | None = None
+    is_cached: bool | None = None
 
 
 class Transfers(Protocol):
@@ -113,6 +119,14 @@ class Transfers(Protocol):
         """Get the first pages of a prompt from a server that has them, and what its request waits for.
 
         None: they are here. ApiError: it may not be asked.
+        """
+        ...
+
+    def lend(self, prepared: PreparedRequest) -> PreparedRequest:
+        """A request that reads a prompt whose full pages are all here, before others of its urgency.
+
+        Raises:
+          ApiError: they are not: whoever wants them had better compute them.
         """
         ...
 

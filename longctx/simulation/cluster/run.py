@@ -45,6 +45,7 @@ class ClusterRun:
         self._active: dict[str, ActiveRequest] = {}
         self._stranded: list[ActiveRequest] = []
         self._followers: dict[int, list[tuple[int, WorkloadRequest]]] = {}
+        self._last_end = loop.now
         self._num_coming = 0  # requests and changes that are planned
         self._page_size = next(iter(nodes.values())).spec.config.page_size
 
@@ -71,7 +72,7 @@ class ClusterRun:
                 loop.clear()
 
         loop.run(self.start + until, None if progress is None else after)
-        record.seconds = loop.now - self.start
+        record.seconds = (loop.now if self._active else self._last_end) - self.start
         for request_id in list(self._active):
             active = self._active[request_id]
             active.abort()
@@ -113,6 +114,7 @@ class ClusterRun:
 
     def _end(self, active: ActiveRequest) -> None:
         del self._active[active.request_id]
+        self._last_end = self.loop.now
         for order, follower in self._followers.get(active.request.number, ()):
             self._plan_arrival(order, follower, max(follower.arrival, self.loop.now - self.start + follower.delay))
 

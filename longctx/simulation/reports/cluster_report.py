@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.reports.plots import plot_requests, thinned
+from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
 from longctx.simulation.reports.style import drawing, save, style
 
@@ -123,13 +123,19 @@ def plot_cluster(record: ClusterRecord, ttft: float, tpot: float, path: Path) ->
 
 def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
     figure, axes = drawing(4)
-    plot_requests(record, *axes[:2])
+    tpots = [each.tpot for each in record.served if each.tpot is not None]
     tbts = [each.tbt for each in record.placed if each.tbt is not None]
-    if tbts:
-        axes[1].ecdf(tbts, label="longest tenth of gaps")
-    for panel, slo in zip(axes, (ttft, tpot), strict=False):
+    for values, panel, label in (
+        ([each.ttft for each in record.served], axes[0], None),
+        (tpots, axes[1], "mean of a request"),
+        (tbts, axes[1], "mean of its longest tenth"),
+    ):
+        if values:
+            panel.ecdf(values, label=label)
+    for panel, slo, title in ((axes[0], ttft, "TTFT"), (axes[1], tpot, "Time between tokens")):
         panel.axvline(slo, color="grey", linewidth=1, linestyle=":")
-    axes[1].set(title="Seconds between tokens: mean, and of the longest tenth")
+        panel.set(title=title, xlabel="seconds", ylabel="share of requests")
+    axes[1].legend()
     points = thinned(record.loads)
     for name in ("prefill", "decode"):
         axes[2].plot([each.at for each in points], [getattr(each, name) for each in points], label=name)
@@ -141,7 +147,7 @@ def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
     if predicted:
         most = max(*predicted, *(each.ttft for each in record.served))
         axes[3].plot([0, most], [0, most], color="grey", linewidth=1)
-    axes[3].set(title="TTFT", xlabel="seconds", ylabel="seconds, predicted")
+    axes[3].set(title="TTFT as predicted", xlabel="seconds", ylabel="seconds, predicted")
     return figure
 
 

@@ -115,9 +115,11 @@ def test_a_prefix_comes_from_who_has_it_and_stays_there(trio: list[Served]) -> N
     before, pages = computed(p, d, holder), (loaded(p), loaded(d))
     prefix = {"url": holder.url, "tokens": 20 * PAGE}
     sent = {"request": request_of(prompt), "prefill": {"url": p.url, "prefix": prefix}}
-    assert [tokens_of(resume(d, sent))] == alone(holder, prompt)
-    after = computed(p, d)
+    got = tokens_of(resume(d, sent))
+    after = computed(p, d, holder)
+    assert [got] == alone(holder, prompt)
     assert after[0] - before[0] == 700 - 20 * PAGE, "p computes what the holder does not have"
+    assert after[2] - before[2] == 1, "the holder computes nothing but a last row"
     assert (loaded(p) - pages[0], loaded(d) - pages[1]) == (20, 688 // PAGE)
     # Now p has the prefix too: the block is replicated.
     before = computed(p)
@@ -136,6 +138,17 @@ def test_who_decodes_gets_a_prefix_for_itself(trio: list[Served]) -> None:
     pages = loaded(d)
     assert [tokens_of(resume(d, sent))] == alone(holder, prompt)
     assert loaded(d) == pages
+
+
+def test_a_holder_that_has_dropped_its_pages_computes_none(trio: list[Served]) -> None:
+    p, d, holder = trio
+    before = computed(p, holder)
+    prefix = {"url": holder.url, "tokens": 320}
+    got = resume(d, {"request": request_of(prompt_of(35)), "prefill": {"url": p.url, "prefix": prefix}})
+    after = computed(p, holder)
+    assert (after[0] - before[0], after[1] - before[1]) == (700, 0)
+    assert [tokens_of(got)] == alone(holder, prompt_of(35))
+    assert transfers_of(p).named.answers["failed"] == 1
 
 
 def test_whoever_is_not_there_costs_time_only(trio: list[Served]) -> None:
@@ -187,6 +200,7 @@ def test_tenants_stay_apart_and_need_an_administrator(trio: list[Served]) -> Non
         for headers, more in (
             (ann | {TENANT_HEADER: "bob"}, {}),
             (ann, {"kv_transfer_params": {"do_remote_decode": True, "prefix": {"url": p.url, "tokens": 16}}}),
+            (ann, {"kv_transfer_params": {"do_remote_decode": True, "is_cached": True}}),
         ):
             asked = body(prompt_of(61)) | more
             assert httpx.post(f"{d.url}/v1/completions", json=asked, headers=headers).status_code == 403

@@ -119,12 +119,13 @@ export class Charts {
   }
 
   #pages() {
-    const { load } = this.#scheduler;
+    const { load, instances } = this.#scheduler;
     const most = load.pages / load.held.length;
+    const name = (rank) => instances[rank]?.name ?? `rank ${rank}`;
     const ranks = load.held.map((value, rank) => ({
-      label: `rank ${rank}`,
+      label: name(rank),
       value,
-      title: `rank ${rank} holds ${count(value)} of ${count(most)} pages`,
+      title: `${name(rank)} holds ${count(value)} of ${count(most)} pages`,
     }));
     const held = load.held.reduce((sum, value) => sum + value, 0);
     const words = `${count(held)} of ${count(load.pages)} held, ${count(load.cached)} more cached`;

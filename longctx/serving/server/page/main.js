@@ -2,6 +2,7 @@
 
 import { ApiError, getJson, setKey } from "./api.js";
 import { Charts } from "./charts.js";
+import { Cluster } from "./cluster.js";
 import { Conversation } from "./conversation.js";
 import { Scheduler } from "./scheduler.js";
 
@@ -9,6 +10,7 @@ const find = (id) => document.getElementById(id);
 
 const conversations = new Set();
 let model = null;
+let cluster = null;
 let numConversations = 0;
 
 const page = {
@@ -46,6 +48,9 @@ async function loadModel() {
   try {
     model = await getJson("page/model");
     find("model").textContent = `${model.name}, context of ${model.max_length.toLocaleString("en")} tokens`;
+    if (model.is_cluster && !cluster) {
+      cluster = new Cluster(page.scheduler);
+    }
     for (const conversation of conversations) {
       conversation.refresh();
     }

@@ -15,6 +15,8 @@ export class Scheduler extends EventTarget {
   ended = [];
   reading = new Map(); // id -> {done, total, samples}
   load = null;
+  instances = []; // behind a router
+  pools = {}; // loads of a router's pools
   state = "connecting";
   #abort = null;
 
@@ -77,6 +79,8 @@ export class Scheduler extends EventTarget {
     const steps = message.steps.filter(isNew(this.steps.at(-1)));
     this.steps = [...this.steps, ...steps].slice(-STEPS);
     this.load = message.load;
+    this.instances = message.instances ?? [];
+    this.pools = message.pools ?? {};
     const since = message.load.time - SECONDS;
     this.loads = [...this.loads, ...steps, message.load].filter((load) => load.time >= since);
     this.ended = [...this.ended, ...message.ended.filter(isNew(this.ended.at(-1)))].slice(-ENDED);

@@ -12,6 +12,8 @@ from longctx.serving.server.schemas.base import body_of
 from longctx.serving.server.schemas.other import DrainBody, SwapBody
 from longctx.serving.server.server import Server
 
+_SWAP_SECONDS = 30.0
+
 
 def instance_router(server: Server) -> APIRouter:
     """The routes of an instance of a cluster; they need the key of an administrator, where there is one."""
@@ -36,7 +38,11 @@ def instance_router(server: Server) -> APIRouter:
             )
         wanted = frozenset(body.keys)
         evicted = server.engine.pages.evict(body.tier, lambda key: block_hash(key) in wanted)
-        return JSONResponse({"evicted": await asyncio.wrap_future(evicted)})
+        try:
+            async with asyncio.timeout(_SWAP_SECONDS):
+                return JSONResponse({"evicted": await asyncio.wrap_future(evicted)})
+        except TimeoutError:
+            raise ApiError(503, "no step has ended meanwhile", code="server_is_overloaded", retry_after=1.0) from None
 
     return router
 
