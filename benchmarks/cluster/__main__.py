@@ -9,8 +9,9 @@ is scaled down (an eighth of the lengths, conversations drawn so that they share
   conductor, twice: with a predictor that was measured on this machine while it did nothing else (`profile`), and with
   steps as much longer as they were in the run, where all processes share the cores (`measured`). What a request takes
   beside engines is measured by requests that come one by one.
-- `failures`: a prefill and a decode server are killed (SIGKILL) in mid-run and started again, one is drained. Every
-  request must be answered once, at its first attempt, with the tokens that one engine by itself gives.
+- `failures`: a decode server is drained, and gets requests again; then a prefill server and the other decode server are
+  killed (SIGKILL) and started again. Every request must be answered once, at its first attempt, with the tokens that
+  one engine by itself gives.
 - `router`: the router is killed and started again. Streams of its clients break; they ask again.
 
 The exit status is 1 if an answer was wrong or missing.

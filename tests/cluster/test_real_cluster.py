@@ -20,7 +20,7 @@ def test_every_request_is_answered_once_and_rightly_whoever_is_killed(tmp_path: 
     told = [(event["who"], event["what"]) for event in failures["events"]]
     assert ("prefill-1", "killed") in told
     assert ("decode-1", "killed") in told
-    assert ("prefill-0", "drained") in told
+    assert ("decode-0", "drained") in told
     assert failures["answered"] == router["answered"] == 40
     assert not failures["retried"], failures["failures"]  # clients saw nothing of it
     assert ("router", "ready again") in [(event["who"], event["what"]) for event in router["events"]]
