@@ -45,17 +45,16 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def engine_config() -> EngineConfig:
-    """What `FLAGS` say of an engine."""
-    buckets = tuple(map(int, FLAGS["buckets"].split(",")))
-    return EngineConfig(**{name: value for name, value in FLAGS.items() if name != "buckets"}, buckets=buckets)
+def engine_config(flags: Mapping[str, Any]) -> EngineConfig:
+    """What flags say of an engine."""
+    buckets = tuple(map(int, flags["buckets"].split(",")))
+    return EngineConfig(**{name: flags[name] for name in FLAGS if name != "buckets"}, buckets=buckets)
 
 
 def measure(folder: Path, flags: Mapping[str, Any], repeats: int = 3) -> None:
     """Measure a server's steps (`profile.json`) and its thread (`host.json`) on one core, while nothing else runs."""
     steps = [*COMMAND, "profile", str(folder / "profile.json"), "--quiet", "--repeats", str(repeats), "--check", "0"]
-    thread = [sys.executable, "-m", "benchmarks.cluster.host", str(folder / "host.json")]
-    thread += ["--model", flags["model"]] if "model" in flags else []
+    thread = [sys.executable, "-m", "benchmarks.cluster.host", str(folder / "host.json"), json.dumps(flags)]
     for command in ([*steps, *words(flags)], thread):
         command = ["taskset", "-c", "0", *command]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | ENVIRONMENT)

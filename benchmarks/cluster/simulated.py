@@ -42,15 +42,15 @@ class Prediction:
 
     Args:
       roles: of servers, by their names.
-      model: its folder; None: the built-in one.
+      flags: of the servers.
       folder: with what `measure` found of a server that had a core for itself.
     """
 
     def __init__(
-        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], model: Path | None, folder: Path
+        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], flags: Mapping[str, Any], folder: Path
     ) -> None:
-        self._requests, self._roles = list(requests), roles
-        self._model = read_model(TINY if model is None else model)[0].config
+        self._requests, self._roles, self._engine = list(requests), roles, engine_config(flags)
+        self._model = read_model(Path(flags.get("model", TINY)))[0].config
         predictor, _ = read_profile(folder / "profile.json")
         assert isinstance(predictor, RuntimePredictor)
         self._predictor = predictor
@@ -88,7 +88,7 @@ class Prediction:
                 name=name,
                 role=role,  # type: ignore[arg-type]
                 model=self._model,
-                config=engine_config(),
+                config=self._engine,
                 predictor=slowed(self._predictor, factors[name]),
                 bandwidth=BANDWIDTH,
                 host=self._host,
