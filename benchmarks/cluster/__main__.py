@@ -9,8 +9,9 @@ is scaled down (an eighth of the lengths, conversations drawn so that they share
   conductor, twice: with a predictor that was measured on this machine while it did nothing else (`profile`), and with
   steps as much longer as they were in the run, where all processes share the cores (`measured`). What a request takes
   beside engines is measured by requests that come one by one.
-- `failures`: a prefill and a decode server are killed (SIGKILL) in mid-run and started again, one is drained. Every
-  request must be answered once, at its first attempt, with the tokens that one engine by itself gives.
+- `failures`: a decode server is drained, and gets requests again; then a prefill server and the other decode server are
+  killed (SIGKILL) and started again. Every request must be answered once, at its first attempt, with the tokens that
+  one engine by itself gives.
 - `router`: the router is killed and started again. Streams of its clients break; they ask again.
 
 The exit status is 1 if an answer was wrong or missing.
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, our_router, peer_router, profile
+from benchmarks.cluster.arms import FLAGS, PEERS, POLICIES, Instance, make_instances, measure, our_router, peer_router
 from benchmarks.cluster.checks import reference, wrong_answers
 from benchmarks.cluster.client import words_of
 from benchmarks.cluster.failures import run_failures, run_router_death
@@ -74,14 +75,14 @@ def wait_for_members(router: Process, count: int, seconds: float = 30.0) -> None
     raise RuntimeError(f"{router.name} has not let all servers in: {found}")
 
 
-def run_policies(bench: Bench, rounds: int, arms: Sequence[str], prediction: Prediction) -> dict[str, Any]:
+def run_policies(bench: Bench, rounds: int, arms: Sequence[str], prediction: Prediction | None) -> dict[str, Any]:
     """All arms in turns; each round turns their order."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else arms[::-1]:
             with bench.router(arm) as router:
                 one = run(router, bench.instances, bench.requests, bench.words, seed=100 + number)
-            if arm in POLICIES:
+            if arm in POLICIES and prediction is not None:
                 one["simulated"] = prediction.beside(arm, one)
             found[arm].append(one)
             tell(f"{arm}: TTFT {one['ttft']:.3f} s, hits {one['hit_rate']:.1%}, others {one['others']:.2f} cores")
@@ -115,12 +116,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--arms", nargs="+", default=[*POLICIES, *PEERS], choices=[*POLICIES, *PEERS])
     parser.add_argument("--model", type=Path, help="default: the built-in one")
-    parser.add_argument("--profile", type=Path, help="of such a server, by `longctx profile`; default: it is measured")
+    parser.add_argument("--measured", type=Path, help="folder with an earlier run's profile.json and host.json")
+    parser.add_argument("--unmeasured", action="store_true", help="measure and simulate nothing")
+    parser.add_argument("--flag", type=_flag, action="append", default=[], help="NAME=VALUE, of all servers")
+    parser.add_argument("--repeats", type=int, default=3, help="of each step while a profile is measured")
     parser.add_argument("--longest", type=int, default=16_000, help="tokens of the longest prompt")
     parser.add_argument("--pairs", type=int, default=2, help="of a prefill and a decode server")
     parser.add_argument("--logs", type=Path, help="folder for what all processes write")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
+
+
+def _flag(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdigit() else value
 
 
 def main() -> int:
@@ -129,12 +138,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        flags: dict[str, Any] = {**FLAGS, **({} if options.model is None else {"model": str(options.model.resolve())})}
-        file = options.profile or profile(folder, flags)
-        flags["profile"] = str(file.resolve())
+        flags = {**FLAGS, **dict(options.flag)}
+        if options.model is not None:
+            flags["model"] = str(options.model.resolve())
+        measured = options.measured or folder
+        if not options.unmeasured:
+            if options.measured is None:
+                tell("measures a server's steps ...")
+                measure(folder, flags, options.repeats)
+            flags["profile"] = str((measured / "profile.json").resolve())
         instances = make_instances(folder, flags, options.pairs)
         bench = Bench(instances, requests, words_of(options.model), folder, flags)
-        prediction = Prediction(requests, {each.name: each.role for each in instances}, options.model, file)
+        roles = {each.name: each.role for each in instances}
+        prediction = None if options.unmeasured else Prediction(requests, roles, flags, measured)
         arms = [arm for arm in options.arms if arm in POLICIES or peer_router(arm, instances, folder) is not None]
         for arm in set(options.arms) - set(arms):
             tell(f"{arm} is left out: it is not installed (make .venv/installed-routers)")

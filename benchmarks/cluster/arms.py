@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.processes import ENVIRONMENT, SHELL, Process, serve_command
+from benchmarks.cluster.processes import ENVIRONMENT, Process, serve_command
 from benchmarks.server_process import COMMAND, free_port
+from longctx.serving import EngineConfig
 
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 PEERS = ("vllm-router", "vllm-router, 4 coupled", "sglang-router, 4 coupled")
 FLAGS: dict[str, Any] = {
     "max_length": 16_384,
     "num_pages": 1_024,
-    "max_running": 16,
+    "max_running": 32,
     "token_budget": 256,
     "buckets": "8,64,256",
 }
@@ -44,12 +45,19 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def profile(folder: Path, flags: Mapping[str, Any]) -> Path:
-    """Measure how long a server's steps take while nothing else runs."""
-    found = folder / "profile.json"
-    command = [*SHELL, "0", *COMMAND, "profile", str(found), "--quiet", "--repeats", "3", "--check", "0", *words(flags)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | ENVIRONMENT)
-    return found
+def engine_config(flags: Mapping[str, Any]) -> EngineConfig:
+    """What flags say of an engine."""
+    buckets = tuple(map(int, flags["buckets"].split(",")))
+    return EngineConfig(**{name: flags[name] for name in FLAGS if name != "buckets"}, buckets=buckets)
+
+
+def measure(folder: Path, flags: Mapping[str, Any], repeats: int = 3) -> None:
+    """Measure a server's steps (`profile.json`) and its thread (`host.json`) on one core, while nothing else runs."""
+    steps = [*COMMAND, "profile", str(folder / "profile.json"), "--quiet", "--repeats", str(repeats), "--check", "0"]
+    thread = [sys.executable, "-m", "benchmarks.cluster.host", str(folder / "host.json"), json.dumps(flags)]
+    for command in ([*steps, *words(flags)], thread):
+        command = ["taskset", "-c", "0", *command]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | ENVIRONMENT)
 
 
 def make_instances(folder: Path, flags: Mapping[str, Any], pairs: int = 2) -> list[Instance]:
@@ -79,7 +87,8 @@ def our_router(
 ) -> Process:
     """`longctx serve --cluster` before the servers, with a policy."""
     name = name or policy
-    settings = {"policy": policy, "admission": "none", "launcher": "static"}
+    # Nothing is rejected: what finds no room waits, as where one decode server does the work of two.
+    settings = {"policy": policy, "admission": "none", "defer_seconds": 120.0, "launcher": "static"}
     engine = {**flags, "kv_secret_file": str(folder / "secret")}
     tables = ["[cluster]", *_lines(settings), "[engine]", *_lines(engine)]
     for each in instances:

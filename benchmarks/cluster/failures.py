@@ -54,27 +54,18 @@ class Timeline:
 def run_failures(
     router: Process, instances: Sequence[Instance], requests: Sequence[WorkloadRequest], words: Sequence[str], seed: int
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """A prefill server is killed, then a decode server, then the other prefill server is drained; clients never retry.
+    """A decode server is drained, then a prefill server and the other decode server are killed; clients never retry.
 
-    The servers that were killed are started again at once. The drain comes when both are there again.
+    The drained one gets requests again before anybody is killed. Those that were killed are started again at once.
     """
     by_name = {instance.name: instance for instance in instances}
     span = requests[-1].arrival
     timeline = Timeline()
-    prefill, decode = by_name["prefill-1"], by_name["decode-1"]
-
-    def drain() -> None:
-        prefill.process.wait_until_ready()
-        decode.process.wait_until_ready()
-        time.sleep(2.0)  # the router looks
-        timeline.drain(by_name["prefill-0"])
-        time.sleep(0.15 * span)
-        timeline.drain(by_name["prefill-0"], False)
-
     at = {
-        0.1 * span: lambda: timeline.kill(prefill),
-        0.3 * span: lambda: timeline.kill(decode),
-        0.7 * span: drain,
+        0.1 * span: lambda: timeline.drain(by_name["decode-0"]),
+        0.3 * span: lambda: timeline.drain(by_name["decode-0"], False),
+        0.4 * span: lambda: timeline.kill(by_name["prefill-1"]),
+        0.6 * span: lambda: timeline.kill(by_name["decode-1"]),
     }
     return _run(router, instances, requests, words, seed, timeline, at, retries=0)
 

@@ -16,7 +16,6 @@ import httpx
 from benchmarks.server_process import COMMAND, free_port
 
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKIO_WORKER_THREADS": "1"}
-SHELL = ["taskset", "-c"]
 
 
 class Process:
@@ -34,7 +33,7 @@ class Process:
     ) -> None:
         self.name, self.port, self._ready, self._log = name, free_port(), ready, log
         self.url = f"http://127.0.0.1:{self.port}"
-        pinned = [] if core is None else [*SHELL, str(core)]
+        pinned = [] if core is None else ["taskset", "-c", str(core)]
         self._command = [*pinned, *(word.replace("{port}", str(self.port)) for word in command)]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +51,7 @@ class Process:
             environment = os.environ | ENVIRONMENT
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
 
-    def wait_until_ready(self, seconds: float = 240.0) -> None:
+    def wait_until_ready(self, seconds: float = 400.0) -> None:
         """RuntimeError if it ends, or is not ready in time."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -1,6 +1,7 @@
 """The same run in virtual time: the same conductor and trace over simulated servers."""
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.arms import FLAGS
+from benchmarks.cluster.arms import engine_config
 from benchmarks.cluster.runs import WARM_UP
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
-from longctx.serving import EngineConfig
 from longctx.serving.predictor.file import read_profile
 from longctx.serving.predictor.runtime import RuntimePredictor
+from longctx.simulation import HostTimes
 from longctx.simulation.cluster import ClusterInstance, ClusterRecord, ClusterSettings, ClusterSimulation
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -41,18 +42,19 @@ class Prediction:
 
     Args:
       roles: of servers, by their names.
-      model: its folder; None: the built-in one.
-      profile: of a server that had a core for itself.
+      flags: of the servers.
+      folder: with what `measure` found of a server that had a core for itself.
     """
 
     def __init__(
-        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], model: Path | None, profile: Path
+        self, requests: Sequence[WorkloadRequest], roles: Mapping[str, str], flags: Mapping[str, Any], folder: Path
     ) -> None:
-        self._requests, self._roles = list(requests), roles
-        self._model = read_model(TINY if model is None else model)[0].config
-        self._predictor, _ = read_profile(profile)
-        buckets = tuple(map(int, FLAGS["buckets"].split(",")))
-        self._engine = EngineConfig(**{name: FLAGS[name] for name in FLAGS if name != "buckets"}, buckets=buckets)
+        self._requests, self._roles, self._engine = list(requests), roles, engine_config(flags)
+        self._model = read_model(Path(flags.get("model", TINY)))[0].config
+        predictor, _ = read_profile(folder / "profile.json")
+        assert isinstance(predictor, RuntimePredictor)
+        self._predictor = predictor
+        self._host = HostTimes(**json.loads((folder / "host.json").read_text()))
 
     def beside(self, policy: str, run: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Simulated TTFT beside that of a run, see `benchmarks.cluster.runs.run`."""
@@ -83,17 +85,18 @@ class Prediction:
     def _run(self, policy: str, requests: Sequence[WorkloadRequest], factors: Mapping[str, float]) -> ClusterRecord:
         instances = [
             ClusterInstance(
-                name,
-                role,
-                self._model,
-                self._engine,
-                slowed(self._predictor, factors[name]),
-                bandwidth=BANDWIDTH,  # type: ignore[arg-type]
+                name=name,
+                role=role,  # type: ignore[arg-type]
+                model=self._model,
+                config=self._engine,
+                predictor=slowed(self._predictor, factors[name]),
+                bandwidth=BANDWIDTH,
+                host=self._host,
             )
             for name, role in self._roles.items()
         ]
-        settings = ClusterSettings(overlap="chunk", report_seconds=0.25)
-        conductor = ConductorConfig(policy=policy, admission="none")
+        settings = ClusterSettings(overlap="chunk", report_seconds=0.25, first_token="decode")
+        conductor = ConductorConfig(policy=policy, admission="none", defer_seconds=120.0)
         return ClusterSimulation(instances, conductor, settings).run(list(requests))
 
 

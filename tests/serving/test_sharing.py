@@ -315,3 +315,18 @@ def test_completions_that_do_not_fit_together_take_turns() -> None:
     params = SamplingParams(max_tokens=9, temperature=1.0, n=6, seed=1, ignore_eos=True)
     outputs = engine.generate([1] * 4, params)
     assert [x.token_ids for x in outputs] == [expected_tokens([1] * 4, params, i) for i in range(6)]
+
+
+def test_idle_pages_that_are_not_wanted_are_freed() -> None:
+    evicted: list[tuple[int, bytes]] = []
+    pool = PagePool(3, 2, lambda page, key: evicted.append((page, key)))
+    pages = [pool.allocate(rank, reserved=False) for rank in (0, 0, 1, 1)]
+    for page, key in zip(pages, (b"a", b"b", b"c", b"d"), strict=True):
+        pool.register(page, key)
+    pool.release(pages[1:])
+    assert pool.evict(lambda key: key in (b"a", b"b", b"d")) == 2, "who is held stays"
+    assert sorted(evicted) == sorted([(pages[1], b"b"), (pages[3], b"d")])
+    assert [pool.find(key) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, True, False]
+    assert (pool.num_evicted, pool.num_available, pool.evict(lambda key: False)) == (2, 5, 0)
+    pool.release(pages[:1])
+    assert pool.num_available == 6

@@ -20,15 +20,18 @@ class ProcessLauncher:
 
     def __init__(self, instances: Sequence[Launched], others: Sequence[Address] = ()) -> None:
         self._instances, self._others = list(instances), list(others)
-        self._ports = [_reserve() for _ in instances]
+        self._held: list[socket.socket] = []
         self.moved: Moved = lambda address: None  # they never do
         self.processes: dict[str, Supervised] = {}
 
     def start(self) -> list[Address]:
         """Start all; it returns before they are ready."""
         addresses = [*self._others]
-        for each, (_, port) in zip(self._instances, self._ports, strict=True):
-            process = self.processes[each.name] = Supervised(each.name, each.command(_HOST, port, (_HOST,)))
+        for each in self._instances:
+            self._held.append(_reserve())
+            port = self._held[-1].getsockname()[1]
+            command = each.command(_HOST, port, (_HOST,))
+            process = self.processes[each.name] = Supervised(each.name, command, each.environment)
             process.start()
             addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
         return addresses
@@ -44,13 +47,13 @@ class ProcessLauncher:
             each.begin_to_end()
         for each in self.processes.values():
             each.close()
-        for held, _ in self._ports:
+        for held in self._held:
             held.close()
 
 
-def _reserve() -> tuple[socket.socket, int]:
-    """A port that nobody else is given, as a socket is bound to it that does not listen."""
+def _reserve() -> socket.socket:
+    """A socket at a port that nobody else is given then; it does not listen."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((_HOST, 0))
-    return held, held.getsockname()[1]
+    return held

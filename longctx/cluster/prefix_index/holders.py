@@ -79,8 +79,9 @@ class HolderSets:
 
     def move(self, old: int, new: int, blocks: int) -> None:
         """So many blocks change from one set to another."""
-        self.counts[new] += blocks
-        self.release(old, blocks)
+        if blocks:
+            self.counts[new] += blocks
+            self.release(old, blocks)
 
     def release(self, number: int, blocks: int) -> None:
         """So many blocks have a set no more; it goes with the last of them."""

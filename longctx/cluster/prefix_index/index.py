@@ -11,7 +11,7 @@ from longctx.cluster.prefix_index.holders import HolderSets
 from longctx.cluster.prefix_index.key_table import FREE, KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
-_FEW = 24  # keys up to which plain Python is quicker than numpy
+_FEW = 40  # keys up to which plain Python is quicker than numpy
 
 
 class PrefixIndex:
@@ -58,8 +58,7 @@ class PrefixIndex:
         with self._lock:
             mask = self._holders.add(instance, tier)
             if len(wanted) <= _FEW:
-                for key in wanted:
-                    self._store_one(key, mask)
+                self._store_few(wanted, mask)
             else:
                 self._store_all(_distinct(np.frombuffer(wanted, np.uint64)), mask)
 
@@ -73,8 +72,7 @@ class PrefixIndex:
         with self._lock:
             mask = self._holders.mask(instance, tier)
             if len(wanted) <= _FEW:
-                for key in wanted:
-                    self._remove_one(key, mask)
+                self._remove_few(wanted, mask)
             else:
                 at = self._table.find_all(_distinct(np.frombuffer(wanted, np.uint64)))
                 self._drop(at[at != 0], mask)
@@ -185,32 +183,46 @@ class PrefixIndex:
                 return ends
         return [*ends, (left, runs)]
 
-    def _store_one(self, key: int, mask: int) -> None:
+    def _store_few(self, keys: Iterable[int], mask: int) -> None:
         table, holders = self._table, self._holders
-        bucket = table.bucket(key)
-        if at := table.find(key, bucket):
-            old = table.values.view[at]
-        else:
-            at, old = table.insert(key, bucket), 0
-            table.used.view[at] = self._now
-        held = holders.masks[old]
-        if held | mask != held:
-            table.values.view[at] = new = holders.number(held | mask)
-            holders.move(old, new, 1)
-            self._blocks[mask] += 1
+        old = new = -1  # mostly the next block has the same holders as the last one
+        changed = moved = 0
+        for key in keys:
+            bucket = table.bucket(key)
+            if at := table.find(key, bucket):
+                held = table.values.view[at]
+            else:
+                at, held = table.insert(key, bucket), 0
+                table.used.view[at] = self._now
+            if held != old:
+                holders.move(old, new, moved)
+                old, new, moved = held, holders.number(holders.masks[held] | mask), 0
+            if new != old:
+                table.values.view[at] = new
+                moved += 1
+                changed += 1
+        holders.move(old, new, moved)
+        self._blocks[mask] += changed
 
-    def _remove_one(self, key: int, mask: int) -> None:
+    def _remove_few(self, keys: Iterable[int], mask: int) -> None:
         table, holders = self._table, self._holders
-        bucket = table.bucket(key)
-        if at := table.find(key, bucket):
-            old = table.values.view[at]
-            held = holders.masks[old]
-            if held & mask:
-                table.values.view[at] = new = holders.number(held & ~mask)
-                holders.move(old, new, 1)
-                self._blocks[mask] -= 1
+        old = new = -1
+        changed = moved = 0
+        for key in keys:
+            bucket = table.bucket(key)
+            if not (at := table.find(key, bucket)):
+                continue
+            if (held := table.values.view[at]) != old:
+                holders.move(old, new, moved)
+                old, new, moved = held, holders.number(holders.masks[held] & ~mask), 0
+            if new != old:
+                table.values.view[at] = new
+                moved += 1
+                changed += 1
                 if not new:
                     table.remove(at, bucket)
+        holders.move(old, new, moved)
+        self._blocks[mask] -= changed
 
     def _store_all(self, keys: np.ndarray, mask: int) -> None:
         at = self._table.find_all(keys)

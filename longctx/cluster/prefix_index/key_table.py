@@ -30,8 +30,7 @@ class KeyTable:
     """
 
     def __init__(self) -> None:
-        # Of the hash: nobody can make keys that fall into one bucket.
-        self._salt = secrets.randbits(64)
+        # Of the hash, and secret: nobody can make keys that fall into one bucket.
         self._factors = secrets.randbits(64) | 1, secrets.randbits(64) | 1
         self._num_buckets, self._level = _SPLIT, _SPLIT  # `_level`: a power of two, at most `_num_buckets`
         self._num_free = 0
@@ -56,10 +55,8 @@ class KeyTable:
     def bucket(self, key: int) -> int:
         """Where a key belongs, until the next key is inserted."""
         first, second = self._factors
-        x = key ^ self._salt
-        x = ((x ^ x >> 32) * first) & _ALL
-        x = ((x ^ x >> 29) * second & _ALL) >> 32
-        bucket = x & 2 * self._level - 1
+        x = key * first & _ALL
+        bucket = (x ^ x >> 32) * second >> 32 & 2 * self._level - 1
         return bucket if bucket < self._num_buckets else bucket - self._level
 
     def find(self, key: int, bucket: int) -> int:
@@ -172,9 +169,8 @@ class KeyTable:
 
     def _buckets(self, keys: np.ndarray) -> np.ndarray:
         first, second = map(np.uint64, self._factors)
-        x = keys ^ np.uint64(self._salt)
-        x = (x ^ x >> np.uint64(32)) * first
-        x = ((x ^ x >> np.uint64(29)) * second) >> np.uint64(32)
+        x = keys * first
+        x = ((x ^ x >> np.uint64(32)) * second) >> np.uint64(32)
         buckets = (x & np.uint64(2 * self._level - 1)).astype(np.int64)
         buckets[buckets >= self._num_buckets] -= self._level
         return buckets

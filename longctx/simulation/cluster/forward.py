@@ -141,7 +141,7 @@ class _TaskRun:
         self, part: Literal["prompt", "answer", "whole"], name: str, known: int, max_tokens: int, came: int
     ) -> None:
         arrival = self._start - self.task.waited
-        self._cores[name].serve(Leg(part, self._request, self._id, arrival, self, known, max_tokens, came))
+        self._cores[name].serve(Leg(self._request, self._id, arrival, self, known, max_tokens, came, part=part))
 
     # What cores tell.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longctx.simulation.cluster.cluster_record import ClusterRecord
-from longctx.simulation.reports.plots import plot_requests, thinned
+from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
 from longctx.simulation.reports.style import drawing, save, style
 
@@ -20,8 +20,8 @@ def summarize_cluster(record: ClusterRecord, ttft: float, tpot: float) -> dict[s
 
     `tbt`: percentiles of the mean of the longest tenth of a request's gaps. `goodput`: requests that completed within
     both SLOs, and their share of all that came. `rejected`: how many, by stage and by what forbade them. `open`: those
-    that had not ended. `predicted_ttft`: percentiles of what was predicted, and the error of the mean. `loads`: mean
-    and largest of both pools. `moved`: bytes and seconds waited for, by kind.
+    that had not ended. `audit`: see `AuditTotals`. `predicted_ttft`: percentiles of what was predicted, and the error
+    of the mean. `loads`: mean and largest of both pools. `moved`: bytes and seconds waited for, by kind.
 
     Args:
       ttft, tpot: the SLOs, in seconds.
@@ -45,6 +45,7 @@ def summarize_cluster(record: ClusterRecord, ttft: float, tpot: float) -> dict[s
         "reassigned": record.num_reassigned,
         "predicted_ttft": percentiles(predicted),
         "predicted_ttft_error": float(np.mean(predicted)) / real - 1 if real else None,
+        "audit": None if record.audit is None else record.audit._asdict(),
         "loads": _loads(record),
         "moved": _moved(record),
     }
@@ -74,6 +75,9 @@ def cluster_table(summary: dict[str, Any]) -> str:
             f"{moved['count']:,}, {moved['bytes'] / 1e9:,.1f} GB, waited for {1e3 * moved['exposed']:.2f} ms on average"
         )
         rows.append((f"moved {kind}", about))
+    if summary["audit"] is not None:
+        found = summary["audit"]
+        rows.append(("audit", f"{found['rejections_wrong']} of {found['rejections_audited']} rejections were wrong"))
     for name in ("open", "deferred", "reassigned"):
         if summary[name]:
             rows.append((name, f"{summary[name]:,}"))
@@ -123,13 +127,19 @@ def plot_cluster(record: ClusterRecord, ttft: float, tpot: float, path: Path) ->
 
 def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
     figure, axes = drawing(4)
-    plot_requests(record, *axes[:2])
+    tpots = [each.tpot for each in record.served if each.tpot is not None]
     tbts = [each.tbt for each in record.placed if each.tbt is not None]
-    if tbts:
-        axes[1].ecdf(tbts, label="longest tenth of gaps")
-    for panel, slo in zip(axes, (ttft, tpot), strict=False):
+    for values, panel, label in (
+        ([each.ttft for each in record.served], axes[0], None),
+        (tpots, axes[1], "mean of a request"),
+        (tbts, axes[1], "mean of its longest tenth"),
+    ):
+        if values:
+            panel.ecdf(values, label=label)
+    for panel, slo, title in ((axes[0], ttft, "TTFT"), (axes[1], tpot, "Time between tokens")):
         panel.axvline(slo, color="grey", linewidth=1, linestyle=":")
-    axes[1].set(title="Seconds between tokens: mean, and of the longest tenth")
+        panel.set(title=title, xlabel="seconds", ylabel="share of requests")
+    axes[1].legend()
     points = thinned(record.loads)
     for name in ("prefill", "decode"):
         axes[2].plot([each.at for each in points], [getattr(each, name) for each in points], label=name)
@@ -141,7 +151,7 @@ def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
     if predicted:
         most = max(*predicted, *(each.ttft for each in record.served))
         axes[3].plot([0, most], [0, most], color="grey", linewidth=1)
-    axes[3].set(title="TTFT", xlabel="seconds", ylabel="seconds, predicted")
+    axes[3].set(title="TTFT as predicted", xlabel="seconds", ylabel="seconds, predicted")
     return figure
 
 

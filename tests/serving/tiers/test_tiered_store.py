@@ -67,6 +67,24 @@ def test_pages_come_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     store.close()
 
 
+def test_cold_pages_leave_host_memory(tmp_path: Path) -> None:
+    keys, others = chain("a", 6), chain("b", 2)
+    store = make_store(tmp_path)
+    put(store, [*keys])
+    put(store, others)
+    store.pin(keys[:1], time.monotonic() + 60)
+    assert store.evict(lambda key: key.startswith(b"a")) == 5
+    assert [store.tier_of(key) for key in (*keys[:2], *others[:1])] == ["host", "disk", "host"]
+    assert load(store, keys) == 6
+    store.close()
+    alone = make_store()
+    put(alone, keys)
+    assert alone.evict(lambda key: key == keys[3]) == 1
+    assert alone.count(keys) == 3
+    assert alone.evict(lambda key: False) == 0
+    alone.close()
+
+
 def test_a_store_that_is_closed_at_once_has_written_what_waited(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     put(store, chain("a", 3), flush=False)
