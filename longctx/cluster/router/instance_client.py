@@ -107,6 +107,10 @@ class ServerInfo(msgspec.Struct):
         return self.max_total_num_tokens // self.page_size, int(tiers.host_bytes / page_bytes), 0
 
 
+class _Status(msgspec.Struct):
+    status: str
+
+
 class _Evicted(msgspec.Struct):
     evicted: int
 
@@ -164,7 +168,12 @@ class InstanceClient:
     async def ready(self) -> str | None:
         """Why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
         answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
-        return None if answer.status_code == 200 else f"it is not ready: {answer.text[:_SHOWN]}"
+        if answer.status_code == 200:
+            return None
+        try:
+            return msgspec.json.decode(answer.content, type=_Status).status[:_SHOWN]
+        except (msgspec.DecodeError, ValueError):
+            return f"it is not ready: {answer.text[:_SHOWN]}"
 
     async def swap(self, keys: list[int], tier: str) -> int:
         """Have it take blocks out of a tier; how many it did. NotUnderstood, httpx.HTTPError."""
