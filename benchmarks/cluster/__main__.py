@@ -80,8 +80,9 @@ def run_policies(bench: Bench, rounds: int, arms: Sequence[str], prediction: Pre
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else arms[::-1]:
+            seed = 100 + sum(map(len, found.values()))  # prompts of its own, as servers keep what earlier arms sent
             with bench.router(arm) as router:
-                one = run(router, bench.instances, bench.requests, bench.words, seed=100 + number)
+                one = run(router, bench.instances, bench.requests, bench.words, seed)
             if arm in POLICIES and prediction is not None:
                 one["simulated"] = prediction.beside(arm, one)
             found[arm].append(one)
