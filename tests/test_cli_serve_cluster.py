@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -177,6 +178,27 @@ def test_a_cluster_of_processes(tmp_path: Path) -> None:
         os.kill(router.process.pid, signal.SIGKILL)
         router.process.wait()
         wait_until("nothing is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'longctx-jax[cluster]'")
+def test_a_cluster_on_ray(tmp_path: Path) -> None:
+    """Instances on a local Ray cluster: the one reads the prompt, the other answers, and nothing is left."""
+    ray = '[cluster]\nadmission = "none"\nlauncher = "ray"\n[ray]\ncpus = 0.5\nstrategy = "PACK"\n[engine]\n'
+    with ServeProcess("--cluster", written(tmp_path, ray + SMALL + PAIR)) as router:
+        wait_until("all are there", lambda: re.search(r"^ready ", router.log, re.MULTILINE))
+        pids = [int(pid) for pid in re.findall(r"RayHost pid=(\d+)", router.log)]
+        body = {"prompt": [i % 200 for i in range(300)], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        assert router.post("/v1/completions", body)["usage"]["completion_tokens"] == 20
+
+        def blocks() -> list[int]:
+            listed = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
+            return [each["blocks"]["device"] for each in listed]
+
+        wait_until("both have the prompt's pages", lambda: min(blocks()) >= 300 // 16, 30)
+        router.process.terminate()
+        assert router.process.wait(100) == 0
+        wait_until("nothing is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
 
 
 @pytest.mark.slow

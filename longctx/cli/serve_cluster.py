@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from longctx.cli.instance_command import (
     instance_command,
     serve_parser,
 )
+from longctx.cli.naming import naming_flags
 from longctx.cli.serve import address_text, chat_template_text, model_names, serve_config, server_settings
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.audit_process import AuditProcess
 from longctx.cluster.conductor.audit import ShadowAudit
-from longctx.cluster.config import ClusterFile, read_cluster
+from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launched import Address, Launched, Launcher
 from longctx.cluster.launcher.processes import ProcessLauncher
 from longctx.cluster.launcher.static import StaticLauncher
@@ -35,6 +37,8 @@ from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
+from longctx.serving.request.output import Output
+from longctx.serving.request.request import Request
 from longctx.serving.server import logs
 from longctx.serving.server.http_server import HttpServer, bind
 from longctx.serving.server.settings import ServerSettings
@@ -43,7 +47,9 @@ from longctx.simulation.cluster.forward import ServedForward
 _ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "stall_timeout"}
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
 _ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
-_ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command"}
+_ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command", "log_prompts"}
+_ROUTER |= {"kv_events", "kv_events_replay"}  # of one stream out of all instances'
+_OBSERVERS = ("kv_events", "kv_events_replay", "metrics_prefix")
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
@@ -56,14 +62,15 @@ def serve_cluster(options: argparse.Namespace) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longctx-cluster-")))
         engine, launcher, key = _prepare(options, file, folder)
         make_server = _server_maker(options, file, engine, settings, template, key)  # before anything is started
-        if options.log_format is not None:
-            stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
+        log = _begin_log(options, stack)
         stack.callback(launcher.close)
         try:
             addresses = launcher.start()
         except RuntimeError as error:
             return report_error(f"the instances can't be started: {error}", FAILED)
         server = make_server([Member(each.url, each.name, each.role) for each in addresses])
+        if log is not None:
+            server.cluster.on_end.append(log)
         if server.audit is not None:
             config = dataclasses.replace(serve_config(engine), hash_key=None)
             stack.callback(AuditProcess(server.audit, functools.partial(ServedForward, server.model, config)).close)
@@ -80,6 +87,19 @@ def serve_cluster(options: argparse.Namespace) -> int:
         stack.callback(ended.set)
         http.run([listener])
         return FAILED if launcher.problem is not None else 0
+
+
+def _begin_log(options: argparse.Namespace, stack: contextlib.ExitStack) -> Callable[[Output, Request], object] | None:
+    """Log as `--log-format` says; what notes a request that has ended, in a thread of its own. None: nothing does."""
+    if options.log_format is None:
+        if options.log_prompts:
+            raise ValueError("--log-prompts needs --log-format")
+        return None
+    stack.callback(logs.uninstall, logs.install(options.log_format, sys.stderr))
+    worker = ThreadPoolExecutor(1, "longctx-log")
+    stack.callback(worker.shutdown)
+    note = logs.RequestLog(options.log_prompts).note
+    return lambda output, request: worker.submit(note, output, request)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +136,17 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
         key_text = read_text("--instance-key-file", options.instance_key_file)
         files.admin.write_text(key_text, encoding="utf-8")
     paths = tuple(map(str, files))
-    launched = [Launched(each.name, each.role, instance_command(common, own[each.name]), paths) for each in starts]
+    launched = [
+        Launched(each.name, each.role, instance_command(common, own[each.name]), paths, _devices(each))
+        for each in starts
+    ]
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     return engine, _launcher(file, launched, known), files.admin_key
+
+
+def _devices(instance: InstanceEntry) -> dict[str, str]:
+    """Variables that let an instance see its devices alone."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, instance.devices))} if instance.devices else {}
 
 
 def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address]) -> Launcher:
@@ -159,11 +187,18 @@ def _server_maker(
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
         metrics_prefix=options.metrics_prefix,
+        kv_events=options.kv_events,
+        kv_events_replay=options.kv_events_replay,
     )
     audit = None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit))
     config, names = serve_config(engine), model_names(engine)
     first = model.config, tokenizer, config, names, file.conductor
-    return lambda members: RouterServer(*first, members, settings, router, chat_template, audit)
+
+    def make(members: list[Member]) -> RouterServer:
+        with naming_flags(_OBSERVERS):
+            return RouterServer(*first, members, settings, router, chat_template, audit)
+
+    return make
 
 
 def _move(server: RouterServer, address: Address) -> None:

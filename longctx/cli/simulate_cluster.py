@@ -14,6 +14,7 @@ from longctx.cli.naming import prefixing
 from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
 from longctx.cli.workload_flags import check_outputs
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
 from longctx.simulation.cluster.changes import Change
@@ -52,7 +53,7 @@ def run_cluster(options: argparse.Namespace) -> None:
             options.seed,
             until,
             progress=lambda record: bar.update(len(record.served) + len(record.rejected) - bar.n),
-            keep_steps=False,
+            audit=None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit)),
         )
     summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
     print(cluster_report.cluster_table(summary))

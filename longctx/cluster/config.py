@@ -38,12 +38,14 @@ class InstanceEntry:
       name: no other one has it.
       url: where it runs already; None: it is to be started.
       flags: of `longctx serve`, by their names, for this instance alone.
+      devices: numbers of the machine's GPUs that it sees; none: all of them.
     """
 
     name: str
     role: Role
     url: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,9 @@ def _read_instances(entries: Any, launcher: Launcher) -> tuple[InstanceEntry, ..
         found += _read_entry(place, entry, launcher, numbers)
         if len(found) > _MOST:
             raise ValueError(f"[[instances]] must be {_MOST} instances at most")
+    shared = [device for device, times in Counter(d for each in found for d in each.devices).items() if times > 1]
+    if shared:
+        raise ValueError(f"[[instances]] devices must be one instance's alone, and {shared[0]} is of several")
     for what in ("name", "url"):
         values = Counter(getattr(each, what) for each in found if getattr(each, what) is not None)
         for value, count in values.items():
@@ -191,7 +196,7 @@ def _read_entry(
     place: str, entry: Mapping[str, Any], launcher: Launcher, numbers: Counter[str]
 ) -> Iterable[InstanceEntry]:
     """The instances of an entry; `numbers`: how many of each role had no name of their own so far."""
-    _check_keys(place, entry, ("name", "role", "count", "url", "flags"))
+    _check_keys(place, entry, ("name", "role", "count", "url", "flags", "devices"))
     role, name, url, flags = entry.get("role"), entry.get("name"), entry.get("url"), entry.get("flags", {})
     if role not in ROLES:
         raise ValueError(f"{place}role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -202,17 +207,30 @@ def _read_entry(
     if url is None and launcher == "static":
         raise ValueError(f"{place}url must be there: with launcher 'static' nobody starts instances")
     if url is not None:
-        if "count" in entry or flags:
-            raise ValueError(f"{place}url is of an instance that runs: it contradicts count and flags")
+        if "count" in entry or flags or "devices" in entry:
+            raise ValueError(f"{place}url is of an instance that runs: it contradicts count, flags and devices")
         url = _check_url(f"{place}url", url)
     count = entry.get("count")
     if count is not None:
         _whole(place, "count", count, 1, _MOST)
+    devices = _read_devices(place, entry.get("devices", []), count or 1, launcher)
     for number in range(count or 1):
         own = f"{role}-{numbers[role]}" if name is None else name if count is None else f"{name}-{number}"
         if name is None:
             numbers[role] += 1
-        yield InstanceEntry(own, role, url, MappingProxyType(flags))
+        yield InstanceEntry(own, role, url, MappingProxyType(flags), devices[number])
+
+
+def _read_devices(place: str, found: Any, count: int, launcher: Launcher) -> list[tuple[int, ...]]:
+    """The devices of each of `count` instances: as many of them, in order."""
+    if not isinstance(found, list) or not all(type(each) is int and each >= 0 for each in found):
+        raise ValueError(f"{place}devices must be numbers of GPUs, got {found!r}")
+    if found and launcher != "processes":
+        raise ValueError(f"{place}devices are for launcher 'processes'; Ray gives each instance its own: [ray] gpus")
+    if len(found) % count:
+        raise ValueError(f"{place}devices must be as many for each of {count} instances, got {len(found)}")
+    each = len(found) // count
+    return [tuple(found[i * each : (i + 1) * each]) for i in range(count)]
 
 
 def _check_models(engine: Mapping[str, Any], instances: Iterable[InstanceEntry]) -> None:

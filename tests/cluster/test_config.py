@@ -110,6 +110,14 @@ def test_the_least_that_it_must_say(tmp_path: Path) -> None:
         ('[[instances]]\nrole = "prefill"', "role must be prefill for some and decode for others"),
         ("[cluster]\nttft = 1.0", "must be there"),
         ('[engine]\nmodel = "a"\n' + LEAST + 'flags = { model = "b" }', "both-0: flags.model must be that of .engine."),
+        (LEAST + "devices = 3", "1: devices must be numbers of GPUs"),
+        (LEAST + "devices = [-1]", "1: devices must be numbers of GPUs"),
+        (LEAST + "devices = [0, 1, 2]\ncount = 2", "1: devices must be as many for each of 2 instances, got 3"),
+        (
+            LEAST + "devices = [0]\n" + LEAST + "devices = [0]",
+            "devices must be one instance's alone, and 0 is of several",
+        ),
+        ('[cluster]\nlauncher = "ray"\n' + LEAST + "devices = [0]", "1: devices are for launcher 'processes'"),
         (LEAST + "[roles]\nhigher = 1", r"\[roles\] unknown key 'higher': did you mean 'high'"),
         (LEAST + "[roles]\nhigh = -1", r"\[roles\] high must be"),
         ("[cluster]\nroles = {}\n" + LEAST, r"\[cluster\] unknown key 'roles'"),
@@ -127,6 +135,11 @@ def test_the_least_that_it_must_say(tmp_path: Path) -> None:
 def test_what_can_not_be_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_cluster(written(tmp_path, text))
+
+
+def test_devices_are_shared_out(tmp_path: Path) -> None:
+    found = read_cluster(written(tmp_path, LEAST + "count = 2\nname = 'a'\ndevices = [0, 1, 2, 3]\n"))
+    assert [each.devices for each in found.instances] == [(0, 1), (2, 3)]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What launchers start: commands of instances, where they are reached, and a Protocol of who starts them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from longctx.cluster.conductor.instance import Role
@@ -15,6 +16,7 @@ class Launched(NamedTuple):
     Attributes:
       name: no other one has it.
       command: see `MakeCommand`.
+      environment: more variables, where the router's own machine runs it.
       files: that the command names, such as secrets, which have to be where it runs.
     """
 
@@ -22,6 +24,7 @@ class Launched(NamedTuple):
     role: Role
     command: MakeCommand
     files: tuple[str, ...] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
 
 
 class Address(NamedTuple):

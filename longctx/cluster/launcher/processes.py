@@ -30,7 +30,8 @@ class ProcessLauncher:
         for each in self._instances:
             self._held.append(_reserve())
             port = self._held[-1].getsockname()[1]
-            process = self.processes[each.name] = Supervised(each.name, each.command(_HOST, port, (_HOST,)))
+            command = each.command(_HOST, port, (_HOST,))
+            process = self.processes[each.name] = Supervised(each.name, command, each.environment)
             process.start()
             addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
         return addresses

@@ -11,7 +11,7 @@ from longctx.cluster.prefix_index.holders import HolderSets
 from longctx.cluster.prefix_index.key_table import FREE, KeyTable
 from longctx.cluster.prefix_index.tiers import TIERS, Match, Tier
 
-_FEW = 24  # keys up to which plain Python is quicker than numpy
+_FEW = 40  # keys up to which plain Python is quicker than numpy
 
 
 class PrefixIndex:

@@ -53,6 +53,19 @@ class PlanInfo(msgspec.Struct):
     tensor: int
 
 
+class TiersInfo(msgspec.Struct):
+    """Bytes of pages beyond an instance's devices."""
+
+    host_bytes: int
+    disk_bytes: int
+
+
+class EngineInfo(msgspec.Struct):
+    """`tiers`: None: there are none."""
+
+    tiers: TiersInfo | None = None
+
+
 class ServerInfo(msgspec.Struct):
     """`/server_info` of an instance, as far as the router needs it.
 
@@ -74,7 +87,25 @@ class ServerInfo(msgspec.Struct):
     instance: str
     keys: str | None
     kv_transfer: KvTransferInfo
+    engine: EngineInfo
     kv_events: KvEventsInfo | None = None
+
+    @property
+    def cache_blocks(self) -> tuple[int, int, int]:
+        """Blocks that each tier has room for; 0 where nobody but the instance itself takes some out.
+
+        Without tiers, what leaves the devices is gone, and the instance knows best when it needs room. Files on a disk
+        are removed by itself alone.
+        """
+        tiers = self.engine.tiers
+        if tiers is None:
+            return 0, 0, 0
+        page_bytes = self.kv_bytes_per_token * self.page_size
+        return self.max_total_num_tokens // self.page_size, int(tiers.host_bytes / page_bytes), 0
+
+
+class _Evicted(msgspec.Struct):
+    evicted: int
 
 
 class LoadInfo(msgspec.Struct):
@@ -131,11 +162,14 @@ class InstanceClient:
         answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
         return None if answer.status_code == 200 else f"it is not ready: {answer.text[:_SHOWN]}"
 
-    async def swap(self, keys: list[int], tier: str) -> None:
-        """Have it take blocks out of a tier."""
+    async def swap(self, keys: list[int], tier: str) -> int:
+        """Have it take blocks out of a tier; how many it did. NotUnderstood, httpx.HTTPError."""
         body = msgspec.json.encode({"keys": keys, "tier": tier})
         headers = self._headers | {"content-type": "application/json"}
-        await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
+        answer = await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
+        if answer.status_code != 200:
+            raise NotUnderstood(f"it answers /kv_swap with status {answer.status_code}: {answer.text[:_SHOWN]}")
+        return _decode(_Evicted, answer.content).evicted
 
     async def resume(self, body: bytes, request_id: str) -> AsyncIterator[list[EventLine]]:
         """Have it go on with a request: the events of each step, the first time none: it has taken the request.

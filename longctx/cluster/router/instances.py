@@ -188,6 +188,7 @@ class Instances:
             bandwidth=self._bandwidth,
             latency=self._latency,
             fingerprint=info.kv_transfer.fingerprint,
+            cache_blocks=info.cache_blocks,
         )
         try:
             self._conductor.join(spec, time.monotonic())

@@ -1,7 +1,6 @@
 """`RouterServer`: serves the instances of a cluster to the app of one event loop, as `Server` does an engine."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.router.cluster_backend import ClusterBackend
+from longctx.cluster.router.instance_client import NotUnderstood
 from longctx.cluster.router.instances import Instances
 from longctx.cluster.router.kv_feed import KvFeed
 from longctx.cluster.router.router_metrics import RouterMetrics
@@ -56,6 +56,7 @@ class RouterSettings(NamedTuple):
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
+      kv_events, kv_events_replay: endpoints of one stream out of all instances' KV events, see `KvFeed`.
     """
 
     instance_key: str | None = None
@@ -64,6 +65,8 @@ class RouterSettings(NamedTuple):
     look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
 
 
 class RouterServer(Frontend):
@@ -114,7 +117,7 @@ class RouterServer(Frontend):
         self.index = PrefixIndex()
         self.audit = audit
         self.conductor = Conductor(conductor, self.index, audit)
-        self.feed = KvFeed(self.index)
+        self.feed = KvFeed(self.index, model_names[0], router.kv_events, router.kv_events_replay)
         self.instances = Instances(
             self.conductor,
             self.feed,
@@ -215,6 +218,8 @@ class RouterServer(Frontend):
         for swap in self.conductor.swaps(self.now()):
             instance = self.instances.by_name.get(swap.instance)
             if instance is not None and instance.is_member:
-                with contextlib.suppress(httpx.HTTPError):
-                    await instance.client.swap(swap.keys.tolist(), swap.tier)
-                    self.cluster.stats.swapped_blocks += len(swap.keys)
+                try:
+                    evicted = await instance.client.swap(swap.keys.tolist(), swap.tier)
+                    self.cluster.stats.swapped_blocks += evicted
+                except (httpx.HTTPError, NotUnderstood) as error:
+                    logger.warning("longctx: cold blocks of %s stay: %s", instance.name, error)

@@ -67,6 +67,7 @@ class PageTraffic:
         self._between_steps, self._clock = between_steps, clock
         self.verifier = Verifier(verify_share, core, executor, store, begin, cancel, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
+        self.on_evict: list[Callable[[], object]] = []  # called between steps, after `evict`
         self._asked: dict[str, float] = {}  # when somebody asked for a lease last
 
     @property
@@ -212,9 +213,12 @@ class PageTraffic:
 
         def evict() -> None:
             if tier == "device":
-                done.set_result(self._core.pool.evict(is_wanted))
+                evicted = self._core.pool.evict(is_wanted)
             else:
-                done.set_result(self.store.evict(is_wanted) if isinstance(self.store, TieredStore) else 0)
+                evicted = self.store.evict(is_wanted) if isinstance(self.store, TieredStore) else 0
+            for call in self.on_evict:
+                call()
+            done.set_result(evicted)
 
         self._between_steps(evict)
         return done

@@ -162,6 +162,7 @@ class KvEvents:
         self._is_closed = False
         pool.listener = self
         thread.on_step.append(self.flush)
+        engine.pages.on_evict.append(self.flush)  # no step may follow for long
         store = engine.pages.store
         self._thread: threading.Thread | None = None
         if isinstance(store, TieredStore):

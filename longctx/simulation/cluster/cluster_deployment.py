@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
 from longctx.models.config import LlamaConfig
@@ -31,8 +32,8 @@ class ClusterDeployment:
 
     Attributes:
       plan: of each instance.
-      prefill, decode, coupled: how many instances of each kind. A coupled one prefills and decodes, and
-        lets requests wait that it has no room for.
+      prefill, decode, coupled: how many instances of each kind. A coupled one prefills and decodes, and lets requests
+        wait that it has no room for, as decode instances do where the conductor's `admission` is `"none"`.
       config: of the conductor. settings: of the simulation.
       page_size: tokens of a page, which is the conductor's block: 512 in Mooncake's traces.
       chunk: the most tokens of prompts that a prefill instance computes in a step (Mooncake's `prefill_chunk`).
@@ -126,10 +127,11 @@ class ClusterDeployment:
         progress: Callable[[ClusterRecord], object] | None = None,
         priority: Priority | None = None,
         keep_steps: bool = False,
+        audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
         """See `ClusterSimulation.run`."""
         simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
-        return simulation.run(requests, seed, until, progress, priority, keep_steps)
+        return simulation.run(requests, seed, until, progress, priority, keep_steps, audit)
 
     def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
         tokens = max_tokens(self.model, self.plan, self.topology.device, min(token_budget, self.chunk))
@@ -159,6 +161,6 @@ class ClusterDeployment:
             topology=self.topology,
             bandwidth=self.bandwidth,
             latency=self.latency,
-            is_patient=role == "both",
+            is_patient=role == "both" or self.config.admission == "none",
         )
         return [dataclasses.replace(first, name=f"{name}-{number}") for number in range(count)]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
+from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor, Observer
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
@@ -14,6 +15,7 @@ from longctx.serving.scheduler.chunking import Chunking
 from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.simulation.cluster.forward import ClusterForward
 from longctx.simulation.cluster.node import Node
 from longctx.simulation.cluster.run import ClusterRun, Priority, check_arrivals
 from longctx.simulation.cluster.settings import ClusterSettings
@@ -30,6 +32,7 @@ class ClusterSimulation:
       instances: with names of their own; all with pages of one size.
       config: of the conductor.
       changes: deaths and the like, in any order.
+      observer: hears of the decisions of every run.
 
     Attributes:
       last: the run that goes on, or the last one; None: there was none.
@@ -71,6 +74,7 @@ class ClusterSimulation:
         progress: Callable[[ClusterRecord], object] | None = None,
         priority: Priority | None = None,
         keep_steps: bool = False,
+        audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
         """Serve requests, which are in order of arrival; every output is as long as asked for.
 
@@ -80,6 +84,7 @@ class ClusterSimulation:
           progress: is called with the record after every event; the run ends where it returns True.
           priority: of a request, higher is more urgent; None: all have 0.
           keep_steps: whether the record has all steps.
+          audit: hears of decisions instead of `observer`; its samples are run forward in the simulator at every report.
 
         Raises:
           ValueError: a request can't be served by some instance that may get it, or comes before the one before it.
@@ -88,15 +93,16 @@ class ClusterSimulation:
             raise ValueError(f"until must be positive seconds, got {until}")
         check_arrivals(requests)
         loop, index = EventLoop(), PrefixIndex()
-        conductor = Conductor(
-            copy.deepcopy(self.config), index, self.observer
-        )  # a policy of one's own may remember things
+        config = copy.deepcopy(self.config)  # a policy of one's own may remember things
+        conductor = Conductor(config, index, self.observer if audit is None else audit)
         nodes: dict[str, Node] = {}
         for spec, costs in zip(self.instances, self._costs, strict=True):
             nodes[spec.name] = Node(spec, costs, loop, index, seed, self.settings, keep_steps)
             nodes[spec.name].join(conductor)
         self._check(requests, nodes)
         self.last = run = ClusterRun(nodes, loop, conductor, self.settings, seed, priority)
+        if audit is not None:
+            run.audit, run.forward = audit, ClusterForward(self.instances)
         return run.run(requests, self.changes, until, progress)
 
     def _check(self, requests: List[WorkloadRequest], nodes: dict[str, Node]) -> None:

@@ -5,17 +5,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.cluster.conductor.config import Admission
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.mooncake_cluster import TPOT, TTFT, Outcome, serve
 from longctx.simulation.figures.mooncake_workloads import conversation, repeat
 from longctx.simulation.workloads import WorkloadRequest
 
 # Of 23,000 requests so many were rejected.
-RULES = {
+RULES: dict[Admission, tuple[str, int]] = {
     "baseline": ("baseline", 4_183),
     "early_rejection": ("early rejection", 3_771),
     "predicted_early_rejection": ("early rejection based on prediction", 3_589),
 }
+PAIR: tuple[Admission, Admission] = ("early_rejection", "predicted_early_rejection")
 REQUESTS = 23_000
 SPEED = 2.0
 SHAPE = "8P+8D"
@@ -25,12 +27,12 @@ MACHINES, COPIES, MINUTES = "17P+3D", 5, 20
 
 
 @functools.cache
-def overloaded(inputs: Inputs, rule: str, shape: str = SHAPE, speed: float = SPEED) -> Outcome:
+def overloaded(inputs: Inputs, rule: Admission, shape: str = SHAPE, speed: float = SPEED) -> Outcome:
     """The conversation trace at twice its speed."""
     return serve(shape, conversation(inputs, speed), admission=rule)
 
 
-def _rows(found: dict[str, Outcome], **about: Any) -> list[dict[str, Any]]:
+def _rows(found: dict[Admission, Outcome], **about: Any) -> list[dict[str, Any]]:
     return [
         {**about, "admission": rule, "requests": x.came, "rejected": sum(x.rejected.values()),
          "rejected after prefill": x.rejected["decode"], "share rejected": _rejected(x),
@@ -89,33 +91,38 @@ class Swings(NamedTuple):
 
 BIN = 10.0  # seconds
 _WARM_UP = 300.0  # seconds until both pools are full, which are left out
+_QUICK = 30.0  # seconds of quick figures
 
 
 def crowd(inputs: Inputs) -> list[WorkloadRequest]:
     """Requests of `COPIES` copies of the trace, for 20 minutes after the pools have filled."""
-    window = _WARM_UP + 60 * (1 if inputs.quick else MINUTES)
     if inputs.quick:
-        window = 60.0
-    trace = conversation(inputs)
-    return [request for request in repeat(trace, COPIES) if request.arrival < window]
+        return conversation(inputs)
+    window = _WARM_UP + 60 * MINUTES
+    return [request for request in repeat(conversation(inputs), COPIES) if request.arrival < window]
 
 
 @functools.cache
-def swings(inputs: Inputs, rule: str) -> Swings:
+def swings(inputs: Inputs, rule: Admission) -> Swings:
     """The loads of 20 machines by an admission rule."""
-    requests = crowd(inputs)
-    outcome = serve(MACHINES, requests, admission=rule)
-    at, prefill, decode = outcome.loads.T
-    begin, end = (0.0, 60.0) if inputs.quick else (_WARM_UP, _WARM_UP + 60 * MINUTES)
+    outcome = serve(MACHINES, crowd(inputs), admission=rule)
+    at, *loads = outcome.loads.T
+    begin, end = (0.0, _QUICK) if inputs.quick else (_WARM_UP, _WARM_UP + 60 * MINUTES)
     edges = np.arange(begin, end + 1, BIN)
     bins = np.digitize(at, edges)
-    means = [np.array([load[bins == b].mean() for b in range(1, len(edges))]) for load in (prefill, decode)]
-    both = [float(np.quantile(load, 0.95) - np.quantile(load, 0.05)) for load in means]
-    correlation = float(np.corrcoef(*means)[0, 1]) if min(load.std() for load in means) > 0 else 0.0
-    return Swings(outcome, (edges[:-1] - begin) / 60, means[0], means[1], correlation, *both)
+    prefill, decode = (np.array([load[bins == b].mean() for b in range(1, len(edges))]) for load in loads)
+    moves = min(prefill.std(), decode.std()) > 0
+    return Swings(
+        outcome,
+        (edges[:-1] - begin) / 60,
+        prefill,
+        decode,
+        float(np.corrcoef(prefill, decode)[0, 1]) if moves else 0.0,
+        *(float(np.quantile(load, 0.95) - np.quantile(load, 0.05)) for load in (prefill, decode)),
+    )
 
 
-def _series(found: dict[str, Swings]) -> list[dict[str, Any]]:
+def _series(found: dict[Admission, Swings]) -> list[dict[str, Any]]:
     return [
         {"admission": rule, "minute": float(minute), "load of prefill": float(p), "load of decode": float(d)}
         for rule, x in found.items() for minute, p, d in zip(x.minutes, x.prefill, x.decode, strict=True)
@@ -151,8 +158,8 @@ def figure_7(inputs: Inputs) -> Figure:
 
 def figure_8(inputs: Inputs) -> Figure:
     """The same beside early rejection based on prediction."""
-    found = {rule: swings(inputs, rule) for rule in ("early_rejection", "predicted_early_rejection")}
-    early, predicted = found.values()
+    early, predicted = (swings(inputs, rule) for rule in PAIR)
+    found = dict(zip(PAIR, (early, predicted), strict=True))
     rejected = {rule: _rejected(x.outcome) for rule, x in found.items()}
     statements = [
         ordering("8", f"prediction damps the swings: prefill's amplitude is {predicted.prefill_amplitude:.2f} after "

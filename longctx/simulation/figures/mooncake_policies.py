@@ -17,6 +17,7 @@ POLICIES = {
     "kvcache_centric": ("KVCache-centric", 3.07),
 }
 CLUSTER = "8P+8D"
+SHARES = np.linspace(0.01, 0.99, 99)  # of requests, at which TTFTs are compared
 
 
 def figure_6(inputs: Inputs) -> Figure:
@@ -25,7 +26,7 @@ def figure_6(inputs: Inputs) -> Figure:
     found = {policy: serve(CLUSTER, trace, policy=policy) for policy in POLICIES}
     mean = {policy: float(outcome.ttft.mean()) for policy, outcome in found.items()}
     kept = {policy: float((outcome.ttft <= TTFT).mean()) for policy, outcome in found.items()}
-    table = [
+    table: list[dict[str, Any]] = [
         {"policy": policy, "mean TTFT, s": mean[policy], "TTFT p50, s": float(np.quantile(outcome.ttft, 0.5)),
          "TTFT p90, s": float(np.quantile(outcome.ttft, 0.9)), f"TTFT within {TTFT:.0f} s": kept[policy],
          "hit rate": outcome.hit_rate, "prefixes fetched": outcome.num_fetched, "requests": len(outcome.ttft)}
@@ -69,34 +70,48 @@ def figure_11(inputs: Inputs) -> Figure:
     trace = conversation(inputs)
     ours, theirs = serve("10P+10D", trace), serve("20M", trace)
     both = {"Mooncake-[10P+10D]": ours, "vLLM-[20M]": theirs}
-    good = {name: outcome.good(TTFT, TPOT) for name, outcome in both.items()}
-    table = [
-        {"system": name, f"TTFT within {TTFT:.0f} s": float((x.ttft <= TTFT).mean()),
-         f"mean TBT within {TPOT} s": x.share_tpot(TPOT), f"longest gap within {TPOT} s": x.share_gap(TPOT),
-         "within both SLOs": good[name], "mean TTFT, s": float(x.ttft.mean()), "hit rate": x.hit_rate,
-         **{f"TTFT p{q}, s": float(np.quantile(x.ttft, q / 100)) for q in (50, 90, 99)},
-         **{f"TBT p{q}, s": float(np.quantile(x.tpot, q / 100)) for q in (50, 90, 99)}}
+    table: list[dict[str, Any]] = [
+        {"system": name, "requests": x.came, f"TTFT within {TTFT:.0f} s": _share(x.ttft, TTFT),
+         f"mean TBT within {TPOT} s": _share(x.tpot, TPOT), f"tail TBT within {TPOT} s": _share(x.tbt, TPOT),
+         "completed within both SLOs, tail TBT": x.good(TTFT, TPOT, tail=True), "with mean TBT": x.good(TTFT, TPOT),
+         "mean TTFT, s": float(x.ttft.mean()), "hit rate": x.hit_rate,
+         **{f"{kind} p{q}, s": float(np.quantile(values, q / 100))
+            for kind, values in (("TTFT", x.ttft), ("mean TBT", x.tpot), ("tail TBT", x.tbt)) for q in (50, 90, 99)}}
         for name, x in both.items()
     ]  # fmt: skip
-    more = good["Mooncake-[10P+10D]"] / good["vLLM-[20M]"]
+    more = ours.good(TTFT, TPOT, tail=True) / theirs.good(TTFT, TPOT, tail=True)
+    by_mean = 100 * _share(theirs.tpot, TPOT)
+    tail = "TBT of 0.1 s, the mean of a request's longest tenth of gaps (FAST'25)"
+    why = f"by the mean of all its gaps {by_mean:.0f} %"
+    gaps = np.abs(np.quantile(ours.ttft, SHARES) - np.quantile(theirs.ttft, SHARES)) / TTFT
     statements = [
-        Statement("11", "10P+10D: requests within a TTFT of 30 s", 100, 100 * float((ours.ttft <= TTFT).mean()), "%"),
-        Statement("11", "20 coupled: requests within a TTFT of 30 s", 100, 100 * float((theirs.ttft <= TTFT).mean()),
-                  "%"),
-        Statement("11", "10P+10D: requests within a TBT of 0.1 s", 100, 100 * ours.share_tpot(TPOT), "%"),
-        Statement("11", "20 coupled: requests within a TBT of 0.1 s", 57, 100 * theirs.share_tpot(TPOT), "%"),
-        Statement("11", "requests within both SLOs, 10P+10D over 20 coupled", 1.75, more, "x"),
+        Statement("11", "10P+10D: requests within a TTFT of 30 s", 100, 100 * _share(ours.ttft, TTFT), "%"),
+        Statement("11", "20 coupled: requests within a TTFT of 30 s", 100, 100 * _share(theirs.ttft, TTFT), "%"),
+        Statement("11", f"10P+10D: requests within a {tail}", 100, 100 * _share(ours.tbt, TPOT), "%"),
+        Statement("11", f"20 coupled: requests within a {tail}", 57, 100 * _share(theirs.tbt, TPOT), "%", why),
+        Statement("11", "requests that complete within both SLOs, 10P+10D over 20 coupled", 1.75, more, "x"),
+        ordering("11", "TTFT curves are nearly equal: at no quantile to 99 % do they differ by more than a tenth of 30 "
+                 f"s (here by {TTFT * gaps.max():.1f} s at most)", bool(gaps.max() <= 0.1),
+                 "20 coupled instances all prefill, and 10 do, but coupled ones find "
+                 f"{theirs.hit_rate:.0%} of the tokens cached, Mooncake {ours.hit_rate:.0%}"),
+        ordering("11", "some requests have extremely high TBTs with coupled instances: the longest tenth of TBTs is "
+                 "above 1 s, and above 10 times Mooncake's",
+                 float(np.quantile(theirs.tbt, 0.9)) > max(1.0, 10 * float(np.quantile(ours.tbt, 0.9)))),
     ]  # fmt: skip
 
     def draw(left: Any, right: Any) -> None:
         for name, outcome in both.items():
             draw_cdf(left, outcome.ttft, name)
-            draw_cdf(right, outcome.tpot, name)
-        left.axvline(TTFT, linestyle=":")
-        right.axvline(TPOT, linestyle=":")
+            draw_cdf(right, outcome.tbt, name)
+        left.axvline(TTFT, linestyle=":", color="black")
+        right.axvline(TPOT, linestyle=":", color="black")
         left.set(xlabel="TTFT, s", ylabel="share of requests", xscale="log")
-        right.set(xlabel="TBT, s", ylabel="share of requests", xscale="log")
+        right.set(xlabel="TBT (longest tenth), s", ylabel="share of requests", xscale="log")
         left.legend()
 
     title = "Real trace: LLaMA2-70B, 10 prefill and 10 decode instances against 20 coupled ones"
     return Figure("mooncake_figure_11", title, "mooncake", statements, table, draw, panels=2)
+
+
+def _share(values: np.ndarray, limit: float) -> float:
+    return float((values <= limit).mean())

@@ -25,7 +25,7 @@ from longctx.simulation.workloads import (
 TRACE, SYNTHETIC = "mooncake/conversation_trace.jsonl", "mooncake/synthetic_trace.jsonl"
 TICK = 3.0  # seconds between the trace's timestamps: bursts that were none
 _BUILTIN = 12_031, 3_537.0  # requests and seconds of the built-in trace: those of the public one
-_QUICK = 120  # requests of quick figures
+_QUICK = 48  # requests of quick figures
 
 
 class Dataset(NamedTuple):
@@ -83,7 +83,7 @@ def dataset(name: str, count: int, seed: int = 0, questions: int | None = None) 
 
 def poisson(inputs: Inputs, name: str, rate: float, count: int, questions: int | None = None) -> list[WorkloadRequest]:
     """A data set whose requests arrive as a Poisson process; the same ones at all rates."""
-    count = min(count, _QUICK) if inputs.quick else count
+    count = min(count, _QUICK // 2) if inputs.quick else count
     return arrive_at_rate(dataset(name, count, inputs.seed, questions), rate, inputs.seed)
 
 

@@ -1,6 +1,7 @@
 """A process that a launcher starts in tests: it answers at a port until it ends; with `--wrong` it does not start."""
 
 import http.server
+import os
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(" ".join(sys.argv[1:]).encode())
+        self.wfile.write(" ".join([os.environ.get("CUDA_VISIBLE_DEVICES", ""), *sys.argv[1:]]).encode())
 
     def log_message(self, *args: object) -> None:
         pass

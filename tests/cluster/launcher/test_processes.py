@@ -39,7 +39,7 @@ def command(*more: str) -> Callable[[str, int, Sequence[str]], list[str]]:
 
 
 def launched(*names: str) -> list[Launched]:
-    return [Launched(name, "both", command(name)) for name in names]
+    return [Launched(name, "both", command(name), (), {"CUDA_VISIBLE_DEVICES": name}) for name in names]
 
 
 def answer(url: str) -> str | None:
@@ -80,6 +80,7 @@ def test_they_are_started_again_at_the_same_port(launcher: ProcessLauncher, caps
     for each in (one, two):
         wait_until("it answers", lambda url=each.url: answer(url))
     assert (answer(one.url) or "").endswith("127.0.0.1 one")
+    assert (answer(two.url) or "").startswith("two 127.0.0.1")
     process = launcher.processes["one"]
     pid, other = process.pid, launcher.processes["two"].pid
     assert pid is not None

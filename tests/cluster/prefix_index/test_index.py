@@ -66,7 +66,7 @@ UPDATE = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(UPDATE, max_size=25), st.lists(KEYS, min_size=1, max_size=5))
 def test_any_updates_give_what_a_dict_of_sets_gives(updates: list[tuple], requests: list[list[int]]) -> None:
     index, model = PrefixIndex(), Model()

@@ -4,9 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from disaggregated import body, post
+from disaggregated import NAME, body, make_engine, post
 from routed import TEXT, Routed, members_of, routed
-from served import Served
+from served import Served, served
+
+from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.engine_transfers import EngineTransfers
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.prefix_index.listeners import IndexUpdater
+from longctx.cluster.prefix_index.reader import KvEventReader
+from longctx.cluster.router.server import RouterSettings
+from longctx.serving.kv_cache.tiers.config import TierConfig
+from longctx.serving.server.observers import ObserverSettings
+from longctx.serving.server.settings import ServerSettings
 
 PAGE = 16
 
@@ -99,3 +109,48 @@ def test_a_prefix_comes_from_who_has_it(three: list[Served]) -> None:
         expected = post(three[2], body(long + "more", cache_salt="alone")).json()
         assert again["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
         assert first["choices"][0]["token_ids"]
+
+
+def test_one_stream_has_the_events_of_all(three: list[Served]) -> None:
+    anywhere = "tcp://127.0.0.1:*"
+    settings = RouterSettings(kv_events=anywhere, kv_events_replay=anywhere)
+    with routed(members_of(three, "bbb"), router=settings) as router:
+        where = router.client().get("/server_info").json()["kv_events"]
+        index, reader = PrefixIndex(), None
+        try:
+            reader = KvEventReader(IndexUpdater(index))
+            reader.add("all", where["endpoint"], where["replay"])
+            ask(router, "merged " + TEXT * 4)
+            wait_indexed(router, three)
+            known = router.server.index.num_blocks
+            router.wait_until("it knows as much", lambda: index.num_blocks == known)
+        finally:
+            if reader is not None:
+                reader.close()
+
+
+def test_cold_blocks_leave_instances_that_are_full() -> None:
+    """Blocks that nobody has used for a while are taken from the devices to host memory, before room is needed."""
+    anywhere = "tcp://127.0.0.1:*"
+    engine = make_engine(num_pages=64, tiers=TierConfig(64 << 20))
+    config = ConductorConfig(admission="none", swap_above=0.5, swap_below=0.25, swap_seconds=0.0)
+    with (
+        served(
+            engine,
+            ServerSettings(prepare_processes=0),
+            names=(NAME,),
+            make_transfers=EngineTransfers,
+            warm_up=lambda engine: None,
+            observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
+        ) as instance,
+        routed(members_of([instance]), config) as router,
+    ):
+        first = ask(router, "cold " + TEXT * 6, max_tokens=2)
+        ask(router, "others " + TEXT * 6, max_tokens=2)
+        index = router.server.index
+        router.wait_until("host memory has them", lambda: index.blocks("b0", "host") >= 40)
+        router.wait_until("the devices have room", lambda: index.blocks("b0", "device") <= 32)
+        assert router.server.cluster.stats.swapped_blocks > 0
+        again = ask(router, "cold " + TEXT * 6, max_tokens=2)
+        assert cached(again) == (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]

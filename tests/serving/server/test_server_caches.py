@@ -330,3 +330,9 @@ def test_a_server_that_ends_reads_no_further() -> None:
         create(client, prompt="AB" * 100)
         began = time.monotonic()
     assert time.monotonic() - began < 5
+
+
+def test_sizes_of_tiers_are_told_and_no_path(alice: httpx.Client) -> None:
+    answer = alice.get("/server_info")
+    assert answer.status_code == 200
+    assert answer.json()["engine"]["tiers"] == {"host_bytes": 400 * PAGE_BYTES, "disk_bytes": 0}

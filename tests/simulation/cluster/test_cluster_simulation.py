@@ -17,6 +17,7 @@ from cluster_cases import (
 )
 
 from longctx.cluster.conductor.config import ConductorConfig
+from longctx.simulation import Instance, Simulation
 from longctx.simulation.cluster import ClusterSettings, ClusterSimulation, PrefixTreeRoute
 from longctx.simulation.workloads import WorkloadRequest
 
@@ -221,3 +222,15 @@ def test_bad_input_is_named() -> None:
         ClusterSettings(overlap="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bandwidth"):
         dataclasses.replace(prefill("p"), bandwidth=0.0)
+
+
+def test_one_coupled_instance_serves_as_it_does_without_a_cluster() -> None:
+    requests = workload(60, rate=8.0)
+    spec = coupled("a")
+    alone = Simulation([Instance(spec.model, spec.config, spec.predictor, spec.plan)]).run(requests, keep_steps=False)
+    record = serve([spec], requests)
+    assert [(each.number, each.ttft, each.tpot) for each in record.served] == [
+        (each.number, each.ttft, each.tpot) for each in alone.served
+    ]
+    assert record.totals.rows == alone.totals.rows
+    assert record.totals.busy == pytest.approx(alone.totals.busy)

@@ -87,8 +87,10 @@ def _server_info(server: Server) -> dict[str, Any]:
     config = {
         field.name: getattr(engine.config, field.name)
         for field in dataclasses.fields(engine.config)
-        if field.name not in ("hash_key", "policy", "slo")
+        if field.name not in ("hash_key", "policy", "slo", "tiers")
     }
+    tiers = engine.config.tiers
+    config["tiers"] = tiers and {"host_bytes": tiers.host_bytes, "disk_bytes": tiers.disk_bytes}  # no path
     return {
         "version": server.version,
         "served_model_name": server.model_name,
