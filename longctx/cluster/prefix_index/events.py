@@ -128,7 +128,7 @@ def decode(payload: bytes) -> Batch:
                 dropped += 1
             else:
                 events.append(event)
-    except (msgspec.MsgspecError, RecursionError, TypeError) as error:
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
         raise MalformedMessage(f"no batch of KV events: {error}") from error
     return Batch(batch.ts, events, batch.data_parallel_rank, dropped)
 

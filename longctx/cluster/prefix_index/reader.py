@@ -161,6 +161,8 @@ class _Publisher:
                 self._replayed(frames)
             for frames in connection.live(ready, _ROUND):
                 self._live(frames)
+            if not connection.is_connected:
+                self._answered = time.monotonic()  # it may not have started yet
             if follower.is_syncing and time.monotonic() - self._answered > _REPLAY_TIMEOUT:
                 self._answered = time.monotonic()
                 logger.warning("KV events of %s: a replay does not end; what was missed is forgotten", self._name)

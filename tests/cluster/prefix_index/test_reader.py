@@ -134,6 +134,19 @@ def test_a_new_publisher_at_the_same_address_is_read_from_its_beginning(read: Re
         assert read.reader.publishers["a"].is_whole
 
 
+def test_an_instance_may_start_after_it_was_added(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "_REPLAY_TIMEOUT", 0.05)
+    first = read.instance()
+    endpoints = first.endpoints
+    first.close()
+    read.reader.add("a", *endpoints)
+    time.sleep(0.5)
+    later = read.instance(*endpoints)
+    later.publish(stored(keys(6, 5)))
+    wait_for(lambda: read.agrees("a", later))
+    assert read.reader.publishers["a"].is_whole
+
+
 def test_without_replay_what_is_missed_is_forgotten(read: Read) -> None:
     socket, endpoint = read.raw()
     read.reader.add("a", endpoint)

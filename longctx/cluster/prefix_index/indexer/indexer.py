@@ -193,7 +193,7 @@ class KvIndexer:
         try:
             tokens = _TOKENS.decode(event.tokens)
             data = array("I", tokens)
-        except (msgspec.MsgspecError, OverflowError, TypeError) as error:
+        except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
             raise MalformedMessage(f"token_ids are no list of numbers below 2^32: {error}") from error
         if not tokens and not publisher.sends_sequence_hashes:
             self._store_known(source, event)
@@ -249,7 +249,7 @@ def _salt(event: Stored) -> str | None:
     """The salt of a prompt's first block; "": there is none; None: the hashes depend on what no query can say."""
     try:
         extra = _EXTRA.decode(event.extra)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError):
         return None
     salt = ""
     for i, names in enumerate(extra or []):

@@ -1,0 +1,67 @@
+"""Messages of KV events that are anything at all: they are decoded, or malformed, and nothing else happens."""
+
+import contextlib
+
+import msgspec
+from cluster.prefix_index.publishers import removed, stored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.cluster.prefix_index.events import MalformedMessage, decode
+from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.prefix_index.indexer.indexer import KvIndexer, Publisher
+from longctx.cluster.prefix_index.listeners import IndexUpdater
+from longctx.serving.server.kv_events import AllBlocksCleared, EventBatch
+
+REAL = msgspec.msgpack.encode(
+    EventBatch(1.0, [stored([1, 2, 3], 7, salt="x"), removed([2]), stored([4], 3, "disk"), AllBlocksCleared()], 0)
+)
+FIELDS = ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "lora_name", "extra_keys"]
+NAMES = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Other", "GPU", "CPU", "", "STORAGE"])
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), NAMES, st.binary(max_size=40)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6), st.dictionaries(st.one_of(st.sampled_from(FIELDS), SCALARS), inner, max_size=8)
+    ),
+    max_leaves=12,
+)
+EVENTS = st.one_of(
+    VALUES,
+    st.fixed_dictionaries({"type": NAMES, **dict.fromkeys(FIELDS[1:5], VALUES)}),
+    st.tuples(NAMES, st.lists(SCALARS, max_size=4), VALUES, VALUES, VALUES, VALUES, NAMES).map(list),
+)
+
+
+def take(payload: bytes) -> None:
+    """Decode a message, and have an index and an indexer take it."""
+    index, indexer = PrefixIndex(), KvIndexer()
+    publisher = Publisher("a", "default", 0, "m", 4)
+    indexer.register(publisher)
+    with contextlib.suppress(MalformedMessage):
+        batch = decode(payload)
+        IndexUpdater(index).take("a", batch, payload)
+        indexer.take(publisher.name, batch, payload)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(EVENTS, max_size=4), VALUES)
+def test_any_events_are_taken_or_malformed(events: list[object], rank: object) -> None:
+    take(msgspec.msgpack.encode([1.0, events, rank]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_taken_or_malformed(payload: bytes) -> None:
+    take(payload)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
+def test_real_messages_with_wrong_bytes_are_taken_or_malformed(changes: list[tuple[int, int]], is_cut: bool) -> None:
+    payload = bytearray(REAL)
+    for place, value in changes:
+        payload[place] = value
+    take(bytes(payload[: changes[0][0]] if is_cut else payload))
