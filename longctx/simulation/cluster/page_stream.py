@@ -68,7 +68,7 @@ class PageStream:
         if self._kept:
             self._send(self._kept)
             self._kept = 0.0
-        if not self._pending and not self._is_over:
+        if not self._pending:
             self._on_end()
 
     def cancel(self) -> None:
