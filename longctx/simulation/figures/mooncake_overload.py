@@ -183,8 +183,8 @@ def figure_7(inputs: Inputs) -> Figure:
     """Loads of both pools over 20 minutes with early rejection."""
     found = swings(inputs, EARLY)
     statements = [
-        ordering("7", f"{MACHINES}, {COPIES} x the trace, early rejection above a decode load of {THRESHOLD}: the pools'"
-                 f" loads swing in anti-phase: their correlation, of means over {BIN:.0f} s, is {found.correlation:.2f} "
+        ordering("7", f"{MACHINES}, {COPIES} x the trace, early rejection above a decode load of {THRESHOLD}: both "
+                 f"loads swing in anti-phase: the correlation of means over {BIN:.0f} s is {found.correlation:.2f} "
                  "(below -0.3)", found.correlation < -0.3),
         ordering("7", "they fluctuate significantly: from the 5 % to the 95 % quantile prefill's load swings by "
                  f"{found.prefill_amplitude:.2f}, decode's by {found.decode_amplitude:.2f} (both more than 0.15)",
