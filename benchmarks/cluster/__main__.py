@@ -75,15 +75,14 @@ def wait_for_members(router: Process, count: int, seconds: float = 30.0) -> None
     raise RuntimeError(f"{router.name} has not let all servers in: {found}")
 
 
-def run_policies(bench: Bench, rounds: int, arms: Sequence[str], prediction: Prediction | None) -> dict[str, Any]:
+def run_policies(bench: Bench, rounds: int, arms: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """All arms in turns; each round turns their order."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else arms[::-1]:
+            seed = 100 + sum(map(len, found.values()))  # prompts of its own, as servers keep what earlier arms sent
             with bench.router(arm) as router:
-                one = run(router, bench.instances, bench.requests, bench.words, seed=100 + number)
-            if arm in POLICIES and prediction is not None:
-                one["simulated"] = prediction.beside(arm, one)
+                one = run(router, bench.instances, bench.requests, bench.words, seed)
             found[arm].append(one)
             tell(f"{arm}: TTFT {one['ttft']:.3f} s, hits {one['hit_rate']:.1%}, others {one['others']:.2f} cores")
     return found
@@ -101,6 +100,11 @@ def run_with_reference(bench: Bench, part: str, seed: int) -> dict[str, Any]:
     told = f"{len(bench.requests) - len(found['wrong'])} of {len(bench.requests)} right"
     tell(f"{part}: {told}, {found['retried']} asked again, longest gap {found['longest_gap']:.2f} s")
     return found
+
+
+def save(found: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def tell(text: str) -> None:
@@ -157,13 +161,17 @@ def main() -> int:
         found: dict[str, Any] = {"requests": len(requests), "seconds": options.seconds, "reusable": reusable(requests)}
         with started([each.process for each in instances]):
             if "policies" in options.parts:
-                found["policies"] = run_policies(bench, options.rounds, arms, prediction)
+                found["policies"] = run_policies(bench, options.rounds, arms)
             for seed, part in enumerate(PARTS[1:]):
                 if part in options.parts:
                     found[part] = run_with_reference(bench, part, seed)
+        save(found, options.json)
+        if prediction is not None:
+            for policy in set(found.get("policies", {})) & set(POLICIES):
+                for one in found["policies"][policy]:
+                    one["simulated"] = prediction.beside(policy, one)
+    save(found, options.json)
     print(tables(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return 1 if any(found.get(part, {}).get("wrong") for part in PARTS[1:]) else 0
 
 

@@ -218,13 +218,19 @@ def _watch(
     console: Console,
     url: str,
 ) -> None:
-    """Say when all instances are there; end all if one can never be."""
+    """Say who is there and when all are; end all if one can never be."""
+    told: set[str] = set()
     is_told = False
     while not ended.wait(_LOOK):
         if launcher.problem is not None and http.started:
             report_error(launcher.problem, FAILED)
             http.loop.call_soon_threadsafe(http.begin_shutdown)
             return
-        if not is_told and len(server.instances.members) >= count > 0:
+        members = server.instances.members
+        for each in members:
+            if each.name not in told:
+                told.add(each.name)
+                console.note(f"open     {each.name} ({each.role}): {len(told)} of {count}")
+        if not is_told and len(members) >= count > 0:
             is_told = True
             console.note(f"ready    {server.model_name} at {url}")

@@ -4,7 +4,7 @@ Source: Mooncake, sections 6.1 (load by SLO), 6.4 (the decode pool after a speci
 both pools: TTFT; TBT and memory for the KV cache).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil, inf, isnan
 from typing import NamedTuple
 
@@ -80,17 +80,46 @@ def decode_demand(instance: InstanceState) -> DecodeDemand:
 
 
 def decode_load(instance: InstanceState, demand: DecodeDemand, tpot: float) -> Load:
-    """The load of an instance by a demand: of TBT over its SLO, memory and places in the batch, the one that binds."""
-    return _greatest(_ratios(instance, demand, tpot))
+    """The load of an instance by a demand: of TBT over its SLO and of memory, the one that binds."""
+    return _greater(tbt_load(instance, demand, tpot), memory_load(instance, demand))
 
 
-def decode_pool_load(pool: Iterable[tuple[InstanceState, DecodeDemand]], tpot: float) -> Load:
+def decode_pool_load(pool: Sequence[tuple[InstanceState, DecodeDemand]], tpot: float) -> Load:
     """The load of the decode pool: the mean TBT over its SLO of all instances (6.4), or their mean share of memory."""
-    ratios = [_ratios(instance, demand, tpot) for instance, demand in pool]
-    if not ratios:
+    if not pool:
         return Load(inf, "no_instance")
-    tbt, memory = (sum(column) / len(ratios) for column in zip(*ratios, strict=True))
-    return _greatest((tbt, memory))
+    tbt = sum(tbt_load(instance, demand, tpot) for instance, demand in pool)
+    memory = sum(memory_load(instance, demand) for instance, demand in pool)
+    return _greater(tbt / len(pool), memory / len(pool))
+
+
+def decode_pool_load_with(
+    pool: Sequence[tuple[InstanceState, DecodeDemand]], request: DecodeDemand, tpot: float
+) -> Load:
+    """The load of the decode pool with one more request.
+
+    Of TBT it is the mean, as if the request were spread over all instances (6.4). But its keys and values lie on one:
+    of memory it is the least load that an instance would have with all of it.
+    """
+    if not pool:
+        return Load(inf, "no_instance")
+    share = request.times(1 / len(pool))
+    tbt = sum(tbt_load(instance, demand.plus(share), tpot) for instance, demand in pool) / len(pool)
+    return _greater(tbt, min(memory_load(instance, demand.plus(request)) for instance, demand in pool))
+
+
+def tbt_load(instance: InstanceState, demand: DecodeDemand, tpot: float) -> float:
+    """Predicted TBT over its SLO."""
+    # Below 0 after requests were taken off whose tokens the last report did not count yet.
+    batch, tokens = ceil(demand.batch - _ROUNDING), max(0, int(demand.tokens))
+    return ratio(instance.spec.costs.decode_seconds(batch, tokens), tpot) if batch > 0 else 0.0
+
+
+def memory_load(instance: InstanceState, demand: DecodeDemand) -> float:
+    """What is needed of memory, or of places in the batch, over what there is."""
+    spec = instance.spec
+    memory = max(0.0, demand.reserved) / spec.decode_tokens if spec.decode_tokens else inf
+    return max(memory, demand.batch / spec.max_running)
 
 
 def loads(state: ClusterState, now: float, exclude: Iterable[str] = ()) -> Loads:
@@ -98,7 +127,7 @@ def loads(state: ClusterState, now: float, exclude: Iterable[str] = ()) -> Loads
     config, exclude = state.config, frozenset(exclude)
     prefills, decodes = state.prefill_pool(exclude), state.decode_pool(exclude)
     prefill = sum(prefill_load(each, config.ttft, now) for each in prefills) / len(prefills) if prefills else inf
-    return Loads(prefill, decode_pool_load(((each, decode_demand(each)) for each in decodes), config.tpot).value)
+    return Loads(prefill, decode_pool_load([(each, decode_demand(each)) for each in decodes], config.tpot).value)
 
 
 def future_demands(
@@ -141,16 +170,5 @@ def demand_of(open_request: OpenRequest) -> DecodeDemand:
     return DecodeDemand(1.0, open_request.context, open_request.reserved)
 
 
-def _ratios(instance: InstanceState, demand: DecodeDemand, tpot: float) -> tuple[float, float]:
-    """TBT over its SLO; and what is needed of memory, or of places in the batch, over what there is."""
-    # Below 0 after requests were taken off whose tokens the last report did not count yet.
-    spec, (batch, tokens, reserved) = instance.spec, (max(0.0, each) for each in demand)
-    whole = ceil(batch - _ROUNDING)
-    tbt = ratio(spec.costs.decode_seconds(whole, int(tokens)), tpot) if whole > 0 else 0.0
-    memory = reserved / spec.decode_tokens if spec.decode_tokens else inf
-    return tbt, max(memory, batch / spec.max_running)
-
-
-def _greatest(ratios: tuple[float, float]) -> Load:
-    tbt, memory = ratios
+def _greater(tbt: float, memory: float) -> Load:
     return Load(tbt, "tbt") if tbt >= memory else Load(memory, "memory")

@@ -15,12 +15,11 @@ from typing import Literal, NamedTuple
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.decision import Bound
 from longctx.cluster.conductor.load import (
-    NOTHING,
     DecodeDemand,
     Load,
     decode_demand,
     decode_load,
-    decode_pool_load,
+    decode_pool_load_with,
     demand_of,
     future_demands,
     ratio,
@@ -89,9 +88,8 @@ class Question:
         instance = self.state.instances[self.open_request.assignment.decode]
         return decode_load(instance, decode_demand(instance).plus(demand_of(self.open_request)), self.tpot)
 
-    def _pool_load(self, demands: list[tuple[InstanceState, DecodeDemand]]) -> Load:
-        mine = demand_of(self.open_request).times(1 / len(demands)) if demands else NOTHING
-        load = decode_pool_load(((each, has.plus(mine)) for each, has in demands), self.tpot)
+    def _pool_load(self, pool: list[tuple[InstanceState, DecodeDemand]]) -> Load:
+        load = decode_pool_load_with(pool, demand_of(self.open_request), self.tpot)
         return load._replace(bound="decode_load") if load.bound == "tbt" else load
 
 

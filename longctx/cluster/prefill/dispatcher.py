@@ -131,9 +131,9 @@ class PrefillDispatcher(PrefillThread):
                 _LOG.info("longctx: the server %s that reads prompts is %s", instance.url, state)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def make_source(self, instance: PrefillInstance, lease: str) -> LeasedSource:
+    def make_source(self, instance: PrefillInstance, lease: str, patience: float) -> LeasedSource:
         self._next += 1
-        return super().make_source(instance, lease)
+        return super().make_source(instance, lease, patience)
 
 
 def prefill_body(

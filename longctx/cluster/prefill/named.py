@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from longctx.cluster.prefill.dispatcher import FORWARDED, prefill_body
 from longctx.cluster.prefill.instance import NamedInstance, PrefillInstance
-from longctx.cluster.prefill.reading import PrefillThread, Reading
+from longctx.cluster.prefill.reading import COMPUTES, LENDS, PrefillThread, Reading
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
@@ -73,18 +73,17 @@ class NamedReaders(PrefillThread):
         there = count_here(engine, prepared, length)
         if there >= length:
             return None
-        seconds = wanted.seconds
-        if seconds is None:
-            seconds = engine.scheduler.forecast.prefill_seconds(there, length)
         lease, sent = make_lease_id(), {name: headers[name] for name in FORWARDED if name in headers}
         sent[TENANT_HEADER] = quote(prepared.request.tenant)
         if wanted.tokens is None:
-            body = prefill_body(
-                prepared, lease, len(prepared.tokens), prefix=None if prefix is None else prefix.to_dict()
-            )
+            more = None if prefix is None else prefix.to_dict()
+            body, patience = prefill_body(prepared, lease, len(prepared.tokens), more), COMPUTES
+            seconds = engine.scheduler.forecast.prefill_seconds(there, length)
         else:
-            body = prefill_body(prepared, lease, length + 1, is_cached=True)
-        reading = Reading(self, lease, body, sent, seconds, lambda tried: None if tried else instance)
+            body, patience = prefill_body(prepared, lease, length + 1, is_cached=True), LENDS
+            seconds = 0.0
+        seconds = seconds if wanted.seconds is None else wanted.seconds
+        reading = Reading(self, lease, body, sent, seconds, lambda tried: None if tried else instance, patience)
         self.begin(reading.run())
         return Received(_with_pages(prepared, handoff, lease, length), {lease: reading.prefill})
 

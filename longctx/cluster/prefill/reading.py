@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -15,10 +15,25 @@ from longctx.cluster.prefill.source import RemotePrefill
 from longctx.serving.kv_cache.connector import LeasedSource
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 10.0  # seconds until a server must have begun with a prompt that was sent to it
-_LEAST_SECONDS, _MARGIN = 60.0, 5.0  # a page may take so long to come, or so much longer than all is predicted to
+_MARGIN = 5.0  # a page may take so much longer than all is predicted to
 _MOST_SECONDS = 3600.0  # and a whole prompt so long
 _CLOSE_SECONDS = 5.0
+
+
+class Patience(NamedTuple):
+    """Seconds that a server has.
+
+    Attributes:
+      begin: until it must have begun with a prompt that was sent to it.
+      page: for the next page at least.
+    """
+
+    begin: float
+    page: float
+
+
+COMPUTES, LENDS = Patience(10.0, 60.0), Patience(3.0, 10.0)
+"""Of who computes pages behind others' work, and of who has them."""
 
 
 class PrefillThread:
@@ -79,9 +94,9 @@ class PrefillThread:
         assert self._client is not None
         return self._client
 
-    def make_source(self, instance: PrefillInstance, lease: str) -> LeasedSource:
+    def make_source(self, instance: PrefillInstance, lease: str, patience: float) -> LeasedSource:
         """Where the pages of a lease come from. ApiError, if they may not."""
-        return self._source(instance.address, lease, deadline=_MOST_SECONDS, patience=_PATIENCE)
+        return self._source(instance.address, lease, deadline=_MOST_SECONDS, patience=patience)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -116,9 +131,10 @@ class Reading:
         headers: Mapping[str, str],
         seconds: float,
         choose: Callable[[list[PrefillInstance]], PrefillInstance | None],
+        patience: Patience = COMPUTES,
     ) -> None:
         self._thread, self._lease, self._body, self._headers = thread, lease, body, headers
-        self._predicted, self._choose = seconds, choose
+        self._predicted, self._choose, self._patience = seconds, choose, patience
         self._task: asyncio.Task[str] | None = None
         self.prefill = RemotePrefill(lambda: thread.call(self._cancel))
 
@@ -145,8 +161,9 @@ class Reading:
         """How a server has answered; None: it was not asked, as nobody wants the pages any more."""
         if not await instance.find(self._thread.client, self._headers):
             return "failed"
-        patience = max(_LEAST_SECONDS, _MARGIN * (instance.wait + self._predicted))
-        if not self.prefill.begin(self._thread.make_source(instance, self._lease), patience):
+        seconds = max(self._patience.page, _MARGIN * (instance.wait + self._predicted))
+        source = self._thread.make_source(instance, self._lease, self._patience.begin)
+        if not self.prefill.begin(source, seconds):
             return None
         instance.begin(self._lease, self._predicted)
         reading = instance.read(self._thread.client, body, self._headers, _MOST_SECONDS)

@@ -1,17 +1,20 @@
 """`InstanceClient`: what the router asks an instance over HTTP, and answers that are checked."""
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import TypeVar
 
 import httpx
 import msgspec
 
+from longctx.cluster.router.http_stream import Head, HttpStream
 from longctx.serving.server.event_lines import EventLine, decode_events
 from longctx.serving.server.migration import split_lines
 
 _LOOK = httpx.Timeout(2.0)
 _JOIN = httpx.Timeout(10.0)
-_STREAM = httpx.Timeout(60.0, connect=5.0)  # it says every few seconds that it lives
+_SILENCE = 60.0  # seconds; it says every few seconds that it lives
+_MOST_SAID = 100_000  # bytes of an answer that is an error
 _T = TypeVar("_T")
 _SHOWN = 300  # characters of an answer that is an error
 
@@ -104,6 +107,10 @@ class ServerInfo(msgspec.Struct):
         return self.max_total_num_tokens // self.page_size, int(tiers.host_bytes / page_bytes), 0
 
 
+class _Status(msgspec.Struct):
+    status: str
+
+
 class _Evicted(msgspec.Struct):
     evicted: int
 
@@ -143,6 +150,7 @@ class InstanceClient:
 
     def __init__(self, http: httpx.AsyncClient, url: str, key: str | None) -> None:
         self._http, self.url = http, url.rstrip("/")
+        self._stream = HttpStream(self.url, _SILENCE)
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def info(self) -> ServerInfo:
@@ -160,7 +168,12 @@ class InstanceClient:
     async def ready(self) -> str | None:
         """Why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
         answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
-        return None if answer.status_code == 200 else f"it is not ready: {answer.text[:_SHOWN]}"
+        if answer.status_code == 200:
+            return None
+        try:
+            return msgspec.json.decode(answer.content, type=_Status).status[:_SHOWN]
+        except (msgspec.DecodeError, ValueError):
+            return f"it is not ready: {answer.text[:_SHOWN]}"
 
     async def swap(self, keys: list[int], tier: str) -> int:
         """Have it take blocks out of a tier; how many it did. NotUnderstood, httpx.HTTPError."""
@@ -171,7 +184,7 @@ class InstanceClient:
             raise NotUnderstood(f"it answers /kv_swap with status {answer.status_code}: {answer.text[:_SHOWN]}")
         return _decode(_Evicted, answer.content).evicted
 
-    async def resume(self, body: bytes, request_id: str) -> AsyncIterator[list[EventLine]]:
+    async def resume(self, body: bytes, request_id: str) -> AsyncGenerator[list[EventLine]]:
         """Have it go on with a request: the events of each step, the first time none: it has taken the request.
 
         Raises:
@@ -180,16 +193,22 @@ class InstanceClient:
           httpx.HTTPError: its connection breaks.
         """
         headers = self._headers | {"content-type": "application/json", "x-request-id": request_id}
-        url = f"{self.url}/resume"
-        async with self._http.stream("POST", url, content=body, headers=headers, timeout=_STREAM) as response:
-            if response.status_code != 200:
-                raise await _refused(response)
+        parts = self._stream.post("/resume", headers, body)
+        async with contextlib.aclosing(parts):
+            head = await anext(parts)
+            assert isinstance(head, Head)
+            if head.status != 200:
+                raise await _refused(head, parts)
             yield []
-            async for line in split_lines(response.aiter_bytes()):
+            async for line in split_lines(_bytes_of(parts)):
                 try:
                     yield decode_events(line)
                 except (msgspec.DecodeError, ValueError) as error:
                     raise NotUnderstood(f"its events are none: {error}") from None
+
+    def close(self) -> None:
+        """Close connections that are idle."""
+        self._stream.close()
 
     async def _get(self, path: str, timeout: httpx.Timeout) -> bytes:
         answer = await self._http.get(self.url + path, headers=self._headers, timeout=timeout)
@@ -205,14 +224,23 @@ def _decode(kind: type[_T], content: bytes) -> _T:
         raise NotUnderstood(f"{kind.__name__} of it can't be: {error}") from None
 
 
-async def _refused(response: httpx.Response) -> Refused:
-    text = (await response.aread())[:100_000].decode("utf-8", "replace")
+async def _bytes_of(parts: AsyncGenerator[Head | bytes]) -> AsyncGenerator[bytes]:
+    async for part in parts:
+        assert isinstance(part, bytes)
+        yield part
+
+
+async def _refused(head: Head, parts: AsyncGenerator[Head | bytes]) -> Refused:
+    said = bytearray()
+    async for part in _bytes_of(parts):
+        said += part[: _MOST_SAID - len(said)]
+    text = said.decode("utf-8", "replace")
     try:
         message = str(msgspec.json.decode(text)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         message = text
     try:
-        retry_after = float(response.headers["retry-after-ms"]) / 1000
+        retry_after = float(head.headers["retry-after-ms"]) / 1000
     except (KeyError, ValueError):
         retry_after = None
-    return Refused(response.status_code, message[:_SHOWN], retry_after)
+    return Refused(head.status, message[:_SHOWN], retry_after)

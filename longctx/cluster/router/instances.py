@@ -100,6 +100,7 @@ class Instances:
         """Watch an instance no more; what runs there goes on elsewhere."""
         self._leave(instance, "dead", "it was removed")
         self.by_name.pop(instance.name, None)
+        instance.client.close()
         watcher = self._watchers.pop(instance.name, None)
         if watcher is not None:
             watcher.cancel()
@@ -143,6 +144,8 @@ class Instances:
         for each in watchers:
             each.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
+        for instance in self.by_name.values():
+            instance.client.close()
         await self._http.aclose()
 
     # Looks.

@@ -6,11 +6,12 @@ on with the same seed, and what it repeats is compared and left out.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
-import secrets
-from collections.abc import Callable
+import random
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -42,8 +43,12 @@ PATIENCE = 60.0
 
 _FAILED_PAUSE, _REFUSED_PAUSE = 1.0, 0.2  # seconds until an instance is asked again that failed, or refused
 _LEAST_PAUSE, _MOST_PAUSE = 0.01, 0.25  # seconds between two attempts to place it
+_END_SECONDS = 1.0  # for which the end of an answer may come after its last event
 _LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
+
+
+_seeds = random.Random()
 
 
 class Routing:
@@ -84,7 +89,7 @@ class RoutedRequest:
         self._routing, self._prepared, self._request = routing, prepared, request
         self._arrival, self._sink = arrival, sink
         seed = prepared.request.sampling.seed
-        seed = secrets.randbelow(2**31) if seed is None else seed
+        seed = _seeds.randrange(2**31) if seed is None else seed
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
         self._check = EventCheck(prepared, routing.vocab_size)
         self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
@@ -228,9 +233,10 @@ class RoutedRequest:
                 self._has_begun = True
                 self._pass_on(line)
                 if not self._relayed.open:
+                    await _read_to_end(lines)
                     return
         finally:
-            await lines.aclose()  # type: ignore[attr-defined]
+            await lines.aclose()
         raise httpx.ReadError("its events ended before the request did")
 
     def _pass_on(self, line: list[EventLine]) -> None:
@@ -321,3 +327,11 @@ class RoutedRequest:
         if url is None and prefix is None:
             return None
         return {"url": url, "prefix": prefix, "seconds": assignment.ttft}
+
+
+async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
+    """Let the connection be there for the next request; without its end it would be closed."""
+    with contextlib.suppress(TimeoutError, httpx.HTTPError, NotUnderstood, RelayBroken):
+        async with asyncio.timeout(_END_SECONDS):
+            async for _ in lines:
+                pass

@@ -8,9 +8,10 @@ from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.request import ClusterRequest
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.request.output import Metrics
-from longctx.simulation.cluster.attempt import Attempt, make_attempt
+from longctx.simulation.cluster.attempt import Attempt
 from longctx.simulation.cluster.block_keys import block_keys
 from longctx.simulation.cluster.cluster_record import Rejected
+from longctx.simulation.cluster.split_attempt import make_attempt
 from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.workloads import WorkloadRequest
 

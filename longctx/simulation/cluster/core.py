@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from typing import Literal, Protocol
 
 from longctx.models.footprint import cache_bytes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageLoad
@@ -12,65 +10,13 @@ from longctx.serving.request.output import Metrics
 from longctx.serving.scheduler.batch import Batch, Chunk
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
+from longctx.simulation.cluster.leg import Leg
 from longctx.simulation.event_loop import EventLoop, Link
 from longctx.simulation.instance.instance import Instance
 from longctx.simulation.instance.tokenless import TokenlessCompletion, make_sequence
 from longctx.simulation.instance.tokenless_executor import has_prompts
-from longctx.simulation.workloads import WorkloadRequest
 
 _TAIL = b"tail"  # stands for the key of a last, partial page
-
-
-class LegOwner(Protocol):
-    """Hears of a leg, at `loop.now`."""
-
-    def chunk_begins(self, leg: "Leg", start: int, tokens: int) -> None:
-        """So many tokens of its prompt are computed from now on; those before `start` are there."""
-        ...
-
-    def chunk_ends(self, leg: "Leg", start: int, tokens: int) -> None:
-        """They have been computed."""
-        ...
-
-    def first_token(self, leg: "Leg") -> None:
-        """Its prompt has been read, and its first token drawn, which is not its last."""
-        ...
-
-    def leg_ends(self, leg: "Leg", part: TokenlessCompletion) -> None:
-        """It has all its tokens."""
-        ...
-
-    def prefix_came(self, source: str, num_bytes: float, begun: float) -> None:
-        """Pages of its prefix have come from another instance."""
-        ...
-
-
-@dataclass(eq=False)
-class Leg:
-    """The part of a request that one core serves.
-
-    Attributes:
-      request_id: no other leg of a core has it.
-      arrival: of the request.
-      known: tokens of its output that are known, and belong to the prompt here.
-      max_tokens: that are generated here.
-      came: leading tokens whose keys and values are in the host's memory, for this leg alone.
-      coming: leading tokens, of full pages, that another core sends while it computes them, until `end_pages`.
-      source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
-      part: the request's prompt, its answer after another one has read the prompt, or both.
-    """
-
-    request: WorkloadRequest
-    request_id: str
-    arrival: float
-    owner: LegOwner
-    known: int
-    max_tokens: int
-    came: int = 0
-    coming: int = 0
-    source: "ClusterCore | None" = None
-    prefix: int = 0
-    part: Literal["prompt", "answer", "whole"] = "whole"
 
 
 class ClusterCore(Instance):

@@ -11,7 +11,8 @@ from longctx.cluster.conductor.snapshot import InstanceSnapshot, OpenTask, Snaps
 from longctx.models.config import LlamaConfig
 from longctx.serving.config import EngineConfig
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
-from longctx.simulation.cluster.core import ClusterCore, Leg
+from longctx.simulation.cluster.core import ClusterCore
+from longctx.simulation.cluster.leg import Leg
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.workloads import WorkloadRequest

@@ -62,6 +62,8 @@ class PageStream:
 
     def finish(self) -> None:
         """The whole prompt has been computed."""
+        if self._is_over:
+            return
         self._is_computed = True
         if self._kept:
             self._send(self._kept)

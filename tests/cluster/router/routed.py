@@ -131,14 +131,14 @@ class Liar:
     Attributes:
       said: what it answers to a path, instead: fields that are laid over those of the real one, or bytes.
       lines: what it sends to `/resume`.
-      status: of that answer.
+      status: of that answer. ready: of `/ready`.
       asked: what was sent there.
     """
 
     def __init__(self, real: Served) -> None:
         self._real, self.said, self.lines = real, dict[str, Any](), list[bytes]()
         self.asked: list[dict[str, Any]] = []
-        self.status = 200
+        self.status = self.ready = 200
         routes = [Route(path, self._answer) for path in ("/ready", "/server_info", "/load", "/predictor")]
         app = Starlette(routes=[*routes, Route("/resume", self._resume, methods=["POST"])])
         self._listener = bind("127.0.0.1", 0)
@@ -160,7 +160,7 @@ class Liar:
         if isinstance(said, bytes):
             return Response(said)
         answer = httpx.get(self._real.url + path)
-        return JSONResponse(answer.json() | said, answer.status_code)
+        return JSONResponse(answer.json() | said, self.ready if path == "/ready" else answer.status_code)
 
     async def _resume(self, request: StarletteRequest) -> Response:
         self.asked.append(await request.json())

@@ -322,8 +322,8 @@ def test_only_line_feeds_end_lines(lines: list[str], size: int) -> None:
     assert asyncio.run(received()) == lines
 
 
-def resume_body(**more: Any) -> dict[str, Any]:
-    handoff = {"seed": 1, "completions": [{"lease": None, "length": 0, "tokens": [5]}]}
+def resume_body(lease: str | None = None, **more: Any) -> dict[str, Any]:
+    handoff = {"seed": 1, "completions": [{"lease": lease, "length": 0, "tokens": [5]}]}
     params = {"remote_host": "127.0.0.1", "remote_port": 9, "handoff": handoff}
     return {"request": {"prompt": [1, 2, 3]}, "kv_transfer_params": params} | more
 
@@ -335,8 +335,8 @@ def resume_body(**more: Any) -> dict[str, Any]:
         resume_body(request={"prompt": [1, 2, 3], "sampling": {"top_k": 2**31}}),
         resume_body(request={"prompt": [10**9]}),
         resume_body(request={"prompt": []}),
-        resume_body(kv_transfer_params={}),
-        resume_body(),  # no fingerprint
+        resume_body(kv_transfer_params={"handoff": {}}),
+        resume_body(lease="0" * 32),  # no fingerprint
     ],
 )
 def test_bad_requests_are_not_resumed(target: Served, body: dict[str, Any]) -> None:

@@ -108,8 +108,9 @@ def test_who_refuses_is_not_asked_again_at_once(three: list[Served]) -> None:
 
 
 def test_clients_that_leave_end_their_requests(router: Routed, three: list[Served]) -> None:
-    sent = body(TEXT * 2, max_tokens=2000, stream=True)
+    sent = body(TEXT * 2, max_tokens=1000, stream=True)
     with router.client() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+        assert stream.status_code == 200, stream.read()
         next(stream.iter_lines())
         assert router.server.cluster.num_requests == 1
     router.wait_idle()

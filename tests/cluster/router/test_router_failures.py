@@ -231,6 +231,20 @@ def cluster(three: list[Served]) -> Any:
         yield running
 
 
+def test_one_that_compiles_says_so(cluster: Routed, three: list[Served]) -> None:
+    with Liar(three[1]) as liar, cluster.client() as client:
+        liar.said, liar.ready = {"/ready": {"status": "the server is not ready yet"}}, 503
+        client.post("/cluster/register", json={"url": liar.url, "name": "slow"})
+        cluster.wait_until(
+            "it was asked", lambda: cluster.instances()["slow"]["reason"] != "it has not been reached yet"
+        )
+        assert cluster.instances()["slow"]["state"] == "joining"
+        assert cluster.instances()["slow"]["reason"] == "the server is not ready yet"
+        liar.ready = 200
+        cluster.wait_state("slow", "open")
+        client.post("/cluster/remove", json={"name": "slow"})
+
+
 def test_one_that_hangs_is_noticed(three: list[Served], expected: list[Found]) -> None:
     door = Door(three[0])
     with routed([Member(door.url, "hangs")]) as router, router.client() as client:

@@ -1,0 +1,220 @@
+"""`HttpStream`: POSTs whose answers are read as they come, over connections that are kept.
+
+httpx's own pool asks the system about each idle connection at each request, and parses in Python: with thousands of
+events a second that is most of what a router would do. Here the parser is uvicorn's, and connections say themselves
+that they are closed.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from typing import NamedTuple, cast
+
+import httptools
+import httpx
+
+_CONNECT_SECONDS = 5.0
+_IDLE_SECONDS = 30.0  # for which a connection is kept: less than a server keeps it
+_MOST_BUFFERED = 2**20  # bytes that wait for whoever reads, before the sender has to wait
+
+
+class Head(NamedTuple):
+    """Of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+
+
+class HttpStream:
+    """Sends requests to one server. For the event loop.
+
+    Args:
+      url: of the server, from `check_url`.
+      silence: seconds for which nothing may come, until it is given up.
+    """
+
+    def __init__(self, url: str, silence: float = 60.0) -> None:
+        parts = httpx.URL(url)
+        self._is_encrypted = parts.scheme == "https"
+        self._host, self._port = parts.host, parts.port or (443 if self._is_encrypted else 80)
+        self._path, self._silence = parts.path.rstrip("/"), silence
+        self._authority = parts.netloc.decode("ascii")
+        self._idle: deque[tuple[float, _Connection]] = deque()
+
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> AsyncGenerator[Head | bytes]:
+        """The head of the answer, then its body as it comes.
+
+        A connection whose answer was not read to its end is closed.
+
+        Raises:
+          httpx.ConnectError: the server can't be reached.
+          httpx.ReadError: its connection breaks, or what it sends is no HTTP.
+          httpx.ReadTimeout: nothing has come for too long.
+        """
+        lines = [f"POST {self._path}{path} HTTP/1.1", f"host: {self._authority}", f"content-length: {len(body)}"]
+        head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("latin-1")
+        connection, is_new = await self._connect()
+        try:
+            connection.send(head, body)
+            try:
+                answer = await connection.head(self._silence)
+            except httpx.ReadError:
+                if is_new or connection.has_received:
+                    raise
+                connection.close()  # it was closed while it was idle
+                connection, is_new = await self._open(), True
+                connection.send(head, body)
+                answer = await connection.head(self._silence)
+            yield answer
+            while (part := await connection.read(self._silence)) is not None:
+                yield part
+        finally:
+            if connection.is_reusable:
+                self._idle.append((time.monotonic() + _IDLE_SECONDS, connection))
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close connections that are idle."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    async def _connect(self) -> "tuple[_Connection, bool]":
+        """A connection, and whether it is a new one."""
+        now = time.monotonic()
+        while self._idle and (self._idle[0][0] < now or self._idle[0][1].is_lost):
+            self._idle.popleft()[1].close()
+        while self._idle:
+            _, connection = self._idle.pop()
+            if connection.is_reusable:
+                return connection, False
+        return await self._open(), True
+
+    async def _open(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                encrypted = True if self._is_encrypted else None
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=encrypted)
+        except (OSError, TimeoutError) as error:
+            message = str(error) or f"nobody answers within {_CONNECT_SECONDS:.0f} s"
+            raise httpx.ConnectError(message) from None
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time.
+
+    Attributes:
+      has_received: something of the answer.
+      is_lost: it is closed, or about to be.
+    """
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._reason = "it was closed"
+        self.is_lost = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of an answer is there."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._head: Head | None = None
+        self._parts: list[bytes] = []
+        self._buffered = 0
+        self._is_paused = self._is_complete = self.has_received = self._is_kept = False
+
+    # What `HttpStream` calls.
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another request may be sent: the last answer is complete, and the connection is there."""
+        return self._is_complete and self._is_kept and not self.is_lost
+
+    def send(self, head: bytes, body: bytes) -> None:
+        self._begin()
+        assert self._transport is not None
+        if not self.is_lost:
+            self._transport.writelines([head, body])
+
+    async def head(self, silence: float) -> Head:
+        """Wait for the head of the answer."""
+        while self._head is None:
+            await self._wait(silence)
+        return self._head
+
+    async def read(self, silence: float) -> bytes | None:
+        """Wait for what follows of the body; None: it is complete."""
+        while not self._parts:
+            if self._is_complete:
+                return None
+            await self._wait(silence)
+        parts, self._parts, self._buffered = self._parts, [], 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self.is_lost = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self, silence: float) -> None:
+        if self.is_lost:
+            raise httpx.ReadError(self._reason)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(silence):
+                await self._waiter
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"nothing has come for {silence:.0f} s") from None
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+
+    def data_received(self, data: bytes) -> None:
+        self.has_received = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._reason = f"what it sends is no HTTP: {error}"
+            self.close()
+        if self._buffered > _MOST_BUFFERED and not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            with contextlib.suppress(RuntimeError):
+                self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        if error is not None:
+            self._reason = str(error) or type(error).__name__
+        self._wake()
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._head = Head(self._parser.get_status_code(), self._headers)
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._buffered += len(part)
+
+    def on_message_complete(self) -> None:
+        self._is_complete, self._is_kept = True, self._parser.should_keep_alive()
