@@ -37,7 +37,7 @@ class Instances:
       key: of an administrator of the instances; None: they need none.
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
-      vocab_size: of the model.
+      vocab_size: of the model. max_length: of prompts and answers, in tokens.
       bandwidth, latency, look_seconds: see `RouterSettings`.
       lost: is called with an instance that is a member no more.
     """
@@ -50,6 +50,7 @@ class Instances:
         page_size: int,
         keys: str | None,
         vocab_size: int,
+        max_length: int,
         bandwidth: float,
         latency: float = 0.0,
         look_seconds: float = 0.25,
@@ -57,6 +58,7 @@ class Instances:
     ) -> None:
         self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
+        self._max_length = max_length
         self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
         self.by_name: dict[str, Instance] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -212,6 +214,10 @@ class Instances:
             raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
         if info.vocab_size != self._vocab_size:
             raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
+        if info.max_model_len < self._max_length:
+            raise NotUnderstood(
+                f"its longest sequence has {info.max_model_len} tokens, that of the cluster {self._max_length}"
+            )
         skew = max(sent - info.time, info.time - received, 0.0)
         if not skew <= MAX_SKEW:
             side = "behind" if info.time < sent else "ahead of"

@@ -115,13 +115,16 @@ class RoutedRequest:
         try:
             while True:
                 assignment = await self._placed(decision)
-                instance = routing.instances.by_name[assignment.decode]
-                await self._try(instance, assignment)
+                instance = routing.instances.by_name.get(assignment.decode)
+                if instance is None:
+                    self._problem = f"{assignment.decode} was removed"
+                else:
+                    await self._try(instance, assignment)
                 if not self._relayed.open:
                     return
                 routing.conductor.cancelled(name, routing.clock())
                 routing.stats.retries += 1
-                logger.warning("longctx: request %s leaves %s: %s", name, instance.name, self._problem)
+                logger.warning("longctx: request %s leaves %s: %s", name, assignment.decode, self._problem)
                 if self._num_failures >= MOST_FAILURES:
                     message = f"{self._num_failures} instances failed it, the last one: {self._problem}"
                     raise refused("instances_failed", message)

@@ -125,6 +125,7 @@ class RouterServer(Frontend):
             config.page_size,
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
             model.vocab_size,
+            self._max_length,
             router.bandwidth,
             router.latency,
             router.look_seconds,

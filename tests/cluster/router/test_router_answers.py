@@ -111,8 +111,9 @@ def test_clients_that_leave_end_their_requests(router: Routed, three: list[Serve
     sent = body(TEXT * 2, max_tokens=1000, stream=True)
     with router.client() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
         assert stream.status_code == 200, stream.read()
-        next(stream.iter_lines())
-        assert router.server.cluster.num_requests == 1
+        line = next(stream.iter_lines())
+        assert "error" not in line
+        assert router.server.cluster.num_requests == 1, line
     router.wait_idle()
     with pytest.raises(httpx.ReadTimeout):
         router.client(timeout=0.3).post("/v1/completions", json=body(max_tokens=3000))
