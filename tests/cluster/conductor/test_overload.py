@@ -135,6 +135,17 @@ def test_tbt_binds_where_memory_does_not() -> None:
     assert found.retry_after == pytest.approx(5.0)  # the first of the three has lasted 10 s then
 
 
+def test_a_limit_leaves_room_for_those_in_prefill() -> None:
+    conductor = two_pools("early_rejection", decode_limit=0.75)
+    fill_decode(conductor, 3)
+    found = rejected(conductor.assign(request("r", (9, 9)), 5.0))
+    assert (found.bound, found.stage, found.load) == ("memory", "prefill", pytest.approx(1 / 0.75))
+    late = two_pools("early_rejection", decode_limit=0.75)
+    late.assign(request("r", (9, 9)), 0.0)
+    fill_decode(late, 3)
+    assert late.prefilled("r", 5.0) is None  # at the door the fourth place is free
+
+
 @pytest.mark.parametrize("rule", ["early_rejection", "predicted_early_rejection"])
 def test_the_door_is_checked_again(rule: str) -> None:
     conductor = cluster(
