@@ -47,6 +47,8 @@ class ConductorConfig:
       ttft, tpot: SLOs in seconds of requests that have none of their own.
       balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
       load_limit: of a pool's load: a request above it is rejected.
+      decode_limit: of the decode pool's load, by which early rejection leaves room for what is in prefill (6.2): the
+        pool's load is taken over it before a prefill, and as it is at decode's door.
       priority_step: by how much each step of a request's priority raises the limit.
       decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
       defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
@@ -68,6 +70,7 @@ class ConductorConfig:
     tpot: float = 0.1
     balancing_threshold: float = 4.0
     load_limit: float = 1.0
+    decode_limit: float = 1.0
     priority_step: float = 0.1
     decode_seconds: float | None = None
     defer_seconds: float = 0.0
@@ -83,7 +86,7 @@ class ConductorConfig:
         if not callable(self.admission) and self.admission not in ADMISSIONS:
             names = ", ".join(ADMISSIONS)
             raise ValueError(f"admission must be one of {names} or a callable, got {shown(self.admission)}")
-        for name in ("ttft", "tpot", "load_limit", "decode_seconds"):
+        for name in ("ttft", "tpot", "load_limit", "decode_limit", "decode_seconds"):
             value = getattr(self, name)
             if (value is not None or name != "decode_seconds") and not check_real(name, value, 0) > 0:
                 raise ValueError(f"{name} must be more than 0, got {shown(value)}")

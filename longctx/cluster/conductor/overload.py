@@ -55,6 +55,7 @@ class Question:
       open_request: the request, and where it goes, with its predicted TTFT and TBT.
       ttft, tpot: SLOs in seconds that hold for it.
       decode_seconds: t_d, what a request's decoding is assumed to take.
+      decode_limit: of the decode pool's load before a prefill, where 1 is that of its SLO or memory.
     """
 
     before: Literal["prefill", "decode"]
@@ -64,6 +65,7 @@ class Question:
     ttft: float
     tpot: float
     decode_seconds: float
+    decode_limit: float = 1.0
 
     @property
     def prefill_end(self) -> float:
@@ -75,11 +77,11 @@ class Question:
         return Load(ratio(self.open_request.assignment.ttft, self.ttft), "ttft")
 
     def decode_pool_load(self) -> Load:
-        """The load of the decode pool as it is now, with this request."""
+        """The load of the decode pool as it is now, with this request, over `decode_limit`."""
         return self._pool_load([(each, decode_demand(each)) for each in self.state.decode_pool()])
 
     def predicted_decode_pool_load(self) -> Load:
-        """The load of the decode pool at `prefill_end`, with this request (6.4)."""
+        """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
         demands = future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
         return self._pool_load(demands)._replace(at=self.prefill_end)
 
@@ -90,7 +92,7 @@ class Question:
 
     def _pool_load(self, pool: list[tuple[InstanceState, DecodeDemand]]) -> Load:
         load = decode_pool_load_with(pool, demand_of(self.open_request), self.tpot)
-        return load._replace(bound="decode_load") if load.bound == "tbt" else load
+        return Load(load.value / self.decode_limit, "decode_load" if load.bound == "tbt" else load.bound)
 
 
 AdmissionRule = Callable[[Question], Load | None]
@@ -190,7 +192,7 @@ class Admission:
         config, request = self._config, open_request.request
         # Its own TTFT is its own affair; a batch has one TBT, so a laxer one must not spoil that of others.
         ttft, tpot = request.ttft or config.ttft, min(request.tpot or config.tpot, config.tpot)
-        question = Question(before, state, open_request, now, ttft, tpot, self.decode_seconds)
+        question = Question(before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit)
         load, limit = self._rule(question), self.limit(request.priority)
         if load is None or load.value <= limit:
             return None

@@ -49,6 +49,7 @@ class Follower:
         self.expected: int | None = 0 if self._ask else None
         self.is_whole = self.is_syncing = False
         self._is_first_answer = True
+        self._has_snapshot = self._has_differed = False
         self._tries = 0
         self._last_digest = 0
         self._replayed: dict[int, int] = {}  # digests of messages that may still come live
@@ -85,7 +86,8 @@ class Follower:
         if len(self._replayed) == _MOST_REPLAYED:
             raise MalformedMessage(f"more than {_MOST_REPLAYED} messages are replayed")
         self._replayed[number] = _digest(payload)
-        self._take(number, payload)
+        is_snapshot = self._take(number, payload)
+        self._has_snapshot |= is_first and is_snapshot
 
     def replay_ended(self) -> None:
         """The replay has ended."""
@@ -127,6 +129,7 @@ class Follower:
     def _ask_for(self, first: int) -> None:
         if self._ask is not None:
             self.is_syncing = self._is_first_answer = True
+            self._has_snapshot = False
             self._tries += 1
             self._ask(first)
 
@@ -141,11 +144,9 @@ class Follower:
 
     def _next(self, number: int, payload: bytes) -> None:
         if self.expected is not None and number < self.expected:
-            # The replay had it already, unless it is of a publisher whose first messages were missed.
-            if self._replayed.get(number) != _digest(payload):
-                self.restart()
-                self._last_live = number
-                self._wait(number, payload) if self.is_syncing else self._next(number, payload)
+            # The replay had it already, or a snapshot that came with its number.
+            if not self._has_snapshot and self._replayed.get(number, _digest(payload)) != _digest(payload):
+                self._begin_again(number, payload)
             return
         if self.expected is not None and number > self.expected:
             if self._tries < _MOST_TRIES and self._ask is not None:
@@ -157,13 +158,25 @@ class Follower:
             self.gaps += self._ask is None
             self._forget()
         self._tries = 0
+        self._has_differed = False
         self._replayed.clear()
         self._take(number, payload)
 
-    def _take(self, number: int, payload: bytes) -> None:
+    def _begin_again(self, number: int, payload: bytes) -> None:
+        """A message is another than the one that was replayed: it is of a new publisher, or of one that lies."""
+        if self._has_differed:
+            raise MalformedMessage("what is published is not what is replayed")
+        self.restart()
+        self._has_differed = True
+        self._last_live = number
+        self._wait(number, payload)
+
+    def _take(self, number: int, payload: bytes) -> bool:
         self.expected, self._last_digest = number + 1, _digest(payload)
         self.is_whole |= number == 0
-        self.is_whole |= self._apply(payload)
+        is_snapshot = self._apply(payload)
+        self.is_whole |= is_snapshot
+        return is_snapshot
 
     def _forget(self) -> None:
         self._clear()

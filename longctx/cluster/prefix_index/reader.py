@@ -18,6 +18,7 @@ from longctx.serving.validation import check_text
 logger = logging.getLogger(__name__)
 
 _MOST_ERRORS = 5  # malformed messages, after which a publisher is read no more
+_MOST_RESTARTS, _RESTARTS_WINDOW = 20, 60.0  # so many within so many seconds: what it says is worth nothing
 _ROUND = 64  # messages of one publisher before it is another's turn
 _POLL = 50  # milliseconds until a call of `add` is noticed, at most
 _REPLAY_TIMEOUT = 10.0  # seconds without a message of a replay
@@ -136,7 +137,8 @@ class _Publisher:
         self._name, self._connection, self._listeners = name, connection, list(listeners)
         self._messages = self._dropped = self._errors = 0
         self._excluded = ""
-        self._answered = time.monotonic()
+        self._answered = self._window = time.monotonic()
+        self._restarts = 0  # before the window
         self._follower = Follower(self._apply, self.clear, self._ask if connection.has_replay else None)
         self._follower.start()
 
@@ -161,6 +163,7 @@ class _Publisher:
                 self._replayed(frames)
             for frames in connection.live(ready, _ROUND):
                 self._live(frames)
+            self._check_restarts()
             if not connection.is_connected:
                 self._answered = time.monotonic()  # it may not have started yet
             if follower.is_syncing and time.monotonic() - self._answered > _REPLAY_TIMEOUT:
@@ -172,6 +175,15 @@ class _Publisher:
         except Exception as error:  # the others are read on, whatever it is
             logger.exception("KV events of %s", self._name)
             self._exclude(f"{type(error).__name__}: {error}")
+
+    def _check_restarts(self) -> None:
+        now, restarts = time.monotonic(), self._follower.restarts
+        if now - self._window > _RESTARTS_WINDOW:
+            self._window, self._restarts = now, restarts
+        elif restarts - self._restarts > _MOST_RESTARTS:
+            self._exclude(
+                f"its numbers went back {restarts - self._restarts} times within {_RESTARTS_WINDOW:g} seconds"
+            )
 
     def clear(self) -> None:
         """Nothing is known of it."""

@@ -245,23 +245,32 @@ class RoutedRequest:
     def _pass_on(self, line: list[EventLine]) -> None:
         routing, relayed = self._routing, self._relayed
         now = routing.clock()
-        events = []
+        events, problem = list[Event](), None
         for entry in line:
-            end = entry.end
-            if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
-                raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
-            self._check.check(entry, relayed)
-            if end is not None:
-                self._note_cached(end.cached_tokens)
-            event = relayed.read(entry, now)
+            try:
+                event = self._read(entry, now)
+            except (RelayBroken, httpx.ReadError) as error:
+                problem = error  # what came before it counts as sent, so it has to be
+                break
             if event is not None:
                 events.append(event)
-        if not events:
-            return
-        self._note_tokens(events, now)
-        self._tell(events)
-        if not relayed.open:
-            routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+        if events:
+            self._note_tokens(events, now)
+            self._tell(events)
+            if not relayed.open:
+                routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+        if problem is not None:
+            raise problem
+
+    def _read(self, entry: EventLine, now: float) -> Event | None:
+        """The client's event; None: the client has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
+        relayed, end = self._relayed, entry.end
+        if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
+            raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
+        self._check.check(entry, relayed)
+        if end is not None:
+            self._note_cached(end.cached_tokens)
+        return relayed.read(entry, now)
 
     def _note_cached(self, cached: int) -> None:
         """Tokens of the prompt that were found, or loaded: but not those that the prefill instance has computed."""

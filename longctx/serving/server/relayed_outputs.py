@@ -102,6 +102,8 @@ class RelayedOutputs:
         end = entry.end
         if end is not None and end.reason not in ("stop", "length"):
             raise RelayBroken(end.error or f"it ended the request: {end.reason}")
+        if end is not None and self._repeated[index]:
+            raise RelayBroken("it ends before it has repeated the tokens that it was given")
         output = self._outputs[index]
         output.token_ids.extend(tokens)
         if output.logprobs is not None:

@@ -97,6 +97,9 @@ class Attempt:
         """The request has all its tokens."""
         active = self._active
         self._is_over = True
+        for core in self._cores.values():  # it may have found the pages that another one still computes
+            core.cancel(active.request_id)
+        self._cores.clear()
         active.metrics.finished = part.metrics.finished
         self._run.end_served(active, Placed(self.assignment, active.num_assigned, active.slowest_gaps()))
 

@@ -62,11 +62,13 @@ class PageStream:
 
     def finish(self) -> None:
         """The whole prompt has been computed."""
+        if self._is_over:
+            return
         self._is_computed = True
         if self._kept:
             self._send(self._kept)
             self._kept = 0.0
-        if not self._pending and not self._is_over:
+        if not self._pending:
             self._on_end()
 
     def cancel(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from longctx.cluster.conductor.config import Admission, ConductorConfig
+from longctx.cluster.conductor.overload import AdmissionRule
 from longctx.simulation.cluster import ClusterDeployment
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
@@ -121,7 +122,7 @@ def serve(
     requests: List[WorkloadRequest],
     *,
     policy: str | None = None,
-    admission: Admission = "none",
+    admission: Admission | AdmissionRule = "none",
     single: bool = False,
     seed: int = 0,
     give_up: float | None = None,

@@ -1,38 +1,64 @@
 """Mooncake under overload: which requests are rejected, and how both pools' loads swing; table 2, figures 7 and 8."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.conductor.config import Admission
+from longctx.cluster.conductor.load import Load
+from longctx.cluster.conductor.overload import Question
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.mooncake_cluster import TPOT, TTFT, Outcome, serve
+from longctx.simulation.figures.mooncake_runs import CHUNK, predict
 from longctx.simulation.figures.mooncake_workloads import conversation, repeat
 from longctx.simulation.workloads import WorkloadRequest
 
+Rule = Literal["baseline", "early_rejection", "predicted_early_rejection"]
+BASELINE: Rule = "baseline"
+EARLY: Rule = "early_rejection"
+PREDICTED: Rule = "predicted_early_rejection"
 # Of 23,000 requests so many were rejected.
-RULES: dict[Admission, tuple[str, int]] = {
-    "baseline": ("baseline", 4_183),
-    "early_rejection": ("early rejection", 3_771),
-    "predicted_early_rejection": ("early rejection based on prediction", 3_589),
+RULES: dict[Rule, tuple[str, int]] = {
+    BASELINE: ("baseline", 4_183),
+    EARLY: ("early rejection", 3_771),
+    PREDICTED: ("early rejection based on prediction", 3_589),
 }
-PAIR: tuple[Admission, Admission] = ("early_rejection", "predicted_early_rejection")
 REQUESTS = 23_000
 SPEED = 2.0
-SHAPE = "8P+8D"
-# 20 machines (6.3). With prompts and answers as long as the trace's, three decode instances are full when 17 prefill
-# instances are, and the trace comes 5 times as fast then: as often must it be repeated for 20 minutes.
-MACHINES, COPIES, MINUTES = "17P+3D", 5, 20
+SHAPE, HOSTS = "8P+8D", 8
+# 20 machines (6.3), whose workload is not said. Here both pools bind: by the trace's lengths 3 decode instances are
+# full when 17 prefill instances are busy. It comes as often as 6 times the trace.
+MACHINES, COPIES, MINUTES = "17P+3D", 6, 20
+THRESHOLD = 0.8
+"""Of the decode pool's load above which early rejection accepts nobody (6.1: "a predefined threshold"); at decode's
+door the SLO and memory are the limit. With the same limit at both, a place that is free is given away to all who come
+until one of them has been prefilled, and early rejection is the baseline."""
+
+
+def early(question: Question) -> Load:
+    """Early rejection below the threshold."""
+    return _greater(question, question.decode_pool_load())
+
+
+def predicted(question: Question) -> Load:
+    """Early rejection based on prediction, below the threshold."""
+    return _greater(question, question.predicted_decode_pool_load())
+
+
+def _greater(question: Question, pool: Load) -> Load:
+    if question.before == "decode":
+        return question.decode_load()
+    return max(question.prefill_load(), pool._replace(value=pool.value / THRESHOLD), key=lambda load: load.value)
 
 
 @functools.cache
-def overloaded(inputs: Inputs, rule: Admission, shape: str = SHAPE, speed: float = SPEED) -> Outcome:
-    """The conversation trace at twice its speed."""
-    return serve(shape, conversation(inputs, speed), admission=rule)
+def overloaded(inputs: Inputs, rule: Rule) -> Outcome:
+    """The conversation trace at twice its speed, on 8 prefill and 8 decode instances."""
+    return serve(SHAPE, conversation(inputs, SPEED), admission=rule)
 
 
-def _rows(found: dict[Admission, Outcome], **about: Any) -> list[dict[str, Any]]:
+def _rows(found: Mapping[Rule, Outcome], **about: Any) -> list[dict[str, Any]]:
     return [
         {**about, "admission": rule, "requests": x.came, "rejected": sum(x.rejected.values()),
          "rejected after prefill": x.rejected["decode"], "share rejected": _rejected(x),
@@ -46,25 +72,41 @@ def _rejected(outcome: Outcome) -> float:
     return sum(outcome.rejected.values()) / outcome.came
 
 
+def _busy(outcome: Outcome) -> float:
+    """The share of the prefill instances' time that completed requests' prompts took."""
+    both = zip(outcome.cached.astype(int).tolist(), outcome.prompt.astype(int).tolist(), strict=True)
+    return sum(predict().prefill_seconds(cached, prompt, CHUNK) for cached, prompt in both) / HOSTS / outcome.seconds
+
+
 def table_2(inputs: Inputs) -> Figure:
     """Rejections of the three rules, at twice the trace's speed."""
     found = {rule: overloaded(inputs, rule) for rule in RULES}
     tight = {rule: swings(inputs, rule).outcome for rule in RULES}
-    shares = {rule: 100 * _rejected(outcome) for rule, outcome in found.items()}
-    order = {
-        name: _rejected(x["baseline"]) > _rejected(x["early_rejection"]) > _rejected(x["predicted_early_rejection"])
-        for name, x in (("8P+8D", found), (MACHINES, tight))
-    }
+    share = {rule: _rejected(outcome) for rule, outcome in found.items()}
+    both = {rule: _rejected(outcome) for rule, outcome in tight.items()}
+    vain = {rule: outcome.rejected["decode"] / outcome.came for rule, outcome in tight.items()}
+    mean = {rule: float(outcome.prompt.mean()) for rule, outcome in tight.items()}
     most = max(float(x.loads[:, 2].max()) for x in found.values())
+    one = found[EARLY]
+    why = f"prompts take {_busy(one):.0%} of eight hosts' time, {one.hit_rate:.0%} of their tokens being cached"
     statements = [
         Statement("table 2", f"{SHAPE}, conversation trace at {SPEED:g} x: rejected, {name}", 100 * paper / REQUESTS,
-                  shares[rule], "%")
+                  100 * share[rule], "%", why)
         for rule, (name, paper) in RULES.items()
     ]  # fmt: skip
     statements += [
         ordering("table 2", f"{SHAPE}: the baseline rejects more than early rejection, and this more than with "
-                 "prediction", order["8P+8D"], f"the decode pool's load is {most:.2f} at most"),
-        ordering("table 2", f"{MACHINES}, where both pools bind (as in figure 7): the same order", order[MACHINES]),
+                 "prediction", share[BASELINE] > share[EARLY] > share[PREDICTED],
+                 f"decode's load is {most:.2f} at most, so that all three decide by prefill's alone"),
+        ordering("table 2", f"{MACHINES}, where both pools bind (figure 7): early rejection rejects more than with "
+                 f"prediction: {both[EARLY]:.1%} and {both[PREDICTED]:.1%}", both[EARLY] > both[PREDICTED]),
+        ordering("table 2", f"{MACHINES}: the baseline rejects more than early rejection: {both[BASELINE]:.1%} and "
+                 f"{both[EARLY]:.1%}", both[BASELINE] > both[EARLY],
+                 "decode's door takes whoever still fits, so the baseline serves smaller requests: their prompts have "
+                 f"{mean[BASELINE]:,.0f} tokens on average, {mean[EARLY]:,.0f} with early rejection"),
+        ordering("table 2", f"{MACHINES}: {vain[BASELINE]:.1%} of the requests are rejected after their prefill by the "
+                 f"baseline, and by the others less than half of that: {vain[EARLY]:.1%}, {vain[PREDICTED]:.1%}",
+                 vain[BASELINE] > 2 * max(vain[EARLY], vain[PREDICTED])),
     ]  # fmt: skip
     table = _rows(found, cluster=SHAPE) + _rows(tight, cluster=MACHINES)
     title = f"Rejected requests under overload: LLaMA2-70B, {SHAPE}, conversation trace at {SPEED:g} times its speed"
@@ -90,7 +132,7 @@ class Swings(NamedTuple):
 
 
 BIN = 10.0  # seconds
-_WARM_UP = 300.0  # seconds until both pools are full, which are left out
+_WARM_UP = 120.0  # seconds until both pools are full, which are left out
 _QUICK = 30.0  # seconds of quick figures
 
 
@@ -103,9 +145,10 @@ def crowd(inputs: Inputs) -> list[WorkloadRequest]:
 
 
 @functools.cache
-def swings(inputs: Inputs, rule: Admission) -> Swings:
+def swings(inputs: Inputs, rule: Rule) -> Swings:
     """The loads of 20 machines by an admission rule."""
-    outcome = serve(MACHINES, crowd(inputs), admission=rule)
+    rules = {BASELINE: BASELINE, EARLY: early, PREDICTED: predicted}
+    outcome = serve(MACHINES, crowd(inputs), admission=rules[rule])
     at, *loads = outcome.loads.T
     begin, end = (0.0, _QUICK) if inputs.quick else (_WARM_UP, _WARM_UP + 60 * MINUTES)
     edges = np.arange(begin, end + 1, BIN)
@@ -122,7 +165,7 @@ def swings(inputs: Inputs, rule: Admission) -> Swings:
     )
 
 
-def _series(found: dict[Admission, Swings]) -> list[dict[str, Any]]:
+def _series(found: Mapping[Rule, Swings]) -> list[dict[str, Any]]:
     return [
         {"admission": rule, "minute": float(minute), "load of prefill": float(p), "load of decode": float(d)}
         for rule, x in found.items() for minute, p, d in zip(x.minutes, x.prefill, x.decode, strict=True)
@@ -138,45 +181,42 @@ def _panel(axes: Any, title: str, found: Swings) -> None:
 
 def figure_7(inputs: Inputs) -> Figure:
     """Loads of both pools over 20 minutes with early rejection."""
-    found = swings(inputs, "early_rejection")
+    found = swings(inputs, EARLY)
     statements = [
-        ordering("7", f"{MACHINES}, {COPIES} x the trace, early rejection: the pools' loads swing in anti-phase: "
-                 f"their correlation, of means over {BIN:.0f} s, is {found.correlation:.2f} (below -0.3)",
-                 found.correlation < -0.3),
-        ordering("7", f"they fluctuate: from the 5 % to the 95 % quantile prefill's load swings by "
-                 f"{found.prefill_amplitude:.2f}, decode's by {found.decode_amplitude:.2f} (one of them above 0.2)",
-                 max(found.prefill_amplitude, found.decode_amplitude) > 0.2),
+        ordering("7", f"{MACHINES}, {COPIES} x the trace, early rejection above a decode load of {THRESHOLD}: both "
+                 f"loads swing in anti-phase: the correlation of means over {BIN:.0f} s is {found.correlation:.2f} "
+                 "(below -0.3)", found.correlation < -0.3),
+        ordering("7", "they fluctuate significantly: from the 5 % to the 95 % quantile prefill's load swings by "
+                 f"{found.prefill_amplitude:.2f}, decode's by {found.decode_amplitude:.2f} (both more than 0.15)",
+                 min(found.prefill_amplitude, found.decode_amplitude) > 0.15),
     ]  # fmt: skip
     title = f"Loads of both pools over {MINUTES} minutes with early rejection: LLaMA2-70B, {MACHINES}"
 
     def draw(axes: Any) -> None:
         _panel(axes, "early rejection", found)
 
-    rows = _series({"early_rejection": found})
-    return Figure("mooncake_figure_7", title, "mooncake", statements, rows, draw, width=7.0)
+    return Figure("mooncake_figure_7", title, "mooncake", statements, _series({EARLY: found}), draw, width=7.0)
 
 
 def figure_8(inputs: Inputs) -> Figure:
     """The same beside early rejection based on prediction."""
-    early, predicted = (swings(inputs, rule) for rule in PAIR)
-    found = dict(zip(PAIR, (early, predicted), strict=True))
-    rejected = {rule: _rejected(x.outcome) for rule, x in found.items()}
+    now, then = swings(inputs, EARLY), swings(inputs, PREDICTED)
+    rejected = _rejected(now.outcome), _rejected(then.outcome)
     statements = [
-        ordering("8", f"prediction damps the swings: prefill's amplitude is {predicted.prefill_amplitude:.2f} after "
-                 f"{early.prefill_amplitude:.2f}, decode's {predicted.decode_amplitude:.2f} after "
-                 f"{early.decode_amplitude:.2f}; both are smaller",
-                 predicted.prefill_amplitude < early.prefill_amplitude
-                 and predicted.decode_amplitude < early.decode_amplitude),
-        ordering("8", f"and the anti-phase: correlation {predicted.correlation:.2f} after {early.correlation:.2f}",
-                 predicted.correlation > early.correlation),
-        ordering("8", "more requests are served: rejected are "
-                 f"{rejected['predicted_early_rejection']:.1%} after {rejected['early_rejection']:.1%}",
-                 rejected["predicted_early_rejection"] < rejected["early_rejection"]),
+        ordering("8", f"prediction damps the swings of prefill's load: amplitude {then.prefill_amplitude:.2f} after "
+                 f"{now.prefill_amplitude:.2f}", then.prefill_amplitude < now.prefill_amplitude),
+        ordering("8", f"and those of decode's: {then.decode_amplitude:.2f} after {now.decode_amplitude:.2f}",
+                 then.decode_amplitude < now.decode_amplitude),
+        ordering("8", f"and the anti-phase: correlation {then.correlation:.2f} after {now.correlation:.2f}",
+                 then.correlation > now.correlation),
+        ordering("8", f"the cluster handles more requests: {rejected[1]:.1%} are rejected after {rejected[0]:.1%}",
+                 rejected[1] < rejected[0]),
     ]  # fmt: skip
 
     def draw(left: Any, right: Any) -> None:
-        _panel(left, "early rejection", early)
-        _panel(right, "based on prediction", predicted)
+        _panel(left, "early rejection", now)
+        _panel(right, "based on prediction", then)
 
     title = f"Loads of both pools, early rejection and based on prediction: LLaMA2-70B, {MACHINES}"
-    return Figure("mooncake_figure_8", title, "mooncake", statements, _series(found), draw, panels=2)
+    rows = _series({EARLY: now, PREDICTED: then})
+    return Figure("mooncake_figure_8", title, "mooncake", statements, rows, draw, panels=2)

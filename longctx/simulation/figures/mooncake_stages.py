@@ -12,7 +12,15 @@ from longctx.models.footprint import cache_bytes
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from longctx.simulation.figures.mooncake_runs import CHUNK, MODEL, PLAN, TENSOR, TOPOLOGY, host_bandwidth, predict
-from longctx.simulation.figures.mooncake_workloads import DATASETS, SYNTHETIC, conversation, dataset, reuse
+from longctx.simulation.figures.mooncake_workloads import (
+    DATASETS,
+    PAPER_RATE,
+    SYNTHETIC,
+    conversation,
+    dataset,
+    reuse,
+    token_rate,
+)
 from longctx.simulation.utilization import mbu, mfu, model_flops, totals_of
 from longctx.simulation.workloads import WorkloadRequest, read_workload
 
@@ -171,13 +179,13 @@ def table_1(inputs: Inputs) -> Figure:
         if about is not None:
             off += [abs(prompt / about.prompt - 1), abs(output / about.output - 1), abs(cached - about.reuse)]
     trace = conversation(inputs)
-    (prompt, output), rate = _means(trace), len(trace) / trace[-1].arrival
+    prompt, output = _means(trace)
     why = "the public conversation trace is another one: longer requests, 12,031 in an hour for the paper's 23,000"
     numbers = [
         Statement("table 1", "real data: mean prompt of the public conversation trace", 7_955, prompt, "tokens", why),
         Statement("table 1", "real data: mean answer of the public conversation trace", 194, output, "tokens", why),
         Statement("table 1", "real data: prompt tokens a second, if the paper's 23,000 requests came in an hour too",
-                  23_000 * 7_955 / 3600, rate * prompt, "tokens/s"),
+                  PAPER_RATE, token_rate(trace), "tokens/s"),
     ]  # fmt: skip
     statements = [
         *based_on("arithmetic", numbers),

@@ -23,6 +23,7 @@ from longctx.simulation.workloads import (
 )
 
 TRACE, SYNTHETIC = "mooncake/conversation_trace.jsonl", "mooncake/synthetic_trace.jsonl"
+PAPER_RATE = 23_000 * 7_955 / 3_600  # prompt tokens a second of the paper's real data, if it came in an hour
 TICK = 3.0  # seconds between the trace's timestamps: bursts that were none
 _BUILTIN = 12_031, 3_537.0  # requests and seconds of the built-in trace: those of the public one
 _QUICK = 48  # requests of quick figures
@@ -165,6 +166,11 @@ def builtin_trace(count: int, seconds: float, seed: int = 0) -> list[WorkloadReq
         if prompt <= _LONGEST[1]:
             waiting = [*waiting[-600:], (now + pauses[number], found[-1])]
     return found
+
+
+def token_rate(requests: List[WorkloadRequest]) -> float:
+    """Tokens of prompts that come in a second."""
+    return sum(request.prompt_tokens for request in requests) / max(request.arrival for request in requests)
 
 
 def reuse(requests: List[WorkloadRequest]) -> float:

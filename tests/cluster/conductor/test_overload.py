@@ -101,6 +101,18 @@ def test_what_is_predicted_is_spread_evenly_over_decode_instances() -> None:
     assert [demand.batch for _, demand in future_demands(conductor.state, 0.0, 2.0, 1.0)] == [0.5, 0.5]
 
 
+def test_a_request_needs_memory_on_one_instance() -> None:
+    decodes = [instance(name, "decode", decode_tokens=1000) for name in "de"]
+    conductor = cluster(instance("p"), *decodes, admission="early_rejection", tpot=1.0)
+    for i in range(2):  # one on each, of 600 tokens: both together have room for a third one, but none has
+        conductor.assign(request(f"r{i}", (i, 4)), 0.0)
+        assert conductor.prefilled(f"r{i}", 1.0) is None
+    assert {each.assignment.decode for each in conductor.state.decoding.values()} == {"d", "e"}
+    found = rejected(conductor.assign(request("r", (9, 4)), 2.0))
+    assert (found.bound, found.load) == ("memory", 1.2)
+    assert isinstance(conductor.assign(request("small", (9, 2)), 2.0), Assignment)
+
+
 def test_the_pool_s_load_is_the_mean_and_the_cluster_s_the_greater() -> None:
     conductor = cluster(
         instance("p"), instance("q"), instance("d", "decode"), instance("e", "decode"), ttft=10.0, tpot=0.01
@@ -121,6 +133,17 @@ def test_tbt_binds_where_memory_does_not() -> None:
     assert found.bound == "decode_load"
     assert found.load == pytest.approx((0.005 + 600 / 1e7) / 0.00405)
     assert found.retry_after == pytest.approx(5.0)  # the first of the three has lasted 10 s then
+
+
+def test_a_limit_leaves_room_for_those_in_prefill() -> None:
+    conductor = two_pools("early_rejection", decode_limit=0.75)
+    fill_decode(conductor, 3)
+    found = rejected(conductor.assign(request("r", (9, 9)), 5.0))
+    assert (found.bound, found.stage, found.load) == ("memory", "prefill", pytest.approx(1 / 0.75))
+    late = two_pools("early_rejection", decode_limit=0.75)
+    late.assign(request("r", (9, 9)), 0.0)
+    fill_decode(late, 3)
+    assert late.prefilled("r", 5.0) is None  # at the door the fourth place is free
 
 
 @pytest.mark.parametrize("rule", ["early_rejection", "predicted_early_rejection"])

@@ -191,6 +191,35 @@ def test_a_replay_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         follower.replayed(10, b"")
 
 
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_a_late_message_that_a_replay_no_longer_has_changes_nothing(has_snapshot: bool) -> None:
+    """It was folded into the snapshot, or is kept no more; nothing is asked for again and again."""
+    known, asked = set[str](), []
+    follower = Follower(lambda payload: apply(known, payload), known.clear, asked.append)
+    follower.start()
+    follower.live(3, b"+old")
+    if has_snapshot:
+        follower.replayed(3, b"=old")
+    follower.replayed(4, b"+new")
+    follower.replay_ended()
+    assert known == ({"old", "new"} if has_snapshot else {"new"})
+    assert (asked, follower.is_syncing, follower.restarts) == ([0], False, 0)
+
+
+def test_a_publisher_that_replays_something_else_is_malformed() -> None:
+    follower = Follower(lambda payload: False, lambda: None, lambda first: None)
+    follower.start()
+    follower.live(1, b"1")
+    follower.replayed(0, b"0")
+    follower.replayed(1, b"other")
+    follower.replay_ended()  # it may be another publisher: once more
+    assert (follower.is_syncing, follower.restarts) == (True, 1)
+    follower.replayed(0, b"0")
+    follower.replayed(1, b"other")
+    with pytest.raises(MalformedMessage, match="not what is replayed"):
+        follower.replay_ended()
+
+
 def test_messages_that_wait_for_a_replay_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longctx.cluster.prefix_index.follower._MOST_WAITING", (4, 100))
     follower = Follower(lambda payload: False, lambda: None, lambda first: None)

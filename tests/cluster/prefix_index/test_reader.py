@@ -253,6 +253,16 @@ def test_a_lying_publisher_is_excluded_and_the_others_are_read_on(read: Read) ->
     assert read.index.num_blocks == 50
 
 
+def test_a_publisher_whose_numbers_always_go_back_is_excluded(read: Read) -> None:
+    socket, endpoint = read.raw()
+    read.reader.add("a", endpoint)
+    wait_for(lambda: read.reader.publishers.get("a") and read.reader.publishers["a"].is_connected)
+    event = ["BlockStored", [5], None, [], 4, None, "GPU"]
+    wait_for(lambda: socket.send_multipart(message(0, event)) or read.reader.publishers["a"].excluded)
+    assert "went back" in read.reader.publishers["a"].excluded
+    assert read.index.instances == []
+
+
 def test_an_excluded_publisher_is_read_again_once_it_is_added_again(read: Read) -> None:
     socket, endpoint = read.raw()
     read.reader.add("a", endpoint)

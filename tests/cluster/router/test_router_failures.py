@@ -190,6 +190,40 @@ def test_who_does_not_repeat_what_it_was_given_is_excluded(three: list[Served], 
         door.kill()
 
 
+def test_no_token_before_what_cannot_be_is_lost(three: list[Served]) -> None:
+    """A line whose second event can't be: the first one's token is the client's, and is not sent again."""
+    sent = body(n=2, temperature=1.0, seed=3, max_tokens=8)
+    there = choices([post(three[0], sent).json()])
+    text, _, tokens = there[0]
+    with Liar(three[0]) as liar, routed([Member(liar.url, "liar")]) as router, router.client() as client:
+        first, second = [0, tokens[:1], text[:1], [], None], [1, [100_000], "x", [], None]
+        liar.lines = [b"\n" + msgspec.json.encode([first, second]) + b"\n"]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(lambda: choices(chunks(router.url, sent)))
+            router.wait_state("liar", "excluded")
+            client.post("/cluster/register", json={"url": three[0].url, "name": "real"})
+            assert asked.result(30) == there
+        router.wait_idle()
+
+
+def test_who_ends_before_it_has_repeated_is_excluded(three: list[Served], expected: list[Found]) -> None:
+    door = Door(three[0])
+    with Liar(three[1]) as liar, routed([Member(door.url, "real")]) as router, router.client() as client:
+        liar.lines = [b'\n[[0, [], "", [], ["stop", null, null, 0]]]\n']
+
+        def fail() -> None:
+            client.post("/cluster/register", json={"url": liar.url, "name": "liar"})
+            router.wait_state("liar", "open")
+            door.kill()
+            router.wait_state("liar", "excluded")
+            door.revive()
+
+        assert choices(chunks(router.url, sent_of(0, "ended")), fail) == expected[0]
+        assert "before it has repeated" in router.instances()["liar"]["reason"]
+        router.wait_idle()
+        door.kill()
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [

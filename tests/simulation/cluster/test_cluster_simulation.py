@@ -234,3 +234,17 @@ def test_one_coupled_instance_serves_as_it_does_without_a_cluster() -> None:
     ]
     assert record.totals.rows == alone.totals.rows
     assert record.totals.busy == pytest.approx(alone.totals.busy)
+
+
+def test_a_prompt_whose_answer_has_ended_is_read_no_further() -> None:
+    # The second request finds the first one's pages where it decodes, while the prefill instance computes others first.
+    blocks = tuple(range(30))
+    decoding = dataclasses.replace(prefill("d"), role="decode")
+    first = WorkloadRequest(0.0, 30 * PAGE, 3, blocks, PAGE, 0)
+    long, again = WorkloadRequest(0.01, 20_000, 3, number=1), WorkloadRequest(0.02, 30 * PAGE, 3, blocks, PAGE, 2)
+    settings = ClusterSettings(first_token="decode", event_seconds=30.0)
+    record = serve([prefill("p"), decoding], [first, long, again], settings=settings, policy="random")
+    served = {each.number: each for each in record.served}
+    assert served[2].metrics.finished < served[1].metrics.first_token
+    rows = {each.name: each.totals.rows for each in record.instances}
+    assert rows["p"] <= 30 * PAGE + 20_000
