@@ -119,6 +119,8 @@ class ShadowAudit:
             snapshot = take_snapshot(state, placed, decision, now, self._output_tokens)
         with self._lock:
             self._count(admissions=int(is_admitted), rejections=int(not is_admitted))
+            if is_admitted:  # what was predicted before an instance died is not what it gets now
+                self._admitted.pop(request.request_id, None)
             if is_sampled:
                 self._keep(snapshot)
 
@@ -145,7 +147,7 @@ class ShadowAudit:
         with self._lock:
             if snapshot.is_admitted:
                 admission = self._admitted.get(task.request_id)
-                if admission is not None:
+                if admission is not None and admission.snapshot is snapshot:
                     admission.outcome = outcome
                     self._compare(task.request_id, admission)
             else:
@@ -161,7 +163,10 @@ class ShadowAudit:
 
     def _keep(self, snapshot: Snapshot) -> None:
         if len(self._waiting) == self._capacity:
-            self._admitted.pop(self._waiting.popleft().task.request_id, None)
+            dropped = self._waiting.popleft()
+            admission = self._admitted.get(dropped.task.request_id)
+            if admission is not None and admission.snapshot is dropped:
+                del self._admitted[dropped.task.request_id]
             self._count(dropped=1)
         self._waiting.append(snapshot)
         if snapshot.is_admitted:

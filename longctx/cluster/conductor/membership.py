@@ -1,5 +1,6 @@
 """Checks of what joins a cluster and of what instances say."""
 
+import sys
 from collections.abc import Iterable
 
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
@@ -18,8 +19,8 @@ def check_joins(spec: InstanceSpec, instances: Iterable[InstanceState]) -> None:
         raise ValueError("name must not be empty")
     check_role(spec.role)
     check_integer("block_size", spec.block_size, 1, MAX_INT32)
-    check_integer("decode_tokens", spec.decode_tokens, 0)
-    check_integer("max_running", spec.max_running, 1)
+    check_integer("decode_tokens", spec.decode_tokens, 0, sys.maxsize)
+    check_integer("max_running", spec.max_running, 1, sys.maxsize)
     if not check_real("bandwidth", spec.bandwidth, 0) > 0:
         raise ValueError(f"bandwidth must be more than 0, got {shown(spec.bandwidth)}")
     check_real("latency", spec.latency, 0)
@@ -58,9 +59,9 @@ def check_role(role: Role) -> None:
 
 
 def check_report(report: Report) -> None:
-    """Raises TypeError or ValueError: a figure is of another type, not finite, or negative."""
+    """Raises TypeError or ValueError: a figure is of another type, not finite, negative, or beyond 64 bits."""
     check_real("queue_seconds", report.queue_seconds, 0)
-    check_integer("decoding", report.decoding, 0)
-    check_integer("decode_tokens", report.decode_tokens, 0)
+    check_integer("decoding", report.decoding, 0, sys.maxsize)  # no float holds any integer
+    check_integer("decode_tokens", report.decode_tokens, 0, sys.maxsize)
     if not isinstance(report.known, frozenset | set):
         raise TypeError(f"known must be a set of ids, got {shown(report.known)}")

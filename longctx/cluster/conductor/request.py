@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.serving.validation import MAX_INT32, check_integer, check_text
+from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +36,12 @@ class ClusterRequest:
         check_text("request_id", self.request_id)
         check_integer("prompt_tokens", self.prompt_tokens, 1, MAX_INT32)
         check_integer("max_tokens", self.max_tokens, 1, MAX_INT32)
-        if self.keys.dtype != np.uint64 or self.keys.ndim != 1:
-            raise TypeError(f"keys must be uint64 [blocks], got {self.keys.dtype} {list(self.keys.shape)}")
+        check_integer("priority", self.priority, -MAX_INT32, MAX_INT32)
+        if not isinstance(self.keys, np.ndarray) or self.keys.dtype != np.uint64 or self.keys.ndim != 1:
+            raise TypeError(f"keys must be uint64 [blocks], got {shown(self.keys)}")
         if len(self.keys) > self.prompt_tokens:
             raise ValueError(f"keys must be of {self.prompt_tokens} tokens at most, got {len(self.keys)} blocks")
         for name in ("ttft", "tpot"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not check_real(name, value, 0) > 0:
                 raise ValueError(f"{name} must be seconds, more than 0, got {value}")

@@ -146,3 +146,37 @@ def test_deferred_requests_and_those_that_nobody_could_serve_are_not_audited() -
 def test_arguments_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
         ShadowAudit(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_assigned_anew_is_compared_with_its_new_prediction_only() -> None:
+    audit = ShadowAudit(0.0, 1.0)
+    conductor = watched(audit)
+    conductor.join(instance("d2", "decode"), 0.0)
+    first = conductor.assign(request("r", (0, 9)), 0.0)
+    assert isinstance(first, Assignment)
+    (old,) = taken(audit)
+    assert conductor.remove(first.decode, 0.5) == ["r"]
+    conductor.assign(request("r", (0, 9)), 0.5)
+    (new,) = taken(audit)
+    audit.note(old, Outcome(7.0, 0.7))
+    conductor.prefilled("r", 1.5)
+    conductor.finished("r", 3.5, 101)
+    assert audit.totals.admissions_audited == 0
+    audit.note(new, Outcome(1.0, 0.002))
+    assert (audit.totals.admissions_audited, audit.totals.simulated_ttft, audit.totals.ttft) == (1, 1.0, 1.0)
+
+
+def test_an_admission_whose_new_assignment_is_not_sampled_is_compared_with_nothing() -> None:
+    audit = ShadowAudit(0.0, 1.0)
+    conductor = watched(audit)
+    conductor.join(instance("d2", "decode"), 0.0)
+    first = conductor.assign(request("r", (0, 9)), 0.0)
+    assert isinstance(first, Assignment)
+    (old,) = taken(audit)
+    audit.note(old, Outcome(1.0, 0.002))
+    conductor.remove(first.decode, 0.5)
+    audit._admissions = 0.0  # from now on
+    conductor.assign(request("r", (0, 9)), 0.5)
+    conductor.prefilled("r", 1.5)
+    conductor.finished("r", 3.5, 101)
+    assert audit.totals.admissions_audited == 0

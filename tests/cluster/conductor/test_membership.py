@@ -7,6 +7,7 @@ from conductor_parts import RoundCosts, SetIndex, cluster, instance, keys_of, re
 
 from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import InstanceSpec, Report
+from longctx.cluster.conductor.request import ClusterRequest
 
 
 def test_nobody_there_is_a_rejection() -> None:
@@ -123,6 +124,8 @@ def test_excluded_instance_sends_nothing_either() -> None:
         ({"bandwidth": float("nan")}, "bandwidth must be finite"),
         ({"max_running": 0}, "max_running"),
         ({"decode_tokens": -1}, "decode_tokens"),
+        ({"decode_tokens": 10**400}, "decode_tokens"),
+        ({"max_running": 10**400}, "max_running"),
         ({"cache_blocks": (1, 2)}, "cache_blocks must be of device, host, disk"),
         ({"costs": RoundCosts(speed=float("nan"))}, "prefill_seconds of 100 tokens must be finite"),
         ({"costs": RoundCosts(speed=-1.0)}, "prefill_seconds of 100 tokens must be finite"),
@@ -208,3 +211,27 @@ def test_nothing_is_swapped_where_there_is_room_or_nobody_knows() -> None:
     index.store("p0", keys_of((1, 90)))
     index.store("p1", keys_of((1, 1000)))
     assert conductor.swaps(1000.0) == []
+
+
+@pytest.mark.parametrize("what", ["decoding", "decode_tokens"])
+def test_a_report_that_no_float_holds_changes_nothing(what: str) -> None:
+    conductor = cluster(instance("p0"), instance("d0", "decode"))
+    with pytest.raises(ValueError, match=what):
+        conductor.report("d0", Report(0.0, 1, 1)._replace(**{what: 10**400}), 0.0)
+    assert isinstance(conductor.assign(request("a"), 0.0), Assignment)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"priority": 10**400}, ValueError, "priority"),
+        ({"priority": "high"}, TypeError, "priority"),
+        ({"ttft": "1"}, TypeError, "ttft"),
+        ({"tpot": float("nan")}, ValueError, "tpot"),
+        ({"ttft": 0.0}, ValueError, "ttft must be seconds"),
+        ({"keys": [1, 2]}, TypeError, "keys must be uint64"),
+    ],
+)
+def test_requests_out_of_range_are_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ClusterRequest(**{"request_id": "a", "prompt_tokens": 10, "max_tokens": 1, "keys": keys_of()} | fields)

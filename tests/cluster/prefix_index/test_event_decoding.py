@@ -1,13 +1,14 @@
 """Messages of KV events that are anything at all: they are decoded, or malformed, and nothing else happens."""
 
 import contextlib
+from collections.abc import Iterator
 
 import msgspec
 from cluster.prefix_index.publishers import removed, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cluster.prefix_index.events import MalformedMessage, decode
+from longctx.cluster.prefix_index.events import Batch, MalformedMessage, Removed, decode
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.indexer.indexer import KvIndexer, Publisher
 from longctx.cluster.prefix_index.listeners import IndexUpdater
@@ -65,3 +66,20 @@ def test_real_messages_with_wrong_bytes_are_taken_or_malformed(changes: list[tup
     for place, value in changes:
         payload[place] = value
     take(bytes(payload[: changes[0][0]] if is_cut else payload))
+
+
+def test_events_of_a_message_are_joined_once() -> None:
+    """Each key is copied once: a message of so many events as a frame has room for must not stop the reader."""
+
+    class Counted(list[int]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.reads += 1
+            return super().__iter__()
+
+    events = [Removed("host", Counted([i])) for i in range(100)]
+    index = PrefixIndex()
+    index.store("a", "host", range(101))
+    IndexUpdater(index).take("a", Batch(0.0, [*events, Removed("device", [100])], None, 0), b"")
+    assert (index.num_blocks, Counted.reads) == (1, 100)

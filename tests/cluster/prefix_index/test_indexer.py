@@ -147,6 +147,14 @@ def test_two_hashes_of_the_same_tokens_may_both_go() -> None:
     assert (fed.hits(PROMPT).longest, fed.indexer.num_blocks) == (0, 0)
 
 
+def test_a_hash_that_stands_for_other_tokens_now_is_not_found_by_the_old_ones() -> None:
+    fed = Fed()
+    fed.take(engine_events(PROMPT, [1, 2]), engine_events(PROMPT[::-1], [1, 2]))
+    assert (fed.hits(PROMPT).longest, fed.hits(PROMPT[::-1]).longest) == (0, 2 * SIZE)
+    fed.take(removed([1, 2]))
+    assert (fed.hits(PROMPT[::-1]).longest, fed.indexer.num_blocks) == (0, 0)
+
+
 # Over HTTP
 
 

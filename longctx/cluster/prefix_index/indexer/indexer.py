@@ -157,7 +157,7 @@ class KvIndexer:
                 self._forget(instance)
                 source.blocks.clear()
             elif isinstance(event, Removed):
-                self._remove(source, event)
+                self._remove(source, event.tier, event.keys)
             else:
                 self._store(source, event)
 
@@ -172,9 +172,9 @@ class KvIndexer:
             if not index.num_blocks:
                 del self._indexes[context]
 
-    def _remove(self, source: _Source, event: Removed) -> None:
-        bit, gone = 1 << TIERS.index(event.tier), dict[Context, list[int]]()
-        for key in event.keys:
+    def _remove(self, source: _Source, tier: Tier, keys: Iterable[int]) -> None:
+        bit, gone = 1 << TIERS.index(tier), dict[Context, list[int]]()
+        for key in keys:
             block = source.blocks.get(key)
             if block is not None and block.tiers & bit:
                 gone.setdefault(block.context, []).append(block.hash)
@@ -184,7 +184,7 @@ class KvIndexer:
         for context, hashes in gone.items():
             # It is gone already if another of the engine's hashes stood for the same tokens.
             if (index := self._indexes.get(context)) is not None:
-                index.remove(source.publisher.name, event.tier, hashes)
+                index.remove(source.publisher.name, tier, hashes)
                 if not index.num_blocks:
                     del self._indexes[context]
 
@@ -233,7 +233,12 @@ class KvIndexer:
     def _place(self, source: _Source, context: Context, tier: Tier, pairs: list[tuple[int, int]]) -> None:
         bit = 1 << TIERS.index(tier)
         for key, own in pairs:
-            if (block := source.blocks.get(key)) is not None:
+            block = source.blocks.get(key)
+            if block is not None and (block.context, block.hash) != (context, own):
+                for each in TIERS:  # the engine's hash stands for other tokens now
+                    self._remove(source, each, [key])
+                block = None
+            if block is not None:
                 block.tiers |= bit
             else:
                 source.blocks[key] = _Block(context, own, bit)
