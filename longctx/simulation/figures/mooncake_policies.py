@@ -93,20 +93,24 @@ def figure_11(inputs: Inputs) -> Figure:
     by_mean = 100 * _share(theirs.tpot, TPOT)
     tail = "TBT of 0.1 s, the mean of a request's longest tenth of gaps (FAST'25)"
     why = f"by the mean of all its gaps {by_mean:.0f} %"
+    slow = [float(np.quantile(x.tbt, 0.99)) for x in (theirs, ours)]
+    parts = f"{_share(theirs.tbt, TPOT):.0%} of the requests keep TBT, {_share(theirs.ttft, TTFT):.0%} TTFT"
     gaps = np.abs(np.quantile(ours.ttft, SHARES) - np.quantile(theirs.ttft, SHARES)) / TTFT
     statements = [
         Statement("11", "10P+10D: requests within a TTFT of 30 s", 100, 100 * _share(ours.ttft, TTFT), "%"),
         Statement("11", "20 coupled: requests within a TTFT of 30 s", 100, 100 * _share(theirs.ttft, TTFT), "%"),
         Statement("11", f"10P+10D: requests within a {tail}", 100, 100 * _share(ours.tbt, TPOT), "%"),
         Statement("11", f"20 coupled: requests within a {tail}", 57, 100 * _share(theirs.tbt, TPOT), "%", why),
-        Statement("11", "requests that complete within both SLOs, 10P+10D over 20 coupled", 1.75, more, "x"),
+        Statement("11", "requests that complete within both SLOs, 10P+10D over 20 coupled", 1.75, more, "x",
+                  f"of the coupled ones {parts}"),
         ordering("11", "TTFT curves are nearly equal: at no quantile to 99 % do they differ by more than a tenth of 30 "
                  f"s (here by {TTFT * gaps.max():.1f} s at most)", bool(gaps.max() <= 0.1),
                  "20 coupled instances all prefill, and 10 do, but coupled ones find "
                  f"{theirs.hit_rate:.0%} of the tokens cached, Mooncake {ours.hit_rate:.0%}"),
-        ordering("11", "some requests have extremely high TBTs with coupled instances: the longest tenth of TBTs is "
-                 "above 1 s, and above 10 times Mooncake's",
-                 float(np.quantile(theirs.tbt, 0.9)) > max(1.0, 10 * float(np.quantile(ours.tbt, 0.9)))),
+        ordering("11", "some requests have extremely high TBTs with coupled instances, and none has with Mooncake: the "
+                 f"slowest hundredth is above {slow[0]:.2f} s, and above {slow[1]:.2f} s (ten SLOs, and one)",
+                 slow[0] > 10 * TPOT > TPOT > slow[1],
+                 "a long prompt that is read whole stops all decodes of its instance"),
     ]  # fmt: skip
 
     def draw(left: Any, right: Any) -> None:
