@@ -1,5 +1,6 @@
 """`InstanceClient`: what the router asks an instance over HTTP, and answers that are checked."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
@@ -181,7 +182,9 @@ class InstanceClient:
         """
         headers = self._headers | {"content-type": "application/json", "x-request-id": request_id}
         url = f"{self.url}/resume"
-        async with self._http.stream("POST", url, content=body, headers=headers, timeout=_STREAM) as response:
+        request = self._http.build_request("POST", url, content=body, headers=headers, timeout=_STREAM)
+        response = await self._http.send(request, stream=True)
+        try:
             if response.status_code != 200:
                 raise await _refused(response)
             yield []
@@ -190,6 +193,9 @@ class InstanceClient:
                     yield decode_events(line)
                 except (msgspec.DecodeError, ValueError) as error:
                     raise NotUnderstood(f"its events are none: {error}") from None
+        finally:
+            # Whoever is cancelled in here would leave the connection open for good, and the request running there.
+            await asyncio.shield(response.aclose())
 
     async def _get(self, path: str, timeout: httpx.Timeout) -> bytes:
         answer = await self._http.get(self.url + path, headers=self._headers, timeout=timeout)
