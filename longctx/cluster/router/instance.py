@@ -52,4 +52,5 @@ class Instance:
     def lose(self) -> None:
         """Break off whatever is read from it."""
         for task in tuple(self.followers):
-            task.cancel()
+            if not task.cancelling():
+                task.cancel()

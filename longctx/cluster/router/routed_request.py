@@ -203,7 +203,8 @@ class RoutedRequest:
             self._note_failure(instance, "broken", f"its connection broke: {type(error).__name__} {error}".strip())
             self._num_failures += not isinstance(error, httpx.ConnectError)
         finally:
-            task.cancel()
+            if not task.cancelling():  # a second time would break off how it closes its connection
+                task.cancel()
             instance.followers.discard(task)
 
     def _note_failure(self, instance: Instance, why: str, problem: str) -> None:
