@@ -152,8 +152,11 @@ class Conductor:
             self._begin(placed, now)
         return decision
 
-    def prefilled(self, request_id: str, now: float) -> Rejection | None:
+    def prefilled(self, request_id: str, now: float, has_memory: bool = False) -> Rejection | None:
         """The prompt of a request is computed: check whether it may decode (3, step 4).
+
+        Args:
+          has_memory: the instance where it decodes has let it in already: memory can't forbid it any more.
 
         Returns:
           A rejection: the request is not open any more. None: it decodes; or it is not open, or did so already.
@@ -162,7 +165,9 @@ class Conductor:
         if open_request is None:
             return None
         verdict = None if open_request.generated else self._admission.before_decode(self.state, open_request, now)
-        if verdict is None and not open_request.is_held:
+        if has_memory:
+            verdict = None if verdict is None or verdict.bound == "memory" else verdict
+        elif verdict is None and not open_request.is_held:
             decode = self.state.instances[open_request.assignment.decode]
             if not decode.has_room(open_request.reserved):
                 load = decode.decoding.reserved / decode.spec.decode_tokens

@@ -297,7 +297,7 @@ class RoutedRequest:
             placed = self.assignment
             predicted = placed.ttft if placed is not None and self._attempts == 1 else None
             stats.note_first(now - self._arrival, predicted)
-        rejection = routing.conductor.prefilled(self._request.request_id, now)
+        rejection = routing.conductor.prefilled(self._request.request_id, now, has_memory=True)
         if rejection is not None:
             stats.note_rejection(rejection)
             raise rejected(rejection)

@@ -212,6 +212,21 @@ def test_one_s_own_rule_is_asked_before_each_stage() -> None:
     assert (found.bound, found.load, asked) == ("tbt", 3.0, ["prefill", "decode"])
 
 
+@pytest.mark.parametrize("rule", ["baseline", "early_rejection"])
+def test_memory_forbids_nobody_whom_an_engine_has_let_in(rule: str) -> None:
+    """As after an instance was lost: more come to the others than they were to get."""
+    for has_memory in (False, True):
+        conductor = cluster(instance("p"), instance("d", "decode", decode_tokens=1500), admission=rule)
+        for name in ("a", "b"):  # each needs 1,100 tokens
+            assert isinstance(conductor.assign(request(name, (0, 9)), 0.0), Assignment)
+        assert conductor.prefilled("a", 1.0) is None
+        found = conductor.prefilled("b", 2.0, has_memory)
+        assert (found is None) == has_memory
+        conductor.finished("a", 3.0, 10)
+        conductor.finished("b", 3.0, 10)
+        assert conductor.loads(3.0) == (0.0, 0.0)
+
+
 def test_rejections_leave_no_trace() -> None:
     quiet, stormy = (two_pools("predicted_early_rejection", policy="random", decode_seconds=None) for _ in range(2))
     for conductor in (quiet, stormy):
