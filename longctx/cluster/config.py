@@ -285,6 +285,11 @@ def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"{place}changes must be tables, [[simulation.changes]], got {changes!r}")
     for each in changes:
         _check_keys("[[simulation.changes]] ", each, ("at", "instance", "action"))
+        for name, value in each.items():
+            if name == "at":
+                _number("[[simulation.changes]] ", name, value, 0.0)
+            elif not isinstance(value, str):
+                raise ValueError(f"[[simulation.changes]] {name} must be a text, got {value!r}")
     for name, value in found.items():
         if name in _SIMULATED and not isinstance(value, str):
             raise ValueError(f"{place}{name} must be a text, got {value!r}")

@@ -28,6 +28,8 @@ from longctx.cluster.conductor.swap import Swap, Swapper
 from longctx.cluster.conductor.view import InstanceView, view
 from longctx.serving.validation import check_integer, check_real
 
+_LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
+
 
 class Observer(Protocol):
     """What is told of every decision, as the shadow audit is."""
@@ -139,6 +141,7 @@ class Conductor:
           TypeError, ValueError: a request of this id is open, it has more keys than full blocks, an argument is out of
             range, or one's own policy chose what can't be. Nothing is changed.
         """
+        check_real("now", now, 0, _LATEST)
         if self.state.find(request.request_id) is not None:
             raise ValueError(f"request_id must be of no open request, got {request.request_id!r}")
         if check_integer("generated", generated, 0):

@@ -1,5 +1,6 @@
 """`ClusterRequest`: what the conductor knows of a request."""
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class ClusterRequest:
         check_text("request_id", self.request_id)
         check_integer("prompt_tokens", self.prompt_tokens, 1, MAX_INT32)
         check_integer("max_tokens", self.max_tokens, 1, MAX_INT32)
-        check_integer("priority", self.priority, -MAX_INT32, MAX_INT32)
+        check_integer("priority", self.priority, -sys.maxsize, sys.maxsize)
         if not isinstance(self.keys, np.ndarray) or self.keys.dtype != np.uint64 or self.keys.ndim != 1:
             raise TypeError(f"keys must be uint64 [blocks], got {shown(self.keys)}")
         if len(self.keys) > self.prompt_tokens:

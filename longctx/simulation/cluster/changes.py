@@ -1,10 +1,9 @@
 """What happens to instances of a simulated cluster at given times."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from longctx.serving.validation import check_text
+from longctx.serving.validation import check_real, check_text
 
 Action = Literal["kill", "join", "drain", "restore", "prefill", "decode", "both"]
 """It dies, with all that it has; comes back, with nothing; gets no more requests; gets some again; its role changes."""
@@ -25,7 +24,6 @@ class Change:
 
     def __post_init__(self) -> None:
         check_text("instance", self.instance)
-        if not 0 <= self.at < math.inf:
-            raise ValueError(f"at must be finite seconds of at least 0, got {self.at}")
+        check_real("at", self.at, 0)
         if self.action not in ACTIONS:
             raise ValueError(f"action must be one of {', '.join(ACTIONS)}, got {self.action!r}")

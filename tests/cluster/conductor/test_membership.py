@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 from conductor_parts import RoundCosts, SetIndex, cluster, instance, keys_of, request
 
+from longctx.cluster.conductor.conductor import Conductor
+from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import InstanceSpec, Report
 from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.prefix_index.index import PrefixIndex
 
 
 def test_nobody_there_is_a_rejection() -> None:
@@ -235,3 +238,15 @@ def test_a_report_that_no_float_holds_changes_nothing(what: str) -> None:
 def test_requests_out_of_range_are_refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ClusterRequest(**{"request_id": "a", "prompt_tokens": 10, "max_tokens": 1, "keys": keys_of()} | fields)
+
+
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), -1.0, 2.0**32])
+def test_a_time_that_is_none_changes_nothing(now: float) -> None:
+    conductor = Conductor(ConductorConfig(), PrefixIndex())
+    for spec in (instance("p0"), instance("d0", "decode")):
+        conductor.join(spec, 0.0)
+    conductor.index.store("p0", "device", keys_of((1, 20)).tolist())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="now must be"):
+        conductor.assign(request("a", (1, 20)), now)
+    assert [each.open_requests for each in conductor.instances(0.0)] == [0, 0]
+    assert isinstance(conductor.assign(request("a", (1, 20)), 1.0), Assignment)

@@ -145,5 +145,7 @@ def test_changes_are_checked() -> None:
         Change(0.0, "p0", "explode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at must be"):
         Change(-1.0, "p0", "kill")
+    with pytest.raises(TypeError, match="at must be"):
+        Change("1", "p0", "kill")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="report_seconds"):
         ClusterSettings(report_seconds=0.0)
