@@ -14,7 +14,9 @@ def tables(found: Mapping[str, Any]) -> str:
         f"{found['reusable']:.1%} of their prompts' tokens are in earlier prompts.\n"
     ]
     if "policies" in found:
-        told += [_policies(found["policies"]), "", _simulated(found["policies"]), ""]
+        told += [_policies(found["policies"]), ""]
+        if any("simulated" in run for runs in found["policies"].values() for run in runs):
+            told += [_simulated(found["policies"]), ""]
     for part in ("failures", "router"):
         if part in found:
             told += [_events(part, found[part]), ""]

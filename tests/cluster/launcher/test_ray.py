@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_processes import HERE, ROOT, answer, command, is_alive, wait_until
+from test_launched_processes import HERE, ROOT, answer, command, is_alive, wait_until
 
 from longctx.cluster.config import RayOptions
 from longctx.cluster.launcher.launched import Address, Launched

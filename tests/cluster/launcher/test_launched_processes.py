@@ -23,7 +23,7 @@ ROOT = HERE.parent.parent.parent
 PARENT = """
 import sys, time
 sys.path[:0] = [{here!r}]
-from test_processes import launched
+from test_launched_processes import launched
 from longctx.cluster.launcher.processes import ProcessLauncher
 launcher = ProcessLauncher(launched("one", "two"))
 urls = [each.url for each in launcher.start()]
