@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.decision import Bound
 from longctx.cluster.conductor.load import (
+    NOTHING,
     DecodeDemand,
     Load,
     decode_demand,
@@ -84,6 +85,10 @@ class Question:
         """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
         demands = future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
         return self._pool_load(demands)._replace(at=self.prefill_end)
+
+    def least_decode_pool_load(self) -> Load:
+        """The load of the decode pool with this request alone, over `decode_limit`."""
+        return self._pool_load([(each, NOTHING) for each in self.state.decode_pool()])
 
     def decode_load(self) -> Load:
         """The load of the instance where it decodes, as it is now, with this request."""
@@ -212,6 +217,8 @@ def retry_seconds(question: Question, load: Load, limit: float) -> float:
         return max(_LEAST_RETRY, over) if over <= placed.queue else inf
     if load.value == inf:
         return inf
+    if load.bound in ("memory", "decode_load") and question.least_decode_pool_load().value > limit:
+        return inf  # it would not pass if all others had ended
     at = now if load.at is None else load.at
     ends = [
         each.decode_since + question.decode_seconds for each in state.decoding.values() if each.decode_since is not None

@@ -41,7 +41,7 @@ class ActiveRequest:
         self.attempt: Attempt | None = None
         self.page_keys = page_keys
         lengths = request.prompt_tokens, request.output_tokens
-        self._wish = ClusterRequest(request_id, *lengths, block_keys(page_keys), priority=priority)
+        self._cluster_request = ClusterRequest(request_id, *lengths, block_keys(page_keys), priority=priority)
         self._refused_at: float | None = None
         self.num_assigned = self.num_deferred = 0
         self._times: list[float | np.ndarray] = []  # of its tokens
@@ -50,7 +50,7 @@ class ActiveRequest:
         """Ask the conductor, and do as it says."""
         run, now = self._run, self._run.loop.now
         waited = 0.0 if self._refused_at is None else now - self._refused_at
-        decision = run.conductor.assign(self._wish, now, generated=self.metrics.output_tokens, waited=waited)
+        decision = run.conductor.assign(self._cluster_request, now, generated=self.metrics.output_tokens, waited=waited)
         if isinstance(decision, Assignment):
             self.num_assigned += 1
             self.attempt = make_attempt(run, self, decision)

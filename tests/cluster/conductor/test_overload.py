@@ -261,3 +261,13 @@ def test_memory_is_awaited_until_enough_has_ended() -> None:
     found = rejected(conductor.assign(request("big", (9, 6)), 2.0))
     assert (found.bound, found.retry_after) == ("memory", 9.0)  # it needs 800: both have to end, the later at 11
     assert rejected(conductor.assign(request("huge", (9, 12)), 2.0)).retry_after == inf
+
+
+def test_a_request_that_would_not_pass_alone_is_not_told_to_come_again() -> None:
+    parts = (instance("p"), instance("d", "decode", decode_tokens=2000))
+    for limits in ({"load_limit": 0.5}, {"decode_limit": 0.5}):
+        conductor = cluster(*parts, admission="early_rejection", defer_seconds=60.0, **limits)
+        big = conductor.assign(request("big", (0, 12)), 0.0)
+        assert isinstance(big, Rejection)
+        assert (big.bound, big.retry_after, big.is_deferred) == ("memory", inf, False)
+        assert isinstance(conductor.assign(request("small", (0, 5)), 0.0), Assignment)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from msgspec import Meta
 from starlette.concurrency import run_in_threadpool
 
+from longctx.cluster.prefix_index.connection import check_endpoint
 from longctx.cluster.prefix_index.indexer.indexer import Context, InstanceHits, KvIndexer, Publisher
 from longctx.cluster.prefix_index.indexer.sequence_hash import sequence_hashes
 from longctx.cluster.prefix_index.reader import KvEventReader
@@ -117,11 +118,13 @@ def indexer_router(indexer: KvIndexer, reader: KvEventReader) -> APIRouter:
         if len(indexer.publishers) >= _MOST_PUBLISHERS:
             raise ApiError(429, f"{_MOST_PUBLISHERS} publishers are registered already", "instance_id", retry_after=60)
         try:
-            reader.add(publisher.name, body.endpoint, body.replay_endpoint or None)
+            check_endpoint("endpoint", body.endpoint)
+            if body.replay_endpoint:
+                check_endpoint("replay_endpoint", body.replay_endpoint)
         except ValueError as error:
-            message = str(error).replace("replay must", "replay_endpoint must", 1)
-            raise ApiError(400, message, message.split()[0]) from error
-        indexer.register(publisher)
+            raise ApiError(400, str(error), str(error).split()[0]) from error
+        indexer.register(publisher)  # first: its events may come at once
+        reader.add(publisher.name, body.endpoint, body.replay_endpoint or None)
         return _json({"status": "registered successfully", "instance_id": body.instance_id})
 
     @router.post("/unregister")
