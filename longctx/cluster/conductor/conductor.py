@@ -282,14 +282,15 @@ class Conductor:
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
-        matches = {name: match.blocks for name, match in self.index.match(keys).items()}
+        held = {name: match.blocks for name, match in self.index.match(keys).items()}
+        matches = dict(held)
         for name, blocks in self._pending.match(keys).items():
             if blocks > matches.get(name, 0):
                 matches[name] = blocks
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
         if exclude:
             senders = {name: each for name, each in senders.items() if name not in exclude}
-        context = PolicyContext(block_size, self.config.balancing_threshold, senders, seed)
+        context = PolicyContext(block_size, self.config.balancing_threshold, senders, seed, held)
         choice = self._policy(request, matches, pool, now, context)
         if callable(self.config.policy):
             check_choice(choice, request, pool, context)

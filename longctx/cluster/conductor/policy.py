@@ -43,12 +43,14 @@ class PolicyContext(NamedTuple):
       balancing_threshold: see `ConductorConfig`.
       senders: instances that may send their blocks to others, by name.
       seed: of random choices, of the conductor and of the request.
+      held: leading blocks that instances have by now, by name: only these can be sent.
     """
 
     block_size: int
     balancing_threshold: float
     senders: Mapping[str, InstanceState]
     seed: str
+    held: Mapping[str, int]
 
     def random(self) -> Random:
         """The same numbers for the same request, whatever was asked before: rejections leave no trace."""
@@ -122,8 +124,8 @@ def kvcache_centric(
 
     What was fetched stays: so hot prefixes spread over instances (lines 30 to 32).
     """
-    source, size = _best_match(matches, context), context.block_size
-    best = 0 if source is None else matches[source.name]
+    source, size = _best_match(context), context.block_size
+    best = 0 if source is None else context.held[source.name]
     chosen, least, fetches = pool[0], inf, False
     for state in pool:
         queue = state.queue(now)
@@ -147,11 +149,14 @@ def kvcache_centric(
     return Choice(chosen.name, cached, transfer, chosen.queue(now), send, seconds)
 
 
-def _best_match(matches: Mapping[str, int], context: PolicyContext) -> InstanceState | None:
-    """The instance with the longest prefix, of those that may send it; the first of equal ones. None: nobody has it."""
+def _best_match(context: PolicyContext) -> InstanceState | None:
+    """The instance with the longest prefix, of those that may send it; the first of equal ones. None: nobody has it.
+
+    Blocks of prompts that are not computed yet don't count: they would not be there when they are asked for.
+    """
     best, found = 0, None
     for name, sender in context.senders.items():
-        blocks = matches.get(name, 0)
+        blocks = context.held.get(name, 0)
         if blocks > best:
             best, found = blocks, sender
     return found

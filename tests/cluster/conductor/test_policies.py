@@ -94,13 +94,25 @@ def test_fetched_prefix_is_a_replica_for_the_next_request() -> None:
 
 def test_blocks_of_assigned_prompts_count_at_once() -> None:
     conductor = two_prefills()
-    first = assigned(conductor, request("a", (1, 20)), 0.0)
+    assert assigned(conductor, request("other", (9, 5)), 0.0).prefill == "p0"
+    assert assigned(conductor, request("a", (1, 20)), 0.0).prefill == "p1"
     second = assigned(conductor, request("b", (1, 20), (2, 3)), 0.0)
-    assert second.cached == 2000
-    assert second.prefill == "p1" != first.prefill  # fetching takes 0.02 s, waiting 2.05 s
-    conductor.cancelled("a", 0.0)
-    conductor.cancelled("b", 0.0)
+    assert (second.prefill, second.cached, second.transfer) == ("p1", 2000, None)
+    for name in ("a", "b"):
+        conductor.cancelled(name, 0.0)
     assert assigned(conductor, request("c", (1, 20)), 0.0).cached == 0
+
+
+def test_blocks_that_are_not_computed_yet_are_not_sent() -> None:
+    conductor = two_prefills()
+    assert assigned(conductor, request("a", (1, 20)), 0.0).prefill == "p0"
+    second = assigned(conductor, request("b", (1, 20), (2, 3)), 0.0)
+    # What "a" computes is there after 2.05 s: to fetch it now for 0.02 s would be a prediction of 0.37 s.
+    assert (second.prefill, second.cached, second.transfer, second.ttft) == ("p1", 0, None, pytest.approx(2.35))
+    store(conductor, "p0", (1, 20))
+    conductor.first_token("a", 2.1)
+    third = assigned(conductor, request("c", (1, 20), (3, 90)), 2.1)
+    assert (third.prefill, third.cached) == ("p0", 2000)
 
 
 def test_senders_that_are_congested_take_longer() -> None:
