@@ -181,6 +181,11 @@ class Instances:
         sent = time.time()
         info = await instance.client.info()
         self._check(info, sent, time.time())
+        same = next(
+            (each for each in self.members if each.info is not None and each.info.instance == info.instance), None
+        )
+        if same is not None:
+            raise NotUnderstood(f"it is {same.name} by another address, {same.client.url}")
         load = await instance.client.load()
         costs = InstanceCosts(info, await instance.client.predictor())
         spec = InstanceSpec(

@@ -12,7 +12,7 @@ from longctx.serving.server.errors import ApiError
 from longctx.serving.server.read_call import Call
 from longctx.serving.server.transfers import Received, Transfers
 
-_NO_TRANSFERS = "this server moves no requests: start it with --role prefill, decode or both"
+_NO_TRANSFERS = "this server moves no requests: engines do that are started with --role prefill, decode or both"
 
 
 def begin_transfer(

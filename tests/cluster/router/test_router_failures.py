@@ -295,3 +295,15 @@ def test_one_that_hangs_is_noticed(three: list[Served], expected: list[Found]) -
         door.stall(False)
         router.wait_idle()
         door.kill()
+
+
+def test_an_instance_by_two_addresses_is_one(three: list[Served]) -> None:
+    """Its memory would count twice."""
+    with routed(members_of(three[:1])) as router:
+        known = router.client().post(
+            "/cluster/register", json={"url": Door(three[0]).url, "name": "twin", "role": "both"}
+        )
+        assert known.status_code == 200
+        router.wait_state("twin", "excluded", 10)
+        assert "it is b0 by another address" in router.instances()["twin"]["reason"]
+        assert router.client().post("/v1/completions", json=body(max_tokens=2)).status_code == 200
