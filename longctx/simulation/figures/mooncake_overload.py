@@ -102,7 +102,8 @@ def table_2(inputs: Inputs) -> Figure:
                  f"prediction: {both[EARLY]:.1%} and {both[PREDICTED]:.1%}", both[EARLY] > both[PREDICTED]),
         ordering("table 2", f"{MACHINES}: the baseline rejects more than early rejection: {both[BASELINE]:.1%} and "
                  f"{both[EARLY]:.1%}", both[BASELINE] > both[EARLY],
-                 "decode's door takes whoever still fits, so the baseline serves smaller requests: their prompts have "
+                 f"early rejection stops at a decode load of {THRESHOLD}, which the baseline fills up to 1; and its "
+                 "door takes whoever still fits, so that it serves smaller requests: their prompts have "
                  f"{mean[BASELINE]:,.0f} tokens on average, {mean[EARLY]:,.0f} with early rejection"),
         ordering("table 2", f"{MACHINES}: {vain[BASELINE]:.1%} of the requests are rejected after their prefill by the "
                  f"baseline, and by the others less than half of that: {vain[EARLY]:.1%}, {vain[PREDICTED]:.1%}",
@@ -190,7 +191,9 @@ def figure_7(inputs: Inputs) -> Figure:
         ordering("7", f"{MACHINES}, {COPIES} x the trace, early rejection above a decode load of {THRESHOLD}: both "
                  f"loads swing in anti-phase: prefill's is low {found.lag:.0f} s after decode's was high, correlation "
                  f"{found.staggered:.2f} (below -0.5); at the same time it is {found.correlation:.2f} (below 0)",
-                 found.staggered < -0.5 and found.correlation < 0),
+                 found.staggered < -0.5 and found.correlation < 0,
+                 "machines, rate and threshold were chosen so that both pools bind; with the default limit of 1, which "
+                 "decode's door has too, no such swings were found"),
         ordering("7", "they fluctuate significantly: from the 5 % to the 95 % quantile prefill's load swings by "
                  f"{found.prefill_amplitude:.2f}, decode's by {found.decode_amplitude:.2f} (both more than 0.15)",
                  min(found.prefill_amplitude, found.decode_amplitude) > 0.15),
