@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,15 +237,16 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def transfer_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "longctx" in thread.name]
+def transfer_threads(before: Collection[threading.Thread]) -> list[str]:
+    """Those that have begun since; servers of other tests may have some."""
+    return [each.name for each in threading.enumerate() if "longctx" in each.name and each not in before]
 
 
 @both
 def test_nothing_is_left_of_faulty_transfers(way_name: str) -> None:
     """Threads, sockets, streams, credits, leases."""
     gc.collect()
-    files = open_files()
+    files, before = open_files(), threading.enumerate()
     with over_a_link(way_name, seconds=0.01) as (way, link):
         for number in range(10):
             taker, pages = begin(way)
@@ -258,15 +259,16 @@ def test_nothing_is_left_of_faulty_transfers(way_name: str) -> None:
         wait_until(lambda: way.sender.num_streams == way.receiver.num_fetches == 0)  # type: ignore[union-attr]
         wait_until(lambda: way.receiver._credits.free == OPTIONS.max_blocks)
         wait_until(lambda: way.engine._leases == {})
-        wait_until(lambda: len(transfer_threads()) == 2)
+        wait_until(lambda: len(transfer_threads(before)) == 2)
         assert len(way.receiver._peers) <= 1
-    wait_until(lambda: transfer_threads() == [])
+    wait_until(lambda: transfer_threads(before) == [])
     gc.collect()
     wait_until(lambda: open_files() <= files)
 
 
 @both
 def test_closing_in_the_midst(way_name: str) -> None:
+    before = threading.enumerate()
     with open_way(way_name, FakeEngine(seconds=0.05)) as way:
         taker, pages = begin(way)
         taker.wait_for(1)
@@ -275,4 +277,4 @@ def test_closing_in_the_midst(way_name: str) -> None:
         way.receiver.close()
         after, _ = begin(way)
         assert after.finish() == 0
-    wait_until(lambda: transfer_threads() == [])
+    wait_until(lambda: transfer_threads(before) == [])

@@ -68,7 +68,8 @@ def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object, layered: bo
     sizes = []
     for num_layers in (CONFIG.num_layers, 64):
         made = compiled_step(dtype, layered, num_layers)
-        sizes.append([len(program.as_text()) for program in (made if layered else (made,))])
+        # Their instructions: what the text says of places in the source varies.
+        sizes.append([program.as_text().count(" = ") for program in (made if layered else (made,))])
     np.testing.assert_allclose(*sizes, rtol=0.02)
 
 
