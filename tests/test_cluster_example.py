@@ -14,7 +14,7 @@ import yaml
 from longctx.cli.config_file import config_arguments
 from longctx.cli.instance_command import Secrets, engine_arguments, instance_arguments, serve_parser
 from longctx.cli.join_flags import check_join_flags
-from longctx.cli.serve import serve_config
+from longctx.cli.serve_flags import serve_config
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.config import ClusterFile, read_cluster
 

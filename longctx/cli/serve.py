@@ -8,7 +8,6 @@ import socket
 import sys
 import tempfile
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +15,25 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from longctx.cli.arguments.observe import OBSERVERS
-from longctx.cli.arguments.serve import LIMITS, SETTINGS
-from longctx.cli.engine_flags import check_memory, engine_config, make_engine, naming_flags, parallel_plan, prefixing
-from longctx.cli.files import check_input, read_text
+from longctx.cli.engine_flags import check_memory, make_engine, naming_flags, parallel_plan
+from longctx.cli.files import check_input
 from longctx.cli.join_flags import check_join_flags, joining
-from longctx.cli.kv_flags import page_hash_key, tier_config
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.prompt_progress import show_compiling
+from longctx.cli.serve_flags import (
+    OBSERVER_NAMES,
+    address_text,
+    admission_limits,
+    chat_template_text,
+    check_weights,
+    model_names,
+    observer_settings,
+    serve_config,
+    server_settings,
+)
 from longctx.cli.terminal import FAILED, Console, interrupts
 from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
 from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
-from longctx.models.builtin import TINY
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
 from longctx.models.fingerprint import checkpoint_fingerprint
@@ -37,17 +43,12 @@ from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.admission_control import AdmissionLimits
 from longctx.serving.engine.memory import kv_width
 from longctx.serving.recording.recorder import Recorder, open_recorder
-from longctx.serving.server.keys import ApiKey, read_keys
 from longctx.serving.server.settings import ServerSettings
-from longctx.serving.validation import check_real
 
 if TYPE_CHECKING:
-    from longctx.serving.server.observers import ObserverSettings
+    pass
 
-_OBSERVER_NAMES = [*(name for name, *_ in OBSERVERS), "log_format", "log_prompts"]
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
-_BUILTIN_NAME = "longctx-tiny"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
 
 
@@ -63,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("launcher", "instance_key_file"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
-    settings, limits = server_settings(options), _limits(options)
-    _check_weights(options, settings)
+    settings, limits = server_settings(options), admission_limits(options)
+    check_weights(options, settings)
     _check_record(options)
     check_join_flags(options)
     check_transfer_flags(options)
@@ -91,7 +92,7 @@ def _serve(
     from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
 
-    observers, console = _observers(options), Console(options.quiet or not group.is_first)
+    observers, console = observer_settings(options), Console(options.quiet or not group.is_first)
     names = model_names(options)
     options.model = resolve_model(options.model, options.quiet)
     tokenizer = load_tokenizer(options.model)
@@ -113,7 +114,7 @@ def _serve(
         console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
-    with naming_flags(_OBSERVER_NAMES):
+    with naming_flags(OBSERVER_NAMES):
         make_transfers = transfer_maker(options)
         server = Server(engine, names, settings, limits, chat_template, warm_up, observers, make_transfers)
     http = HttpServer(server)
@@ -125,36 +126,6 @@ def _serve(
         sys.stderr.flush()
         os._exit(0)
     return FAILED if server.has_failed else 0
-
-
-def serve_config(options: argparse.Namespace) -> EngineConfig:
-    """The configuration of a server's engine, by the flags."""
-    return engine_config(
-        options,
-        max_length=options.max_length,
-        max_logprobs=options.max_logprobs,
-        tenant_weights=dict(map(_read_weight, options.tenant_weight)),
-        tiers=tier_config(options),
-        verify_share=options.verify_share,
-        hash_key=page_hash_key(options),
-        transfers=options.role is not None,
-    )
-
-
-def _read_weight(text: str) -> tuple[str, float]:
-    name, _, weight = text.rpartition("=")
-    try:
-        return name, float(weight)
-    except ValueError:
-        raise ValueError(f"--tenant-weight must be NAME=X, got {text!r}") from None
-
-
-def _check_weights(options: argparse.Namespace, settings: ServerSettings) -> None:
-    names = {key.name for key in settings.api_keys}
-    for name, weight in map(_read_weight, options.tenant_weight):
-        if name not in names:
-            raise ValueError(f"--tenant-weight is of {name!r}, and no --api-key has that name")
-        check_real(f"--tenant-weight {name}", weight, 1e-3, 1e3)
 
 
 def _check_record(options: argparse.Namespace) -> None:
@@ -211,70 +182,3 @@ def _num_pages(
         options.num_pages = min(fit, most)
         config = serve_config(options)
     return check_memory(console, model, config, plan, mesh, dtype)
-
-
-def model_names(options: argparse.Namespace) -> tuple[str, ...]:
-    """By which clients may call the model; the first one is in the answers."""
-    return tuple(options.served_model_name) or (_model_name(options.model),)
-
-
-def chat_template_text(options: argparse.Namespace) -> str | None:
-    """Of `--chat-template`; None: the tokenizer's own is to be taken."""
-    return None if options.chat_template is None else read_text("--chat-template", options.chat_template)
-
-
-def _model_name(model: str | Path) -> str:
-    """What clients call a model: the hub's name of it, or that of its folder or file, never a path."""
-    if model == TINY:
-        return _BUILTIN_NAME
-    path = Path(model)
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else str(model)
-
-
-def server_settings(options: argparse.Namespace) -> ServerSettings:
-    """The settings of a server, by the flags."""
-    names = [name for name, *_ in SETTINGS]
-    if options.profile_dir is not None and not options.profile_dir.is_dir():
-        raise ValueError(f"--profile-dir {options.profile_dir} is no folder")
-    keys, hosts = _keys(options, "api"), options.allow_host
-    if not (keys or hosts) and options.host in _LOOPBACK:
-        hosts = _LOOPBACK
-    with naming_flags(names):
-        return ServerSettings(
-            api_keys=keys,
-            admin_keys=_keys(options, "admin"),
-            allow_hosts=tuple(name.lower() for name in hosts),
-            **{name: getattr(options, name) for name in names},
-            allow_origins=tuple(options.allow_origin),
-            profile_dir=options.profile_dir,
-        )
-
-
-def _observers(options: argparse.Namespace) -> "ObserverSettings":
-    from longctx.serving.server.observers import ObserverSettings
-
-    with naming_flags(_OBSERVER_NAMES):
-        return ObserverSettings(**{name: getattr(options, name) for name in _OBSERVER_NAMES})
-
-
-def _keys(options: argparse.Namespace, who: str) -> tuple[ApiKey, ...]:
-    lines = list(getattr(options, f"{who}_key"))
-    file = getattr(options, f"{who}_key_file")
-    if file is not None:
-        lines += read_text(f"--{who}-key-file", file).splitlines()
-    with prefixing(f"--{who}-key: "):
-        return read_keys(lines, who)
-
-
-def _limits(options: argparse.Namespace) -> AdmissionLimits:
-    names = [name for name, *_ in LIMITS]
-    with naming_flags(names):
-        return AdmissionLimits(
-            **{name: getattr(options, name) for name in names}, heeds_deadlines=not options.ignore_deadlines
-        )
-
-
-def address_text(name: tuple[Any, ...]) -> str:
-    """Of a socket's name."""
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

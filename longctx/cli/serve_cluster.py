@@ -23,7 +23,7 @@ from longctx.cli.instance_command import (
     serve_parser,
 )
 from longctx.cli.naming import naming_flags
-from longctx.cli.serve import address_text, chat_template_text, model_names, serve_config, server_settings
+from longctx.cli.serve_flags import address_text, chat_template_text, model_names, serve_config, server_settings
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.audit_process import AuditProcess

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from longctx.cluster.conductor.audit import Forward, Outcome, ShadowAudit
 from longctx.cluster.conductor.snapshot import Snapshot
+from longctx.serving.worker_process import follow_parent
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +71,9 @@ class AuditProcess:
 
 
 def _begin(make_forward: Callable[[], Forward]) -> None:
-    """In a new process: leave signals to the parent, and end with it, however it ends."""
+    """In a new process."""
     global _forward
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    follow_parent()
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     _forward = make_forward()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from longctx.cluster.conductor.config import ConductorConfig, RoleConfig
 from longctx.cluster.conductor.instance import ROLES, Role
+from longctx.cluster.server_url import split_server_url
 from longctx.serving.validation import check_integer, check_real
 
 Launcher = Literal["processes", "ray", "static"]
@@ -303,14 +303,9 @@ def _read_simulation(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_url(place: str, url: Any) -> str:
-    try:
-        parts = urlsplit(url) if isinstance(url, str) else None
-        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError
-        if parts.query or parts.fragment or parts.username is not None or parts.path not in ("", "/"):
-            raise ValueError
-    except ValueError:  # a port that is none, too
-        raise ValueError(f"{place} must be http://HOST:PORT, got {url!r}") from None
+    parts = split_server_url(url)
+    if parts is None:
+        raise ValueError(f"{place} must be http://HOST:PORT, got {url!r}")
     return parts.geturl().rstrip("/")
 
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from longctx.cluster.conductor.instance import Role
+from longctx.cluster.server_url import split_server_url
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +90,8 @@ class Joining:
 def router_url(text: str) -> str:
     """The URL of a router, from `HOST:PORT` or a URL. ValueError: it is none."""
     url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) > 0
-    except ValueError:  # the port is none
-        is_right = False
-    if not is_right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+    parts = split_server_url(url)
+    if parts is None or parts.port is None:
         raise ValueError(f"join must be HOST:PORT, got {text!r}")
     return url.rstrip("/")
 

@@ -8,7 +8,7 @@ from longctx.serving.request.output import Metrics
 from longctx.simulation.event_loop import EventLoop
 from longctx.simulation.record import InstanceRecord, Open, Record, Served, merge_timelines, sum_stats
 from longctx.simulation.server import Server
-from longctx.simulation.workloads import WorkloadRequest
+from longctx.simulation.workloads import WorkloadRequest, check_arrivals
 
 Route = Callable[[WorkloadRequest, List[Server], float], Server]
 
@@ -64,24 +64,13 @@ class Simulation:
 
     def _check(self, requests: List[WorkloadRequest]) -> None:
         """Check what needs no tokens, before the clock moves."""
-        before, numbers = 0.0, set[int]()
-        follows = any(request.after is not None for request in requests)
-        for index, request in enumerate(requests):
-            name = f"requests[{index}]"
-            if request.after is None:
-                if not before <= request.arrival < math.inf:
-                    raise ValueError(f"{name} must arrive at {before} or later, got {request.arrival}")
-                before = request.arrival
-            elif request.after not in numbers:
-                raise ValueError(f"{name} must follow one that stands before it, got after={request.after}")
-            if follows and request.number in numbers:
-                raise ValueError(f"{name} must have a number of its own, got {request.number} again")
-            numbers.add(request.number)
+        check_arrivals(requests)
+        for order, request in enumerate(requests):
             for instance in self.instances:
                 try:
                     instance.check(request)
                 except ValueError as error:
-                    raise ValueError(f"{name} {error}") from None
+                    raise ValueError(f"requests[{order}] {error}") from None
 
 
 class _Run:

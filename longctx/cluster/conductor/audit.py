@@ -75,7 +75,7 @@ class AuditTotals(NamedTuple):
         return self.rejections * self.rejections_wrong / self.rejections_audited if self.rejections_audited else 0.0
 
 
-class _Admission:
+class _Admitted:
     """An admission of the sample: run forward and ended, in either order."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -101,7 +101,7 @@ class ShadowAudit:
         self._random = Random(check_integer("seed", seed, 0))
         self._capacity = check_integer("capacity", capacity, 1)
         self._waiting: deque[Snapshot] = deque()
-        self._admitted: OrderedDict[str, _Admission] = OrderedDict()
+        self._admitted: OrderedDict[str, _Admitted] = OrderedDict()
         self._totals, self._lock = AuditTotals(), threading.Lock()
         self._output_tokens, self._num_ended = _FIRST_TOKENS, 0
 
@@ -170,11 +170,11 @@ class ShadowAudit:
             self._count(dropped=1)
         self._waiting.append(snapshot)
         if snapshot.is_admitted:
-            self._admitted[snapshot.task.request_id] = _Admission(snapshot)
+            self._admitted[snapshot.task.request_id] = _Admitted(snapshot)
             if len(self._admitted) > 16 * self._capacity:  # cancelled ones don't end
                 self._admitted.popitem(last=False)
 
-    def _compare(self, request_id: str, admission: _Admission) -> None:
+    def _compare(self, request_id: str, admission: _Admitted) -> None:
         if admission.outcome is None or admission.got is None:
             return
         del self._admitted[request_id]

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 from longctx.serving.validation import check_integer, check_real, shown
 
-Admission = Literal["none", "baseline", "early_rejection", "predicted_early_rejection"]
-ADMISSIONS: tuple[Admission, ...] = get_args(Admission)
+AdmissionName = Literal["none", "baseline", "early_rejection", "predicted_early_rejection"]
+ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 
 
@@ -48,7 +48,7 @@ class ConductorConfig:
       balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
       load_limit: of a pool's load: a request above it is rejected.
       decode_limit: of the decode pool's load, by which early rejection leaves room for what is in prefill (6.2): the
-        pool's load is taken over it before a prefill, and as it is at decode's door.
+        pool's load is taken over it before a prefill, and as it is before a decode.
       priority_step: by how much each step of a request's priority raises the limit.
       decode_seconds: t_d, what a request's decoding is assumed to take (6.4); None: what it has taken, on average.
       defer_seconds: how long whoever asks should keep a rejected request and ask again, at most; 0: not at all.
@@ -65,7 +65,7 @@ class ConductorConfig:
     """
 
     policy: str | Callable[..., Any] = "kvcache_centric"
-    admission: Admission | Callable[..., Any] = "early_rejection"
+    admission: AdmissionName | Callable[..., Any] = "early_rejection"
     ttft: float = 30.0
     tpot: float = 0.1
     balancing_threshold: float = 4.0

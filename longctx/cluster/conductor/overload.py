@@ -4,7 +4,7 @@ An admission rule is a function `(question) -> Load | None`: the load that count
 nothing is checked there. A request is rejected if that load is above the limit of its priority. One's own rule is such
 a function too, and is given to `ConductorConfig(admission=...)`.
 
-Source: Mooncake, section 3 (step 4: the check at decode's door), 6.1 to 6.4 and 7.2.
+Source: Mooncake, section 3 (step 4: the check before decoding), 6.1 to 6.4 and 7.2.
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def baseline(question: Question) -> Load | None:
 
 
 def early_rejection(question: Question) -> Load | None:
-    """Check the greater load of both pools before the prefill (6.2), and decode's once more at its door."""
+    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes."""
     if question.before == "decode":
         return question.decode_load()
     return max(question.prefill_load(), question.decode_pool_load(), key=lambda each: each.value)

@@ -3,7 +3,6 @@
 What an engine's server tells, too, has the names that it has there. What only a cluster has is `longctx:cluster_...`.
 """
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -106,8 +105,7 @@ class RouterMetrics(RenderedMetrics):
         yield gauge(PREFIX + "indexed_blocks", "Distinct blocks that somebody has.", labels, server.index.num_blocks)
         yield gauge(PREFIX + "index_bytes", "Memory of the index of blocks.", labels, server.index.num_bytes)
         loads = server.conductor.loads(now)._asdict()
-        finite = {pool: load if math.isfinite(load) else math.inf for pool, load in loads.items()}
-        yield gauges(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, "pool", finite)
+        yield gauges(PREFIX + "load", "Predicted time over its SLO, of a pool.", labels, "pool", loads)
 
     def _of_decisions(self) -> Iterator[Metric]:
         labels, stats = self._labels, self._server.cluster.stats
@@ -119,8 +117,7 @@ class RouterMetrics(RenderedMetrics):
         help, columns = "Requests that were placed on an instance.", ("policy", "stage", "instance")
         yield table(CounterMetricFamily, PREFIX + "assignments", help, labels, columns, placed)
         help = "Prefixes that one instance sent another before its prefill."
-        columns2 = ("source", "instance")
-        yield table(CounterMetricFamily, PREFIX + "transfers", help, labels, columns2, stats.transfers)
+        yield table(CounterMetricFamily, PREFIX + "transfers", help, labels, ("source", "instance"), stats.transfers)
         help = "Requests that were rejected, by what binds and before which stage."
         yield table(CounterMetricFamily, PREFIX + "rejections", help, labels, ("bound", "stage"), stats.rejections)
         help = "Requests that an instance did not bring to their end."

@@ -3,14 +3,13 @@
 import asyncio
 import multiprocessing
 import os
-import signal
-import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.read_call import CallReader, Kind, Origin, read
+from longctx.serving.worker_process import follow_parent
 
 _THREADS = 4
 SHORT_BYTES, LONG_BYTES = 2**11, 2**15
@@ -79,19 +78,10 @@ _reader: CallReader
 
 
 def _begin(reader: CallReader) -> None:
-    """In a new process: keep the reader, leave signals to the parent, and end with it, however it ends."""
+    """In a new process: keep the reader."""
     global _reader
     _reader = reader
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    follow_parent()
 
 
 def _read_there(kind: Kind, body: bytes, origin: Origin) -> Any:

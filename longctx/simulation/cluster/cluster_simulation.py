@@ -17,10 +17,10 @@ from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.forward import ClusterForward
 from longctx.simulation.cluster.node import Node
-from longctx.simulation.cluster.run import ClusterRun, Priority, check_arrivals
+from longctx.simulation.cluster.run import ClusterRun, Priority
 from longctx.simulation.cluster.settings import ClusterSettings
 from longctx.simulation.event_loop import EventLoop
-from longctx.simulation.workloads import WorkloadRequest
+from longctx.simulation.workloads import WorkloadRequest, check_arrivals
 
 
 class ClusterSimulation:

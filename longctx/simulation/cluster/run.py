@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence as List
 
-import numpy as np
-
 from longctx.cluster.conductor.audit import Forward, ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import Role
@@ -207,19 +205,3 @@ class ClusterRun:
             while (snapshot := self.audit.take()) is not None:
                 self.audit.note(snapshot, self.forward(snapshot))
             self.record.audit = self.audit.totals
-
-
-def check_arrivals(requests: List[WorkloadRequest]) -> None:
-    """ValueError if requests are not in order of arrival, or follow others that don't stand before them."""
-    before, numbers = 0.0, set[int]()
-    follows = any(request.after is not None for request in requests)
-    for order, request in enumerate(requests):
-        if request.after is None:
-            if not before <= request.arrival < np.inf:
-                raise ValueError(f"requests[{order}] must arrive at {before} or later, got {request.arrival}")
-            before = request.arrival
-        elif request.after not in numbers:
-            raise ValueError(f"requests[{order}] must follow one that stands before it, got after={request.after}")
-        if follows and request.number in numbers:
-            raise ValueError(f"requests[{order}] must have a number of its own, got {request.number} again")
-        numbers.add(request.number)

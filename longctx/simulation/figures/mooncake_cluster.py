@@ -13,8 +13,7 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from longctx.cluster.conductor.config import Admission, ConductorConfig
-from longctx.cluster.conductor.overload import AdmissionRule
+from longctx.cluster.conductor.config import AdmissionName, ConductorConfig
 from longctx.simulation.cluster import ClusterDeployment
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
@@ -122,7 +121,8 @@ def serve(
     requests: List[WorkloadRequest],
     *,
     policy: str | None = None,
-    admission: Admission | AdmissionRule = "none",
+    admission: AdmissionName = "none",
+    decode_limit: float = 1.0,
     single: bool = False,
     seed: int = 0,
     give_up: float | None = None,
@@ -135,7 +135,9 @@ def serve(
         others of the outcome were not served. None: all are served.
     """
     default = "least_loaded" if "M" in shape else "kvcache_centric"
-    config = ConductorConfig(policy=policy or default, admission=admission, ttft=TTFT, tpot=TPOT, seed=seed)
+    config = ConductorConfig(
+        policy=policy or default, admission=admission, ttft=TTFT, tpot=TPOT, decode_limit=decode_limit, seed=seed
+    )
     instances = deployment(shape, config, single).instances()
     if admission == "none":  # who finds no memory where it decodes waits in that host's
         instances = [dataclasses.replace(each, is_patient=True) for each in instances]

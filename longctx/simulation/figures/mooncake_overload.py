@@ -6,8 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from longctx.cluster.conductor.load import Load
-from longctx.cluster.conductor.overload import Question
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.mooncake_cluster import TPOT, TTFT, Outcome, serve
 from longctx.simulation.figures.mooncake_runs import CHUNK, predict
@@ -31,25 +29,9 @@ SHAPE, HOSTS = "8P+8D", 8
 # full when 17 prefill instances are busy. It comes as often as 6 times the trace.
 MACHINES, COPIES, MINUTES = "17P+3D", 6, 20
 THRESHOLD = 0.8
-"""Of the decode pool's load above which early rejection accepts nobody (6.1: "a predefined threshold"); at decode's
-door the SLO and memory are the limit. With the same limit at both, a place that is free is given away to all who come
+"""Of the decode pool's load above which early rejection accepts nobody (6.1: "a predefined threshold"); before a decode
+the SLO and memory are the limit. With the same limit before both, a place that is free is given away to all who come
 until one of them has been prefilled, and early rejection is the baseline."""
-
-
-def early(question: Question) -> Load:
-    """Early rejection below the threshold."""
-    return _greater(question, question.decode_pool_load())
-
-
-def predicted(question: Question) -> Load:
-    """Early rejection based on prediction, below the threshold."""
-    return _greater(question, question.predicted_decode_pool_load())
-
-
-def _greater(question: Question, pool: Load) -> Load:
-    if question.before == "decode":
-        return question.decode_load()
-    return max(question.prefill_load(), pool._replace(value=pool.value / THRESHOLD), key=lambda load: load.value)
 
 
 @functools.cache
@@ -102,8 +84,8 @@ def table_2(inputs: Inputs) -> Figure:
                  f"prediction: {both[EARLY]:.1%} and {both[PREDICTED]:.1%}", both[EARLY] > both[PREDICTED]),
         ordering("table 2", f"{MACHINES}: the baseline rejects more than early rejection: {both[BASELINE]:.1%} and "
                  f"{both[EARLY]:.1%}", both[BASELINE] > both[EARLY],
-                 f"early rejection stops at a decode load of {THRESHOLD}, which the baseline fills up to 1; and its "
-                 "door takes whoever still fits, so that it serves smaller requests: their prompts have "
+                 f"early rejection stops at a decode load of {THRESHOLD}, which the baseline fills up to 1, where "
+                 "whoever still fits may decode, so that it serves smaller requests: their prompts have "
                  f"{mean[BASELINE]:,.0f} tokens on average, {mean[EARLY]:,.0f} with early rejection"),
         ordering("table 2", f"{MACHINES}: {vain[BASELINE]:.1%} of the requests are rejected after their prefill by the "
                  f"baseline, and by the others less than half of that: {vain[EARLY]:.1%}, {vain[PREDICTED]:.1%}",
@@ -151,8 +133,7 @@ def crowd(inputs: Inputs) -> list[WorkloadRequest]:
 @functools.cache
 def swings(inputs: Inputs, rule: Rule) -> Swings:
     """The loads of 20 machines by an admission rule."""
-    rules = {BASELINE: BASELINE, EARLY: early, PREDICTED: predicted}
-    outcome = serve(MACHINES, crowd(inputs), admission=rules[rule])
+    outcome = serve(MACHINES, crowd(inputs), admission=rule, decode_limit=THRESHOLD)
     at, *loads = outcome.loads.T
     begin, end = (0.0, _QUICK) if inputs.quick else (_WARM_UP, _WARM_UP + 60 * MINUTES)
     edges = np.arange(begin, end + 1, BIN)
@@ -193,7 +174,7 @@ def figure_7(inputs: Inputs) -> Figure:
                  f"{found.staggered:.2f} (below -0.5); at the same time it is {found.correlation:.2f} (below 0)",
                  found.staggered < -0.5 and found.correlation < 0,
                  "machines, rate and threshold were chosen so that both pools bind; with the default limit of 1, which "
-                 "decode's door has too, no such swings were found"),
+                 "holds before a decode too, no such swings were found"),
         ordering("7", "they fluctuate significantly: from the 5 % to the 95 % quantile prefill's load swings by "
                  f"{found.prefill_amplitude:.2f}, decode's by {found.decode_amplitude:.2f} (both more than 0.15)",
                  min(found.prefill_amplitude, found.decode_amplitude) > 0.15),

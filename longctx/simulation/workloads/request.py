@@ -1,6 +1,7 @@
 """One request of a workload, and what is done with lists of them."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -85,6 +86,22 @@ class WorkloadRequest:
             missing -= len(parts[-1])
         parts.append(_draw((seed, 1, self.number), vocab_size, missing))
         return np.concatenate(parts)
+
+
+def check_arrivals(requests: List[WorkloadRequest]) -> None:
+    """ValueError if requests are not in order of arrival, or follow others that don't stand before them."""
+    before, numbers = 0.0, set[int]()
+    follows = any(request.after is not None for request in requests)
+    for order, request in enumerate(requests):
+        if request.after is None:
+            if not before <= request.arrival < math.inf:
+                raise ValueError(f"requests[{order}] must arrive at {before} or later, got {request.arrival}")
+            before = request.arrival
+        elif request.after not in numbers:
+            raise ValueError(f"requests[{order}] must follow one that stands before it, got after={request.after}")
+        if follows and request.number in numbers:
+            raise ValueError(f"requests[{order}] must have a number of its own, got {request.number} again")
+        numbers.add(request.number)
 
 
 def check_followers(requests: List[WorkloadRequest]) -> None:

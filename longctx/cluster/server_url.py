@@ -1,0 +1,16 @@
+"""URLs of servers."""
+
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+
+def split_server_url(url: Any) -> SplitResult | None:
+    """The parts of `http://HOST` or `http://HOST:PORT`, https too; None: it is none of these, or has more parts."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            return None
+    except ValueError:  # the port is none
+        return None
+    has_more = parts.query or parts.fragment or parts.username is not None or parts.path not in ("", "/")
+    return None if has_more else parts
