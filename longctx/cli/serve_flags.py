@@ -9,6 +9,7 @@ from longctx.cli.arguments.serve import LIMITS, SETTINGS
 from longctx.cli.engine_flags import engine_config, naming_flags, prefixing
 from longctx.cli.files import read_text
 from longctx.cli.kv_flags import page_hash_key, tier_config
+from longctx.cluster.server_url import host_port
 from longctx.models.builtin import TINY
 from longctx.serving import EngineConfig
 from longctx.serving.engine.admission_control import AdmissionLimits
@@ -117,5 +118,4 @@ def chat_template_text(options: argparse.Namespace) -> str | None:
 
 def address_text(name: tuple[Any, ...]) -> str:
     """Of a socket's name."""
-    host, port = name[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(*name[:2])

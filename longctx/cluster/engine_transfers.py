@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.peers import Peers, parse_peer
-from longctx.cluster.prefill.dispatcher import PrefillDispatcher
+from longctx.cluster.prefill.dispatcher import PrefillDispatcher, count_here
 from longctx.cluster.prefill.instance import PrefillInstance
-from longctx.cluster.prefill.named import NamedReaders, count_here
+from longctx.cluster.prefill.named import NamedReaders
+from longctx.cluster.server_url import host_port
 from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
@@ -207,8 +208,7 @@ class EngineTransfers:
         if not _HOST.fullmatch(host) or not 0 < port < 65536:
             raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
         self.check_peer(host, port)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return self.receiver.source(address, lease_id)
+        return self.receiver.source(host_port(host, port), lease_id)
 
     def check_peer(self, host: str, port: int | None = None) -> None:
         """ApiError, unless requests come from this host and go to it; with `port`, unless its pages are there."""

@@ -1,4 +1,4 @@
-"""URLs of servers."""
+"""Addresses of servers as texts."""
 
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -14,3 +14,8 @@ def split_server_url(url: Any) -> SplitResult | None:
         return None
     has_more = parts.query or parts.fragment or parts.username is not None or parts.path not in ("", "/")
     return None if has_more else parts
+
+
+def host_port(host: str, port: int) -> str:
+    """`HOST:PORT`, as URLs have them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,6 +16,7 @@ from longctx.cluster.config import RayOptions
 from longctx.cluster.launcher.back_off import BackOff
 from longctx.cluster.launcher.launched import Address, Launched, Moved
 from longctx.cluster.launcher.ray_host import HostState, RayHost
+from longctx.cluster.server_url import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +125,7 @@ class RayLauncher:
 
     def _address(self, instance: Launched) -> Address:
         host, port = self._places[instance.name]
-        return Address(
-            instance.name, instance.role, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        )
+        return Address(instance.name, instance.role, f"http://{host_port(host, port)}")
 
     def _watch(self) -> None:
         """Make actors anew that are lost, with their processes."""

@@ -77,12 +77,8 @@ class PrefillDispatcher(PrefillThread):
         self.decisions[decision] += 1
         if decision != "remote":
             return None
-        request, lease = prepared.request, make_lease_id()
-        seed, size = request.sampling.seed, self._engine.config.page_size
-        length = (len(prepared.tokens) - 1) // size * size
-        seed = secrets.randbelow(2**31) if seed is None else seed
-        # The first one to be admitted fetches the pages, which the others find in the cache.
-        handoff = Handoff(seed, (Progress(lease, length, ()),) * request.sampling.n)
+        lease, size = make_lease_id(), self._engine.config.page_size
+        handoff = prompt_handoff(prepared, lease, (len(prepared.tokens) - 1) // size * size)
         sent = {name: headers[name] for name in FORWARDED if name in headers}
         body = prefill_body(prepared, lease, len(prepared.tokens))
         reading = Reading(self, lease, body, sent, seconds, lambda tried: self.choose(tried, seconds))
@@ -103,9 +99,7 @@ class PrefillDispatcher(PrefillThread):
         keys, size = prepared.shared_keys, engine.config.page_size
         if not keys:  # nothing of it can be shared
             return "short", 0.0
-        there = engine.scheduler.count_cached(keys)
-        if engine.pages.store is not None:
-            there += engine.pages.store.look_up(keys[there // size :]) * size
+        there = count_here(engine, prepared, len(keys) * size)
         if total - there <= self._inline_tokens or (total - 1) // size * size <= there:
             return "short", 0.0
         if keeps_tpot(engine, there, total - there, prepared.request.tpot_target):
@@ -134,6 +128,25 @@ class PrefillDispatcher(PrefillThread):
     def make_source(self, instance: PrefillInstance, lease: str, patience: float) -> LeasedSource:
         self._next += 1
         return super().make_source(instance, lease, patience)
+
+
+def count_here(engine: Engine, prepared: PreparedRequest, length: int) -> int:
+    """Leading tokens of a prompt that an engine has, or that can't be shared: `length`, as none need to come then."""
+    size, keys = engine.config.page_size, prepared.shared_keys[: length // engine.config.page_size]
+    if not keys:
+        return length
+    there, store = engine.scheduler.count_cached(keys), engine.pages.store
+    return there if store is None else there + store.look_up(keys[there // size :]) * size
+
+
+def prompt_handoff(prepared: PreparedRequest, lease: str, length: int) -> Handoff:
+    """What a request begins with whose prompt's first `length` tokens come under a lease.
+
+    The first completion to be admitted fetches the pages, which the others find in the cache.
+    """
+    sampling = prepared.request.sampling
+    seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+    return Handoff(seed, (Progress(lease, length, ()),) * sampling.n)
 
 
 def prefill_body(

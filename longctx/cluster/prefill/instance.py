@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from longctx.cluster.server_url import host_port
+
 _CONNECT_SECONDS = 2.0
 _KNOWN_SECONDS = 5.0  # for which it is believed where the pages of a server are that nobody watches
 _MOST_MISSED = 3  # looks in a row that it may be too busy to answer
@@ -89,7 +91,7 @@ class PrefillInstance:
         found = await client.get(f"{self.url}/server_info", headers=headers, timeout=_CONNECT_SECONDS)
         transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
         host, port = str(transfer["host"]), int(transfer["port"])
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return host_port(host, port)
 
     async def read(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
         """Have it read a prompt, within so many seconds."""

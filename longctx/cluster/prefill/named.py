@@ -7,20 +7,19 @@ Source: Mooncake, section 3, and algorithm 1 (blocks go from the instance that h
 reads the prompt, which has them too from then on: so hot blocks are replicated).
 """
 
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from longctx.cluster.prefill.dispatcher import FORWARDED, prefill_body
+from longctx.cluster.prefill.dispatcher import FORWARDED, count_here, prefill_body, prompt_handoff
 from longctx.cluster.prefill.instance import NamedInstance, PrefillInstance
 from longctx.cluster.prefill.reading import COMPUTES, LENDS, PrefillThread, Reading
 from longctx.cluster.transfer.lease import make_lease_id
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource
-from longctx.serving.request.handoff import Handoff, Progress
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.request import PreparedRequest
 from longctx.serving.server.errors import ApiError
 from longctx.serving.server.gate import TENANT_HEADER
@@ -106,23 +105,9 @@ class NamedReaders(PrefillThread):
         self._check_host(host)
 
 
-def count_here(engine: Engine, prepared: PreparedRequest, length: int) -> int:
-    """Leading tokens of a prompt that an engine has, or that can't be shared: `length`, as none need to come then."""
-    size, keys = engine.config.page_size, prepared.shared_keys[: length // engine.config.page_size]
-    if not keys:
-        return length
-    there, store = engine.scheduler.count_cached(keys), engine.pages.store
-    return there if store is None else there + store.look_up(keys[there // size :]) * size
-
-
 def _with_pages(prepared: PreparedRequest, handoff: Handoff | None, lease: str, length: int) -> Handoff:
-    """What a request begins with whose prompt's first `length` tokens come under a lease.
-
-    The first completion to be admitted fetches the pages, which the others find in the cache.
-    """
-    sampling = prepared.request.sampling
-    if handoff is not None:
-        completions = tuple(each._replace(lease=lease, length=length) for each in handoff.completions)
-        return handoff._replace(completions=completions)
-    seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
-    return Handoff(seed, (Progress(lease, length, ()),) * sampling.n)
+    """What a request goes on with whose prompt's first `length` tokens come under a lease."""
+    if handoff is None:
+        return prompt_handoff(prepared, lease, length)
+    completions = tuple(each._replace(lease=lease, length=length) for each in handoff.completions)
+    return handoff._replace(completions=completions)
