@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from longctx.kernels import write_pages
 from longctx.kernels.bits import bits_dtype
@@ -24,6 +24,8 @@ class PagedCache(NamedTuple):
 
     k: Shaped[Array, "layers_pages page_size K H"]
     v: Shaped[Array, "layers_pages page_size K H"]
+    k_scale: Float[Array, "layers_pages K page_size"] | None = None
+    v_scale: Float[Array, "layers_pages K page_size"] | None = None
 
     @classmethod
     def empty(
