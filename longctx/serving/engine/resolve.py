@@ -58,7 +58,7 @@ class Resolved(NamedTuple):
         """What pages are known by beyond the engine; None if they stay in it."""
         if params is None or not (self.config.tiers or self.config.transfers):
             return None
-        model, dtype = self.model.config, str(params["embed"].dtype)
+        model, dtype = self.model.config, self.config.kv_dtype or str(params["embed"].dtype)
         layout = PageLayout(model.num_layers, model.num_kv_heads, model.head_dim, self.config.page_size, dtype)
         return PageIdentity(layout, page_fingerprint(model, params, layout))
 

@@ -47,8 +47,7 @@ def write_rows(
 
 
 def _of_pools(data: Shaped[Array, "*rows 2 page_size heads row_size"], head_dim: int) -> tuple[Array, ...]:
-    """What each pool gets of rows: `[*rows, page_size, heads, H]` of keys and values, `[*rows, heads, page_size]` of
-    scales."""
+    """What each pool gets: keys and values `[*rows, page_size, heads, H]`, and scales `[*rows, heads, page_size]`."""
     kv = data[..., 0, :, :, :head_dim], data[..., 1, :, :, :head_dim]
     if data.shape[-1] == head_dim:
         return kv
@@ -61,9 +60,7 @@ def _head_axis(pool: Array) -> int:
     return 2 if pool.ndim == 4 else 1
 
 
-def _write_in_loop(
-    pools: tuple[Array, ...], rows: Array, count: Array, head: Array, data: Array
-) -> tuple[Array, ...]:
+def _write_in_loop(pools: tuple[Array, ...], rows: Array, count: Array, head: Array, data: Array) -> tuple[Array, ...]:
     # XLA's CPU backend scatters at a quarter of this speed, and copies the rows before.
     head_dim, is_whole = pools[0].shape[3], data.shape[3] == pools[0].shape[2]
     shapes, zero = [pool.shape for pool in pools], jnp.zeros((), jnp.int32)
@@ -102,7 +99,7 @@ def _write_by_scatter(
 
 
 class PoolShape(NamedTuple):
-    """The shape of a device's pools: `[rows, page_size, heads, H]` of keys and of values, and what they have besides."""
+    """Shapes of a device's pools: keys and values `[rows, page_size, heads, H]`, scales `[rows, heads, page_size]`."""
 
     layout: PageLayout
     rows: int

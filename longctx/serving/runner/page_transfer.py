@@ -68,7 +68,7 @@ class DevicePageRead:
         return sum(block.rows.nbytes for block in self._blocks)
 
     def result(self) -> list[PageBlock]:
-        """Wait for the pages; blocks of consecutive ones, in numpy arrays `[pages, layers, 2, page_size, K, row_size]`."""
+        """Wait for the pages: blocks of consecutive ones, numpy arrays `[pages, layers, 2, page_size, K, row_size]`."""
         found = []
         for numbers, part, rows in self._blocks:
             data = _as_pages(np.asarray(rows), len(numbers), part)

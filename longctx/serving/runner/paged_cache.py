@@ -61,7 +61,7 @@ class NewKeys(NamedTuple):
     def write(self, cache: PagedCache, kv: Shaped[Array, "count 2 K H"], first: int | Array) -> PagedCache:
         """Write such rows, of which the first one is number `first` among `pages`."""
         pages, offsets = (lax.dynamic_slice_in_dim(x, first, kv.shape[0]) for x in (self.pages, self.offsets))
-        return PagedCache(*write_pages(*cache, kv[:, 0], kv[:, 1], pages, offsets))
+        return PagedCache(*write_pages(*cache[:2], kv[:, 0], kv[:, 1], pages, offsets))
 
 
 class PageTables(NamedTuple):
@@ -84,18 +84,11 @@ class PageTables(NamedTuple):
         return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
 
 
-def page_bytes(width: int, page_size: int, dtype: DTypeLike) -> int:
-    """Bytes of the keys and values of one page on a device; `width` is its layers * KV heads * head size."""
-    return 2 * width * page_size * jnp.dtype(dtype).itemsize
-
-
-def default_num_pages(
-    width: int, page_size: int, dtype: DTypeLike, device: jax.Device, max_pages: int, reserved_bytes: int = 0
-) -> int:
+def default_num_pages(page_bytes: int, device: jax.Device, max_pages: int, reserved_bytes: int = 0) -> int:
     """How many pages fit into 1 GiB on a CPU, or nine tenths of an accelerator's free memory; at most `max_pages`.
 
     Args:
-      width, page_size, dtype: as in `page_bytes`.
+      page_bytes: of the keys and values of a page on the device.
       reserved_bytes: memory that is free now, and that arrays still to be placed will take.
 
     Raises:
@@ -103,7 +96,7 @@ def default_num_pages(
     """
     memory = device.memory_stats() if device.platform != "cpu" else None
     free = (1 << 30) if memory is None else int(0.9 * (memory["bytes_limit"] - memory["bytes_in_use"] - reserved_bytes))
-    fit = free // page_bytes(width, page_size, dtype)
+    fit = free // page_bytes
     if fit < 1:
-        raise ValueError(f"num_pages: {device} has no memory left for a page of {page_size} tokens")
+        raise ValueError(f"num_pages: {device} has no memory left for a page of {page_bytes:,} bytes")
     return min(fit, max_pages)
