@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_runs import layer_runs, layers_per_stage
@@ -10,6 +11,7 @@ from longctx.models.layer_runs import layer_runs, layers_per_stage
 FP8_KV = "float8_e4m3fn"
 """The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
 KV_SCALE_BYTES = 4
+_Bytes = TypeVar("_Bytes", int, float)
 _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
@@ -66,7 +68,7 @@ def cache_bytes(
     return 2 * layers * kv_heads * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype) * tokens
 
 
-def kv_row_bytes(head_dim: int, dtype_bytes: int = 2, kv_dtype: str | None = None) -> int:
+def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None) -> _Bytes:
     """Bytes of a token's key, or of its value, in one KV head of a cache; the arguments are those of `cache_bytes`.
 
     Raises:

@@ -1,6 +1,6 @@
 """What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -130,8 +130,15 @@ def resolve(
     is_profiled = predictor is not None
     element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
     if predictor is None:
-        sizes = {axis: getattr(plan, axis) for axis in AXES}
-        predictor = roofline(model.config, topology, config.token_budget, element_bytes=element_bytes, **sizes)
+        sizes: Any = {axis: getattr(plan, axis) for axis in AXES}
+        predictor = roofline(
+            model.config,
+            topology,
+            config.token_budget,
+            element_bytes=element_bytes,
+            kv_dtype=config.kv_dtype,
+            **sizes,
+        )
     check_predictor(predictor, config.token_budget)
     if is_profiled:
         check_slo(config.slo, predictor)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from longctx.models import LlamaConfig
+from longctx.models.footprint import kv_row_bytes
 from longctx.models.layer_runs import layers_per_stage
 from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
 from longctx.parallel.device_tables import DEVICES, LINKS
@@ -55,6 +56,7 @@ def roofline(
     efficiency: float | None = None,
     overhead: float = 0.0,
     element_bytes: float | None = None,
+    kv_dtype: str | None = None,
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
@@ -73,6 +75,7 @@ def roofline(
         of its own.
       overhead: further seconds of each batch.
       element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
+      kv_dtype: of cached keys and values, as of `EngineConfig`. They are exchanged in the dtype of the others.
 
     Raises:
       ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
@@ -132,7 +135,7 @@ def roofline(
         tuple(rows),
         tuple(map(linear, rows)),
         per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
-        per_key=2 * layers * kv_heads * model.head_dim * element / device.reached_key_bandwidth,
+        per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
         exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
         overlap=device.attention_overlap,
