@@ -3,6 +3,7 @@
 Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -75,7 +76,7 @@ def roofline(
         of its own.
       overhead: further seconds of each batch.
       element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
-      kv_dtype: of cached keys and values, as of `EngineConfig`. They are exchanged in the dtype of the others.
+      kv_dtype: of cached keys and values, as of `EngineConfig`; they are exchanged as they are cached.
 
     Raises:
       ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
@@ -137,7 +138,7 @@ def roofline(
         per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
         per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
+        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial, kv_dtype),
         overlap=device.attention_overlap,
     )
 
@@ -161,6 +162,7 @@ def exchange_cost(
     tensor: int,
     element_bytes: float = 2,
     partial_bytes: float = 4,
+    kv_dtype: str | None = None,
 ) -> ExchangeCost | None:
     """What rows exchange over `context`; None for one rank.
 
@@ -171,6 +173,9 @@ def exchange_cost(
         return None
     shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
     hardware = topology.hardware("context", element_bytes, partial_bytes)
+    if kv_dtype is not None:
+        key_bytes = kv_row_bytes(model.head_dim, element_bytes, kv_dtype) / model.head_dim
+        hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)
     return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 
