@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_of_stages, layers_per_stage
@@ -88,13 +87,12 @@ class PageCase:
             for (page, layer), row in rows.items():
                 pool[row] = np.repeat(payload[page, layer, j], repeats, 1)
             pools.append(pool)
-        spec: Any = state_specs(stages, ranks).cache.k
-        shardings = [named_sharding(self.mesh, spec)] * 2
+        specs: Any = state_specs(stages, ranks, self.transfer.layout.has_scales).cache
+        shardings = [named_sharding(self.mesh, spec) for spec in specs if spec is not None]
         if self.transfer.layout.has_scales:
             size = self.config.head_dim
             scales = [np.ascontiguousarray(pool[..., size:]).view(np.float32)[..., 0] for pool in pools]
             pools = [*(np.ascontiguousarray(pool[..., :size]) for pool in pools), *(x.swapaxes(1, 2) for x in scales)]
-            shardings += [named_sharding(self.mesh, P(spec[0], "tensor"))] * 2
         # The memory of a numpy array is not the device's to donate.
         arrays = [jnp.copy(jax.device_put(x, sharding)) for x, sharding in zip(pools, shardings, strict=True)]
         return PagedCache(*arrays)

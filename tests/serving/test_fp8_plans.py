@@ -65,8 +65,10 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
         mesh, size = make_mesh(stage, 1, tensor), np.dtype(dtype).itemsize
         assert weight_bytes(config, stage, tensor, size) == param_bytes(Llama(config), mesh, dtype)
         local = device_config(config, mesh)
-        cache = jax.eval_shape(lambda: PagedCache.empty(local, 3, 10, dtype, num_stages=stage))  # noqa: B023
-        assert cache_bytes(config, 30, stage, tensor, size) == _bytes(cache) // (stage * tensor)
+        for kv_dtype in (None, "float8_e4m3fn"):
+            of = kv_dtype or dtype
+            cache = jax.eval_shape(lambda: PagedCache.empty(local, 3, 10, of, num_stages=stage))  # noqa: B023
+            assert cache_bytes(config, 30, stage, tensor, size, kv_dtype) == _bytes(cache) // (stage * tensor)
 
 
 def _bytes(arrays: object) -> int:

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Int, Shaped
 
+from longctx.kernels.fp8_rows import join_packed, split_packed
 from longctx.serving.kv_cache.page_layout import PageLayout
 
 
@@ -25,8 +26,7 @@ def read_rows(
     kv = jnp.stack([gather(pool) for pool in pools[:2]], 1)
     if len(pools) == 2:
         return kv
-    scales = jnp.stack([gather(pool) for pool in pools[2:]], 1).swapaxes(2, 3)
-    return jnp.concatenate([kv, lax.bitcast_convert_type(scales, jnp.uint8)], -1)
+    return join_packed(kv, jnp.stack([gather(pool) for pool in pools[2:]], 1).swapaxes(2, 3))
 
 
 def write_rows(
@@ -48,11 +48,11 @@ def write_rows(
 
 def _of_pools(data: Shaped[Array, "*rows 2 page_size heads row_size"], head_dim: int) -> tuple[Array, ...]:
     """What each pool gets: keys and values `[*rows, page_size, heads, H]`, and scales `[*rows, heads, page_size]`."""
-    kv = data[..., 0, :, :, :head_dim], data[..., 1, :, :, :head_dim]
     if data.shape[-1] == head_dim:
-        return kv
-    scales = lax.bitcast_convert_type(data[..., head_dim:], jnp.float32).swapaxes(-1, -2)
-    return *kv, scales[..., 0, :, :], scales[..., 1, :, :]
+        return data[..., 0, :, :, :], data[..., 1, :, :, :]
+    kv, scales = split_packed(data)
+    scales = scales.swapaxes(-1, -2)
+    return kv[..., 0, :, :, :], kv[..., 1, :, :, :], scales[..., 0, :, :], scales[..., 1, :, :]
 
 
 def _head_axis(pool: Array) -> int:
