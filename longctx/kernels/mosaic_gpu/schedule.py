@@ -211,8 +211,9 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         if two:
             machine.arrive("turn", 1 - me)
 
-    def weigh(n: Any, state: Any, scores: Any, masked: bool) -> tuple[Any, Any]:
+    def weigh(n: Any, carry: Any, masked: bool) -> tuple[Any, Any]:
         """Softmax of block n; its values are there and clean, as far as this consumer cleans them."""
+        state, scores = carry
         state, weights = machine.softmax(tile, n, state, scores, masked)
         machine.wait("v_ready", stage(n))
         if masked:  # consumer 0 cleans for both, as its turn comes first
@@ -227,7 +228,7 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         return (scores,)
 
     def step(n: Any, carry: Any, masked: bool) -> Any:
-        state, weights = weigh(n, *carry, masked)
+        state, weights = weigh(n, carry, masked)
         machine.wait("k_ready", stage(n + 1))
         take_turn()
 
@@ -260,7 +261,7 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
     carry = machine.loop(0, num_full, lambda n, carry: step(n, carry, masked=False), carry)
     carry = machine.loop(num_full, last, lambda n, carry: step(n, carry, masked=True), carry)
     machine.arrive("q_free", me)
-    state, weights = weigh(last, *carry, masked=True)
+    state, weights = weigh(last, carry, masked=True)
     take_turn()
     state, _ = machine.multiply(state, last_values, scores=False, values=True)
     machine.store(tile, state)
