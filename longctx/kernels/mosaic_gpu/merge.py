@@ -1,10 +1,10 @@
 """Merges the pieces of items: `merge_states` where only the device knows which pieces each item has.
 
-A thread block computes one row, or a few if there are many; a thread has the same columns of every piece. Pieces are
-read in groups: all loads of a group are in flight before the first is used, and those of the next group before the last
-one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. The last group repeats the
-row's last piece, which is then in the cache: no other piece is read. Groups come in a fixed order, so results repeat
-bit for bit.
+A thread block computes one row at a time, or a few if there are many; a thread has the same columns of every piece.
+Pieces are read in groups: all loads of a group are in flight before the first is used, and those of the next group
+before the last one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. The last group
+repeats the row's last piece, which is then in the cache: no other piece is read. Groups come in a fixed order, so
+results repeat bit for bit.
 """
 
 import functools
@@ -21,6 +21,8 @@ from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
 from longctx.kernels.mosaic_gpu.device import Device
 
+# Thread blocks of many rows that a multiprocessor holds at once, by their registers.
+_RESIDENT = 5
 _LOG2E = math.log2(math.e)
 
 
@@ -43,87 +45,109 @@ def merge_pieces(
       of whose pieces are empty, get 0 and -inf.
     """
     (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
-    sizes = _Sizes.choose(group, pieces.shape[0] * group // heads, block_q, num_tokens, heads, head_size)
+    num_tiles = pieces.shape[0] * group // heads
+    config = _Config.choose(num_tokens * heads, heads, head_size)
     kernel = adapter.kernel(
-        functools.partial(_kernel, sizes),
+        functools.partial(_kernel, config, _Layout(heads, group, num_tiles, block_q)),
         [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
         like=out,
         kernel_name="merge_pieces",
-        # CUDA bounds all grid axes but the last one here to 65,535.
-        grid=(heads // sizes.num_rows, num_tokens),
-        grid_names=("heads", "token"),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
         num_threads=1,
     )
     return kernel(out, lse, pieces, place)
 
 
-class _Sizes(NamedTuple):
-    group: int
-    num_tiles: int
-    block_q: int
-    num_rows: int  # that a thread block computes
+class _Config(NamedTuple):
+    num_blocks: int  # thread blocks
+    num_rows: int  # that one computes at once
     num_loads: int  # pieces of a group
 
     @classmethod
-    def choose(cls, group: int, num_tiles: int, block_q: int, num_tokens: int, heads: int, head_size: int) -> "_Sizes":
+    def choose(cls, total: int, heads: int, head_size: int) -> "_Config":
         """The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
 
         With many rows, several at once keep more loads in flight than many pieces of one.
         """
-        rows = num_tokens * heads / Device.target().num_multiprocessors
-        if rows > 12:
-            return cls(group, num_tiles, block_q, next(n for n in (4, 2, 1) if heads % n == 0), 2)
+        num_sms = Device.target().num_multiprocessors
+        if total > _RESIDENT * num_sms:
+            num_rows = next(n for n in (4, 2, 1) if heads % n == 0)
+            return cls(min(total // num_rows, _RESIDENT * num_sms), num_rows, 2)
         values = 1 if head_size == 128 else 2  # of a piece in a thread
-        return cls(group, num_tiles, block_q, 1, 8 if rows > 2 else 32 // values)
+        return cls(total, 1, 8 if total > 2 * num_sms else 32 // values)
 
 
-def _kernel(sizes: _Sizes, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any) -> None:
-    token, heads = lax.axis_index("token"), lax.axis_index("heads")
-    head_size = outs.shape[-1]
+class _Layout(NamedTuple):
+    """Where rows are."""
+
+    heads: int
+    group: int
+    num_tiles: int
+    block_q: int
+
+    def find(self, pieces: Any, place: Any, token: Array, head: Array) -> "_Row":
+        row_head, of_group = (op(head, jnp.int32(self.group)) for op in (lax.div, lax.rem))
+        at = place[token, of_group]
+        tile, slot = (op(jnp.maximum(at, 0), jnp.int32(self.block_q)) for op in (lax.div, lax.rem))
+        item = row_head * self.num_tiles + tile
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+        return _Row(token, head, slot, pieces[item, 0] + 0, jnp.where(at >= 0, pieces[item, 1], 0) + 0)
+
+
+class _Row(NamedTuple):
+    """A head of a token: a slot of the pieces [first, first + number)."""
+
+    token: Array
+    head: Array
+    slot: Array
+    first: Array
+    number: Array
+
+
+def _kernel(
+    config: _Config, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
+) -> None:
+    head_size, (num_tokens, heads) = outs.shape[-1], lse_ref.shape
     # Fewer columns than threads need another layout, in which several threads have the same.
     layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
 
     def load(row: _Row, group: Any) -> tuple[list[Array], list[Array]]:
         """lse and out of a group of pieces; -inf where the row has no more."""
-        numbers = [group * sizes.num_loads + n for n in range(sizes.num_loads)]
+        numbers = [group * config.num_loads + n for n in range(config.num_loads)]
         at = [row.first + jnp.clip(number, 0, jnp.maximum(row.number - 1, 0)) for number in numbers]
         loaded = [(lses[piece, row.slot], read(outs.at[piece, row.slot], layout)) for piece in at]
         mask = [number < row.number for number in numbers]
         return [jnp.where(m, lse, -jnp.inf) for m, (lse, _) in zip(mask, loaded, strict=True)], [x for _, x in loaded]
 
-    of_block = [heads * sizes.num_rows + n for n in range(sizes.num_rows)]
-    rows = [_Row.find(sizes, pieces, place, token, head) for head in of_block]
-    groups = [load(row, 0) for row in rows]
-    for head, row, group in zip(of_block, rows, groups, strict=True):
-
-        def step(n: Array, carry: Any, row: _Row = row) -> Any:
+    def merge_row(row: _Row, group: tuple[list[Array], list[Array]]) -> None:
+        def step(n: Array, carry: Any) -> Any:
             state, group = carry
             following = load(row, n + 1)
             return state.absorb(*group), following
 
         nothing = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
-        num_groups = lax.div(row.number + (sizes.num_loads - 1), jnp.int32(sizes.num_loads))
+        num_groups = lax.div(row.number + (config.num_loads - 1), jnp.int32(config.num_loads))
         state, group = lax.fori_loop(0, num_groups - 1, step, (nothing, group))
         out, lse = state.absorb(*group).results()
-        out_ref.at[token, head][...] = out.astype(out_ref.dtype)
-        lse_ref.at[token, head][...] = lse
+        out_ref.at[row.token, row.head][...] = out.astype(out_ref.dtype)
+        lse_ref.at[row.token, row.head][...] = lse
 
+    num_steps, block = num_tokens * heads // config.num_rows, lax.axis_index("block") + 0
 
-class _Row(NamedTuple):
-    """Where a row is: its slot in the pieces [first, first + number)."""
+    def merge_rows(n: Any, _: None) -> None:
+        first = (block + n * config.num_blocks) * config.num_rows
+        token, head = lax.div(first, jnp.int32(heads)), lax.rem(first, jnp.int32(heads))
+        rows = [where.find(pieces, place, token, head + n) for n in range(config.num_rows)]
+        groups = [load(row, 0) for row in rows]
+        for row, group in zip(rows, groups, strict=True):
+            merge_row(row, group)
 
-    slot: Array
-    first: Array
-    number: Array
-
-    @classmethod
-    def find(cls, sizes: _Sizes, pieces: Any, place: Any, token: Array, head: Array) -> "_Row":
-        row_head, of_group = (op(head, jnp.int32(sizes.group)) for op in (lax.div, lax.rem))
-        at = place[token, of_group]
-        tile, slot = (op(jnp.maximum(at, 0), jnp.int32(sizes.block_q)) for op in (lax.div, lax.rem))
-        item = row_head * sizes.num_tiles + tile
-        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-        return cls(slot, pieces[item, 0] + 0, jnp.where(at >= 0, pieces[item, 1], 0) + 0)
+    if config.num_blocks == num_steps:
+        merge_rows(0, None)
+    else:
+        num_own = lax.div(num_steps - 1 - block, jnp.int32(config.num_blocks)) + 1
+        lax.fori_loop(0, num_own, merge_rows, None)
 
 
 class _State(NamedTuple):
