@@ -1,67 +1,188 @@
-"""Merges the pieces of tiles: `merge_states` where only the device knows which pieces each tile has."""
+"""Merges the pieces of items: `merge_states` where only the device knows which pieces each item has.
+
+A thread block computes one row at a time, or a few if there are many; a thread has the same columns of every piece.
+Pieces are read in groups: all loads of a group are in flight before the first is used, and those of the next group
+before the last one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. The last group
+repeats the row's last piece, which is then in the cache: no other piece is read. Groups come in a fixed order, so
+results repeat bit for bit.
+"""
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
-from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
-from longctx.kernels.mosaic_gpu.work import Work
+from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
+from longctx.kernels.mosaic_gpu.device import Device
+
+# Thread blocks of many rows that a multiprocessor holds at once, by their registers.
+_RESIDENT = 5
+_LOG2E = math.log2(math.e)
 
 
-@kernel_jit()
-def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
-    """Merge out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` into the same arrays with tiles for pieces.
+@kernel_jit("heads", "out_dtype")
+def merge_pieces(
+    out: Array, lse: Array, pieces: Array, place: Array, heads: int, out_dtype: Any
+) -> tuple[Array, Array]:
+    """Merge pieces, and bring the rows of tiles to the order of tokens.
 
-    Pieces merge in a fixed order. A tile without pieces is not written.
+    Args:
+      out: `[pieces, block_q, H]` float32.
+      lse: `[pieces, block_q]` float32, natural log; -inf where a row saw nothing, and out is then finite.
+      pieces: `Work.pieces` `[row heads * tiles, 2]`.
+      place: `[tokens, group]` int32: tile * block_q + row, where a token's row of each head of a group is; negative: it
+        has none.
+      heads: row heads times group.
+
+    Returns:
+      out `[tokens, heads, H]` in `out_dtype` and lse `[tokens, heads]` float32. Rows without a place or a piece, or all
+      of whose pieces are empty, get 0 and -inf.
     """
-    _, rows, heads, head_size = out.shape
-    num_tiles = work.first_piece.shape[0]
+    (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
+    num_tiles = pieces.shape[0] * group // heads
+    config = _Config.choose(num_tokens * heads, heads, head_size)
     kernel = adapter.kernel(
-        functools.partial(_kernel, head_size),
-        [((num_tiles, rows, heads, head_size), jnp.float32), ((heads, num_tiles, rows), jnp.float32)],
+        functools.partial(_kernel, config, _Layout(heads, group, num_tiles, block_q)),
+        [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
         like=out,
         kernel_name="merge_pieces",
-        grid=(heads, rows // WARPGROUP_ROWS, num_tiles),
-        grid_names=("head", "part", "tile"),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
         num_threads=1,
     )
-    return kernel(out, lse, work.first_piece, work.num_pieces)
+    return kernel(out, lse, pieces, place)
+
+
+class _Config(NamedTuple):
+    num_blocks: int  # thread blocks
+    num_rows: int  # that one computes at once
+    num_loads: int  # pieces of a group
+
+    @classmethod
+    def choose(cls, total: int, heads: int, head_size: int) -> "_Config":
+        """The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
+
+        With many rows, several at once keep more loads in flight than many pieces of one.
+        """
+        num_sms = Device.target().num_multiprocessors
+        if total > _RESIDENT * num_sms:
+            num_rows = next(n for n in (4, 2, 1) if heads % n == 0)
+            return cls(min(total // num_rows, _RESIDENT * num_sms), num_rows, 2)
+        values = 1 if head_size == 128 else 2  # of a piece in a thread
+        return cls(total, 1, 8 if total > 2 * num_sms else 32 // values)
+
+
+class _Layout(NamedTuple):
+    """Where rows are."""
+
+    heads: int
+    group: int
+    num_tiles: int
+    block_q: int
+
+    def find(self, pieces: Any, place: Any, token: Array, head: Array) -> "_Row":
+        row_head, of_group = (op(head, jnp.int32(self.group)) for op in (lax.div, lax.rem))
+        at = place[token, of_group]
+        tile, slot = (op(jnp.maximum(at, 0), jnp.int32(self.block_q)) for op in (lax.div, lax.rem))
+        item = row_head * self.num_tiles + tile
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+        return _Row(token, head, slot, pieces[item, 0] + 0, jnp.where(at >= 0, pieces[item, 1], 0) + 0)
+
+
+class _Row(NamedTuple):
+    """A head of a token: a slot of the pieces [first, first + number)."""
+
+    token: Array
+    head: Array
+    slot: Array
+    first: Array
+    number: Array
 
 
 def _kernel(
-    head_size: int, outs: Any, lses: Any, first_piece: Any, num_pieces: Any, out_ref: Any, lse_ref: Any
+    config: _Config, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
 ) -> None:
-    tile, head = lax.axis_index("tile"), lax.axis_index("head")
-    own = pl.ds(lax.axis_index("part") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    shape = (WARPGROUP_ROWS, head_size)
+    head_size, (num_tokens, heads) = outs.shape[-1], lse_ref.shape
+    # Fewer columns than threads need another layout, in which several threads have the same.
+    layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
 
-    def absorb(piece: Array, carry: Any) -> Any:
-        acc, peak, total = carry
-        lse = read(lses.at[head, piece, own], ROW)
-        # The peak begins finite, so that an empty state, whose lse is -inf, has weight 0.
-        new_peak = jnp.maximum(peak, lse)
-        weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
-        out = read(outs.at[piece, own, head], TILE)
-        acc = acc * broadcast(decay, shape, 0) + out * broadcast(weight, shape, 0)
-        return acc, new_peak, total * decay + weight
+    def load(row: _Row, group: Any) -> tuple[list[Array], list[Array]]:
+        """lse and out of a group of pieces; -inf where the row has no more."""
+        numbers = [group * config.num_loads + n for n in range(config.num_loads)]
+        at = [row.first + jnp.clip(number, 0, jnp.maximum(row.number - 1, 0)) for number in numbers]
+        loaded = [(lses[piece, row.slot], read(outs.at[piece, row.slot], layout)) for piece in at]
+        mask = [number < row.number for number in numbers]
+        return [jnp.where(m, lse, -jnp.inf) for m, (lse, _) in zip(mask, loaded, strict=True)], [x for _, x in loaded]
 
-    @pl.when(num_pieces[tile] > 0)
-    def _() -> None:
-        carry = (
-            cast(jnp.zeros(shape, jnp.float32), TILE),
-            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
-        )
-        first = first_piece[tile] + 0
-        acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
-        empty = total == 0
-        total = jnp.where(empty, jnp.float32(1), total)
-        out_ref.at[tile, own, head][...] = acc * broadcast(1 / total, shape, 0)
-        lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))
+    def merge_row(row: _Row, group: tuple[list[Array], list[Array]]) -> None:
+        def step(n: Array, carry: Any) -> Any:
+            state, group = carry
+            following = load(row, n + 1)
+            return state.absorb(*group), following
+
+        nothing = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
+        num_groups = lax.div(row.number + (config.num_loads - 1), jnp.int32(config.num_loads))
+        state, group = lax.fori_loop(0, num_groups - 1, step, (nothing, group))
+        out, lse = state.absorb(*group).results()
+        out_ref.at[row.token, row.head][...] = out.astype(out_ref.dtype)
+        lse_ref.at[row.token, row.head][...] = lse
+
+    num_steps, block = num_tokens * heads // config.num_rows, lax.axis_index("block") + 0
+
+    def merge_rows(n: Any, _: None) -> None:
+        first = (block + n * config.num_blocks) * config.num_rows
+        token, head = lax.div(first, jnp.int32(heads)), lax.rem(first, jnp.int32(heads))
+        rows = [where.find(pieces, place, token, head + n) for n in range(config.num_rows)]
+        groups = [load(row, 0) for row in rows]
+        for row, group in zip(rows, groups, strict=True):
+            merge_row(row, group)
+
+    if config.num_blocks == num_steps:
+        merge_rows(0, None)
+    else:
+        num_own = lax.div(num_steps - 1 - block, jnp.int32(config.num_blocks)) + 1
+        lax.fori_loop(0, num_own, merge_rows, None)
+
+
+class _State(NamedTuple):
+    """Of one row: `acc` `[H]` and `total` are sums of weights exp(lse - peak)."""
+
+    acc: Array
+    peak: Array
+    total: Array
+
+    def absorb(self, lses: list[Array], outs: list[Array]) -> "_State":
+        # The peak begins finite, so that an empty piece, whose lse is -inf, has weight 0.
+        peak = jnp.maximum(self.peak, _max(lses))
+        decay = _exp(self.peak - peak)
+        acc, total = self.acc * decay, self.total * decay
+        for lse, out in zip(lses, outs, strict=True):
+            weight = _exp(lse - peak)
+            acc, total = acc + out * weight, total + weight
+        return _State(acc, peak, total)
+
+    def results(self) -> tuple[Array, Array]:
+        """(out, lse)."""
+        empty = self.total == 0
+        total = jnp.where(empty, jnp.float32(1), self.total)
+        # What a row without pieces has loaded may be NaN.
+        out = jnp.where(empty, jnp.zeros_like(self.acc), self.acc * (1 / total))
+        return out, jnp.where(empty, jnp.float32(-jnp.inf), self.peak + jnp.log(total))
+
+
+def _exp(x: Array) -> Array:
+    # In base 2 it is one instruction.
+    return jnp.exp2(x * _LOG2E)
+
+
+def _max(values: list[Array]) -> Array:
+    """Of a power of two of values, in pairs: a chain would take the latency of each."""
+    while len(values) > 1:
+        values = [jnp.maximum(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
