@@ -195,7 +195,7 @@ def consume(machine: Consumer, start: Any, stop: Any) -> None:
 
     def consume_tile(position: Any, done: Progress) -> Progress:
         tile = machine.tile(position)
-        machine.when(tile.num_blocks > 0, lambda: _consume_blocks(machine, tile, done.blocks))
+        machine.when(tile.num_blocks > 0, lambda: _consume_blocks(machine, position, tile, done.blocks))
         machine.when(tile.num_blocks == 0, lambda: machine.store_empty(tile))
         return done.after(machine, tile)
 
@@ -206,7 +206,7 @@ def consume(machine: Consumer, start: Any, stop: Any) -> None:
         machine.when(me == 0, lambda: machine.wait("turn", 0))
 
 
-def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
+def _consume_blocks(machine: Consumer, position: Any, tile: Any, blocks_before: Any) -> None:
     two, me = machine.pipeline.num_consumers == 2, machine.consumer
 
     def stage(n: Any) -> Any:
@@ -220,10 +220,9 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         if two:
             machine.arrive("turn", 1 - me)
 
-    def wait_for_values(n: Any, masked: bool) -> None:
-        machine.wait("v_ready", stage(n))
-        if masked:  # consumer 0 cleans for both, as its turn comes first
-            machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
+    def clean(n: Any) -> None:
+        """Consumer 0 cleans for both, as its turn comes first."""
+        machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
 
     def first_scores(of_scores: Any) -> tuple[Any, Any]:
         machine.issue_scores(of_scores, stage(0))
@@ -231,24 +230,40 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         scores = machine.awaited(of_scores)
         machine.arrive("k_free", stage(0))
         after, weights, _ = machine.weigh(tile, mask, 0, softmax, scores)
+        machine.wait("v_ready", stage(0))
         return after, machine.narrow(weights)
 
     def step(n: Any, carry: Any, masked: bool) -> Any:
         """The product of block n, and the weights of block n + 1, which takes a mask if `masked`."""
         acc, softmax, weights = carry
-        wait_for_values(n, masked)
+        if masked:
+            clean(n)
         machine.wait("k_ready", stage(n + 1))
         take_turn()
 
         def products(of_scores: Any, of_values: Any) -> tuple[Any, Any, Any]:
+            def weigh() -> tuple[Any, Any, Any]:
+                return machine.weigh(tile, mask if masked else None, n + 1, softmax, scores)
+
+            def await_values() -> Any:
+                acc = machine.awaited(of_values)
+                machine.arrive("v_free", stage(n))
+                return acc
+
             machine.issue_scores(of_scores, stage(n + 1))
             machine.issue_values(of_values, weights, stage(n))
             pass_turn()
             scores = machine.awaited(of_scores, in_flight=1)
             machine.arrive("k_free", stage(n + 1))
-            after, wide_weights, decay = machine.weigh(tile, mask if masked else None, n + 1, softmax, scores)
-            acc = machine.awaited(of_values)
-            machine.arrive("v_free", stage(n))
+            if masked:  # a mask takes the registers of the weights, which the product of values reads
+                acc = await_values()
+                after, wide_weights, decay = weigh()
+                machine.wait("v_ready", stage(n + 1))
+            else:
+                after, wide_weights, decay = weigh()
+                # Before the other wait: where it branches, the compiler can't move the softmax behind that one.
+                machine.wait("v_ready", stage(n + 1))
+                acc = await_values()
             # Not before: no register of a product's operands may be written while it runs.
             return machine.scale(acc, decay), after, machine.narrow(wide_weights)
 
@@ -273,7 +288,8 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
     carry = machine.loop(num_full, last, lambda n, carry: step(n, carry, masked=True), carry)
     machine.arrive("q_free", me)
     acc, softmax, weights = carry
-    wait_for_values(last, masked=True)
+    clean(last)
     take_turn()
     acc = machine.multiply(last_values, scores=False, acc=acc, like=acc)
-    machine.store(tile, acc, softmax)
+    # The tile is read again, as nothing that only this needs shall take registers in the loops.
+    machine.store(machine.tile(position), acc, softmax)
