@@ -47,7 +47,7 @@ def merge_pieces(
     """
     (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
     num_tiles = pieces.shape[0] * group // heads
-    config = _Config.choose(num_tokens * heads, heads, head_size)
+    config = MergeConfig.choose(num_tokens * heads, heads, head_size)
     kernel = adapter.kernel(
         functools.partial(_kernel, config, _Layout(heads, group, num_tiles, block_q)),
         [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
@@ -60,13 +60,15 @@ def merge_pieces(
     return kernel(out, lse, pieces, place)
 
 
-class _Config(NamedTuple):
+class MergeConfig(NamedTuple):
+    """Static sizes of one call."""
+
     num_blocks: int  # thread blocks
     num_rows: int  # that one computes at once
     num_loads: int  # pieces of a group
 
     @classmethod
-    def choose(cls, total: int, heads: int, head_size: int) -> "_Config":
+    def choose(cls, total: int, heads: int, head_size: int) -> "MergeConfig":
         """The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
 
         With many rows, several at once keep more loads in flight than many pieces of one.
@@ -110,7 +112,7 @@ class _Row(NamedTuple):
 
 
 def _kernel(
-    config: _Config, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
+    config: MergeConfig, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
 ) -> None:
     head_size, (num_tokens, heads) = outs.shape[-1], lse_ref.shape
     # Fewer columns than threads need another layout, in which several threads have the same.
