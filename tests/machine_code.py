@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,15 +38,68 @@ class MachineCode:
         return self.num_warpgroups - 1
 
 
-def kernels_of(dumped: Path) -> list[MachineCode]:
-    """Every kernel that was compiled, assembled by both versions of ptxas."""
-    texts = [path.read_text() for path in sorted(dumped.glob("*.ptx"))]
-    found = []
-    for text in texts:
+# What a warp issues for a block of keys, at most: 2 % more than the kernels of today. Of blocks without a mask, with the
+# mask of contiguous keys, and with that of pages, whose last block is cleaned too.
+LIMITS = {64: (440, 760, 850), 128: (480, 800, 1080), 256: (440, 610, 1000)}
+
+
+def check_kernels(dumped: Path, copies: int = 1) -> None:
+    """Check every kernel that was compiled, as both versions of ptxas assemble it.
+
+    Args:
+      dumped: the folder that Mosaic wrote PTX to.
+      copies: number of copies of a block of keys, or of values.
+    """
+    for path in sorted(dumped.glob("*.ptx")):
         for version in cuda_tools.VERSIONS:
-            assembled = cuda_tools.assemble(text, version)
-            found.append(MachineCode(text, assembled, sass.parse(assembled.sass)))
-    return found
+            assembled = cuda_tools.assemble(path.read_text(), version)
+            code = MachineCode(path.read_text(), assembled, sass.parse(assembled.sass))
+            check_any(code)
+            if code.name == "attention":
+                check_forward(code, copies)
+            elif code.name.startswith("attention_of"):
+                check_backward(code)
+
+
+def check_forward(code: MachineCode, copies: int) -> None:
+    """The loops over blocks of a consumer: their products, their length, and what is in flight when."""
+    check_registers(code)
+    check_barriers(code, copies)
+    full, masked = code.program.steps
+    products = Products.of(full)
+    assert products == Products.of(masked) == Products.expected(products.head_size, products.block_kv)
+    # Only pages are cleaned, by stores to shared memory.
+    most_full, most_masked, most_cleaned = LIMITS[products.head_size]
+    assert len(full.body) <= most_full
+    assert len(masked.body) <= (most_cleaned if masked.count("STS") else most_masked)
+    for loop in (full, masked):
+        # The next block's scores are issued while the values are multiplied.
+        assert sass.idle_before(loop, registers=False) == [0]
+        # The turn passes with both in flight, values are free when theirs is done, keys when none is.
+        assert sass.in_flight_at_arrivals(loop) == ([2, 1, 0] if code.num_consumers == 2 else [1, 0])
+    check_arrivals(code)
+
+
+def check_backward(code: MachineCode) -> None:
+    """A stage is free when no product is in flight."""
+    assert code.program.steps
+    for loop in code.program.steps:
+        assert set(sass.in_flight_at_arrivals(loop)) <= {0}
+    check_arrivals(code)
+
+
+def check_arrivals(code: MachineCode) -> None:
+    """All threads of a warpgroup arrive, as the barriers' counts expect."""
+    arrivals = [x for x in code.program.instructions if x.is_arrival]
+    assert arrivals
+    assert not [x for x in arrivals if x.predicate]
+
+
+def check_barriers(code: MachineCode, copies: int) -> None:
+    """Barriers are initialised with the arrivals that the schedule makes, for some number of stages."""
+    found = barrier_counts(code.ptx)
+    pipelines = [Pipeline(code.num_consumers, stages, copies) for stages in (2, 3, 4)]
+    assert found in [expected_barriers(pipeline) for pipeline in pipelines], found
 
 
 def check_any(code: MachineCode) -> None:
@@ -79,30 +131,30 @@ def barrier_counts(ptx: str) -> Counter[int]:
 
 
 def expected_barriers(pipeline: Pipeline) -> Counter[int]:
-    """What the schedule's barriers come to: a copy arrives once, and a warpgroup with each of its threads."""
+    """What the schedule's barriers come to: every thread of a warpgroup arrives, of the one that copies too."""
     counts: Counter[int] = Counter()
-    for name, barrier in pipeline.barriers.items():
-        counts[barrier.arrivals * (1 if name.endswith("_ready") else WARPGROUP)] += barrier.number
+    for barrier in pipeline.barriers.values():
+        counts[barrier.arrivals * WARPGROUP] += barrier.number
     return counts
 
 
 class Products(NamedTuple):
-    """The products of one block in a forward kernel: instructions of each kind, and their shapes (rows, columns)."""
+    """The products of one block in a forward kernel: instructions of each kind, and their columns."""
 
     scores: int
     values: int
-    scores_shape: str
-    values_shape: str
+    block_kv: int
+    head_size: int
 
     @classmethod
     def of(cls, loop: Loop) -> "Products":
-        kinds: Mapping[bool, list[str]] = {False: [], True: []}
+        columns: dict[bool, list[int]] = {False: [], True: []}
         for x in loop.body:
             if x.is_product:
-                kinds[x.reads_registers].append(re.match(r"HGMMA\.(64x\d+)x16\.F32", x.opcode)[1])
-        (scores,), (values,) = (set(kinds[in_registers]) for in_registers in (False, True))
-        return cls(len(kinds[False]), len(kinds[True]), scores, values)
+                columns[x.reads_registers].append(int(re.match(r"HGMMA\.64x(\d+)x16\.F32", x.opcode)[1]))
+        (block_kv,), (head_size,) = (set(columns[in_registers]) for in_registers in (False, True))
+        return cls(len(columns[False]), len(columns[True]), block_kv, head_size)
 
     @classmethod
     def expected(cls, head_size: int, block_kv: int) -> "Products":
-        return cls(head_size // 16, block_kv // 16, f"64x{block_kv}", f"64x{head_size}")
+        return cls(head_size // 16, block_kv // 16, block_kv, head_size)
