@@ -77,7 +77,7 @@ def check_forward(code: MachineCode, copies: int) -> None:
         assert sass.idle_before(loop, registers=False) == [0]
         # The turn passes with both in flight, values are free when theirs is done, keys when none is.
         assert sass.in_flight_at_arrivals(loop) == ([2, 1, 0] if code.num_consumers == 2 else [1, 0])
-    check_arrivals(code)
+        check_arrivals(loop)
 
 
 def check_backward(code: MachineCode) -> None:
@@ -85,12 +85,12 @@ def check_backward(code: MachineCode) -> None:
     assert code.program.steps
     for loop in code.program.steps:
         assert set(sass.in_flight_at_arrivals(loop)) <= {0}
-    check_arrivals(code)
+        check_arrivals(loop)
 
 
-def check_arrivals(code: MachineCode) -> None:
+def check_arrivals(loop: Loop) -> None:
     """All threads of a warpgroup arrive, as the barriers' counts expect."""
-    arrivals = [x for x in code.program.instructions if x.is_arrival]
+    arrivals = [x for x in loop.body if x.is_arrival]
     assert arrivals
     assert not [x for x in arrivals if x.predicate]
 
