@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from paged_step import computations_in_loops
 
+from benchmarks.kernel_ptx import program_of
 from longctx.kernels import attention, explain, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.shapes import SHAPES, AttentionShape
+from longctx.kernels.shapes import SHAPES
 from longctx.parallel import ring_pass_kv, ring_pass_q
 
 # One of each kind of tile, split and not, folded and not; the others are slow.
@@ -58,15 +59,6 @@ def check_kernels(dumped: Path, *entries: str, copies: int = 1) -> None:
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def program_of(shape: AttentionShape) -> tuple[Any, Any]:
-    def function(q, k, v, q_positions, kv_positions):  # type: ignore[no-untyped-def]
-        return attention(q, k, v, q_positions, kv_positions, implementation="mosaic_gpu")
-
-    positions = array(jnp.int32, shape.q_length), array(jnp.int32, shape.kv_length)
-    keys = array(jnp.bfloat16, *shape.kv_shape)
-    return function, (array(jnp.bfloat16, *shape.q_shape), keys, keys, *positions)
 
 
 @pytest.mark.parametrize("name", NAMES)
