@@ -101,28 +101,23 @@ def _kernel(
     q, refs = refs[0], refs[1:]
     num_keys = len(kind._fields)
     keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
-    tiles, items, workers, out, lse = refs[num_keys + num_rows :]
-    worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
-    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    first_item, stop_item, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
-
-    def tile(position: Array) -> Tile:
-        return Tile.of(tiles, items, position, worker, first_unit, stop_unit)
-
-    block = ThreadBlock(config, pipeline, Operands(q, keys, rows, out, lse), scratch, group, tile)
+    block = ThreadBlock(config, pipeline, Operands(q, keys, rows, *refs[num_keys + num_rows :]), scratch, group)
+    wg = lax.axis_index("wg")
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
 
     @pl.when(wg < num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.consumer, "increase")
-        schedule.consume(Consumer(block, wg), first_item, stop_item)
+        consumer = Consumer(block, wg)
+        schedule.consume(consumer, consumer.start, consumer.stop)
 
     @pl.when(wg == num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.producer, "decrease")
-        schedule.produce(Producer(block), first_item, stop_item)
+        producer = Producer(block)
+        schedule.produce(producer, producer.start, producer.stop)
 
 
 class Operands(NamedTuple):
@@ -131,6 +126,9 @@ class Operands(NamedTuple):
     q: Any
     keys: Contiguous | Paged
     rows: tuple[Any, ...]
+    tiles: Any
+    items: Any
+    workers: Any
     out: Any
     lse: Any
 
@@ -143,7 +141,6 @@ class ThreadBlock(NamedTuple):
     operands: Operands
     shared: dict[str, Any]  # shared memory and barriers
     group: int  # heads that share a KV head
-    tile: Callable[[Array], Tile]
 
 
 class Machine:
@@ -151,13 +148,21 @@ class Machine:
 
     def __init__(self, block: ThreadBlock) -> None:
         self.block, self.pipeline, self.shared = block, block.pipeline, block.shared
-        self.tile_config = block.config.tile_config
+        self.operands, self.tile_config = block.operands, block.config.tile_config
+        self.worker = lax.axis_index("worker")
+        self.start, self.stop = self._of_worker(0), self._of_worker(1)
 
     def wait(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_wait(self.shared[barrier].at[index])
+        plgpu.barrier_wait(self._barrier(barrier, index))
 
     def arrive(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_arrive(self.shared[barrier].at[index])
+        plgpu.barrier_arrive(self._barrier(barrier, index))
+
+    def _barrier(self, barrier: str, index: Any) -> Any:
+        if isinstance(index, int):
+            # Plus 0, which the compiler can't know: it would keep the address in a register from the kernel's begin on.
+            index = index + jnp.minimum(self.start, 0)
+        return self.shared[barrier].at[index]
 
     def loop(self, start: Any, stop: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
         return lax.fori_loop(start, stop, step, carry)
@@ -175,7 +180,13 @@ class Machine:
         return jnp.int32(a)
 
     def tile(self, position: Array) -> Tile:
-        return self.block.tile(position)
+        # The worker's units are read for each tile: a register less for each in all loops.
+        tables, units = (self.operands.tiles, self.operands.items), (self._of_worker(2), self._of_worker(3))
+        return Tile.of(*tables, position, self.worker, *units)
+
+    def _of_worker(self, column: int) -> Array:
+        # + 0 drops the mesh axes from the type, as loop bounds must not vary over them.
+        return self.operands.workers[self.worker, column] + 0
 
 
 class Producer(Machine):
@@ -183,12 +194,12 @@ class Producer(Machine):
 
     def __init__(self, block: ThreadBlock) -> None:
         super().__init__(block)
-        self.keys = block.operands.keys.load()
+        self.keys = self.operands.keys.load()
 
     def copy_rows(self, tile: Tile, consumer: int) -> None:
         start = tile.q_row + consumer * WARPGROUP_ROWS
         to, ready = self.shared["q"].at[consumer], self.shared["q_ready"].at[consumer]
-        copy_rows(self.block.operands.q, (tile.q_batch,), start, tile.head, to, ready)
+        copy_rows(self.operands.q, (tile.q_batch,), start, tile.head, to, ready)
 
     def find(self, tile: Tile, n: Array) -> None:
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
@@ -212,7 +223,7 @@ class Consumer(Machine):
 
     def __init__(self, block: ThreadBlock, wg: Array) -> None:
         super().__init__(block)
-        self.consumer, self.operands = wg, block.operands
+        self.consumer = wg
         self.own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         self.head_size = self.operands.q.shape[-1]
 
