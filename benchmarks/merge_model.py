@@ -27,9 +27,9 @@ EMPTY_KERNEL = 1.0e-6  # between two kernels of a CUDA graph
 LATENCY = (300, 600)
 CYCLES_ALONE = (1.2, 2.0)
 # Instructions of a warp for each piece: of the first group of a row, of others, and of the last to be absorbed.
-FIRST, LATER, LAST = 8, 10.4, 6.2
+FIRST, LATER, LAST = 9, 10.5, 6.5
 ROW = 60  # instructions besides, to find a row and to store its results
-RESIDENT = 6  # thread blocks on a multiprocessor
+RESIDENT = 5  # thread blocks on a multiprocessor
 
 
 class Merge(NamedTuple):
