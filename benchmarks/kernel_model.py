@@ -96,7 +96,7 @@ class Prediction:
         }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plan_of(shape: AttentionShape) -> MosaicGpuPlan:
     """The tables that the kernel would read."""
     cached = shape.kv_length - shape.q_length

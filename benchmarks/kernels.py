@@ -171,8 +171,9 @@ def model(shapes: list[AttentionShape]) -> tuple[str, str]:
             rows = [row | x.row for row, x in zip(rows, kernel_model.predict_all(shapes), strict=True)]
             peer = kernel_model.peer_flops_per_second() / 1e12
             notes.append(
-                "Predictions come from machine code, not from a GPU. Their clock is calibrated with FlashAttention-3 without\n"
-                f"its pipelining, 582 TFLOP/s; of JAX's kernel, which has the same algorithm, the model says {peer:.0f}."
+                "Predictions come from machine code, not from a GPU. Their clock is calibrated with what\n"
+                "FlashAttention-3 reaches without pipelining inside a warpgroup, 582 TFLOP/s. Of JAX's kernel, which has the\n"
+                f"same algorithm, the model says {peer:.0f}."
             )
         except RuntimeError as error:
             notes.append(f"No predictions: {error}")
