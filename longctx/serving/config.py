@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from longctx.models.footprint import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
@@ -15,7 +16,9 @@ MAX_RUN_AHEAD = 8
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine. None of them changes an answer. `medha`, `sarathi` and `meta` are the papers' own.
+    """Sizes and rules of an engine. None but `kv_dtype` changes an answer.
+
+    `medha`, `sarathi` and `meta` are the papers' own.
 
     Attributes:
       page_size: tokens of a page.
@@ -45,6 +48,9 @@ class EngineConfig:
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
+      kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
+        each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
+        answers: keys and values are rounded (docs/fp8.md).
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
@@ -71,6 +77,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     transfers: bool = False
     verify_share: float = 0.0
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -79,6 +86,7 @@ class EngineConfig:
                 object.__setattr__(self, name, check_integer(name, value, 1))
         for name in ("seed", "max_logprobs"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
+        check_kv_dtype(self.kv_dtype)
         check_bool("prefix_cache", self.prefix_cache)
         check_bool("transfers", self.transfers)
         if not isinstance(self.tenant_weights, Mapping):

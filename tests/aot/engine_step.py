@@ -11,7 +11,7 @@ from h100 import h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models import LlamaConfig
-from longctx.serving.runner.paged_cache import page_bytes
+from longctx.models.footprint import cache_bytes
 
 
 def check_step(config: LlamaConfig, dtype: Any) -> str:
@@ -21,7 +21,9 @@ def check_step(config: LlamaConfig, dtype: Any) -> str:
     with jax.set_mesh(mesh):  # on one device no `jax.shard_map` gives the kernels their mesh
         compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config)
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory.alias_size_in_bytes >= NUM_PAGES * page_bytes(config.num_layers * width, PAGE_SIZE, dtype)
+    assert memory.alias_size_in_bytes >= cache_bytes(
+        config, NUM_PAGES * PAGE_SIZE, dtype_bytes=jnp.dtype(dtype).itemsize
+    )
     assert memory.temp_size_in_bytes < layer * jnp.dtype(dtype).itemsize
     assert opcodes_of_size(text, layer) <= IN_PLACE
     assert not collectives(text, 1)

@@ -3,40 +3,52 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
 from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
 
 
-def plan_mosaic_gpu(operands: PagedOperands) -> Any:
+def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None) -> Any:
     # Importing Pallas takes half a second, so only callers that use it import it.
     from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu
 
-    return plan_mosaic_gpu(operands)
+    return plan_mosaic_gpu(operands, max_rows_per_sequence)
 
 
-def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Any) -> tuple[Array, Array]:
+def mosaic_gpu_paged_attention(
+    operands: PagedOperands, scale: float, plan: Any, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
     from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
-    return mosaic_gpu_paged_attention(operands, scale, plan)
+    return mosaic_gpu_paged_attention(operands, scale, plan, out_dtype)
 
 
-# plan(operands) -> data, from shapes and metadata; forward(operands, scale, data) -> (out, lse)
-IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., tuple[Array, Array]]]] = {
+# plan(operands, max_rows_per_sequence) -> data, from shapes and metadata
+# forward(operands, scale, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
+IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands, int | None], Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
-    "xla": (plan_xla, xla_paged_attention),
-    "reference": (lambda operands: None, reference_paged_attention),
+    "xla": (
+        lambda operands, _: plan_xla(operands),
+        lambda operands, scale, data, _: xla_paged_attention(operands, scale, data),
+    ),
+    "reference": (
+        lambda operands, _: None,
+        lambda operands, scale, data, _: reference_paged_attention(operands, scale, data),
+    ),
 }
 
 
@@ -62,6 +74,8 @@ def plan_paged_attention(
     q_positions: Int[ArrayLike, "T"],
     q_sequence: Int[ArrayLike, "T"],
     implementation: str | None = None,
+    q_dtype: DTypeLike | None = None,
+    max_rows_per_sequence: int | None = None,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
@@ -69,42 +83,54 @@ def plan_paged_attention(
 
     Args:
       num_heads: query heads N.
-      k_pages: the pool; only its shape and dtype are read (uint16 means the bits of bfloat16).
+      k_pages: the pool; only its shape and dtype are read.
       page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
+      q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
+      max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
+        are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
+        which take more tiles. None: any number.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
     """
     check_implementation(implementation, IMPLEMENTATIONS)
-    dtype = jnp.dtype(jnp.bfloat16) if k_pages.dtype == jnp.uint16 else k_pages.dtype
+    if q_dtype is None:
+        q_dtype = jnp.bfloat16 if k_pages.dtype in (jnp.uint16, BITS, E4M3) else k_pages.dtype
     pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
     num_rows = np.shape(q_positions)[0]
-    q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), dtype)
+    q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), jnp.dtype(q_dtype))
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, num_rows)
     if num_heads < 1 or num_heads % k_pages.shape[2]:
         raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
-    chosen = choose_implementation(implementation, q, pages)
-    return _plan(q, pages, chosen, metadata)
+    if max_rows_per_sequence is not None:
+        if not isinstance(max_rows_per_sequence, Integral) or max_rows_per_sequence < 1:
+            raise ValueError(f"max_rows_per_sequence must be an integer of 1 or more, got {max_rows_per_sequence!r}")
+        max_rows_per_sequence = int(max_rows_per_sequence)
+    chosen = choose_implementation(implementation, q.dtype, pages)
+    return _plan(q, pages, chosen, max_rows_per_sequence, metadata)
 
 
-@kernel_jit("q", "pages", "implementation", inline=True)
-def _plan(q: Any, pages: Any, implementation: str, metadata: tuple[Any, ...]) -> PagedPlan:
+@kernel_jit("q", "pages", "implementation", "max_rows_per_sequence", inline=True)
+def _plan(
+    q: Any, pages: Any, implementation: str, max_rows_per_sequence: int | None, metadata: tuple[Any, ...]
+) -> PagedPlan:
     arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
-    return make_plan(PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0)), implementation)
+    operands = PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0))
+    return make_plan(operands, implementation, max_rows_per_sequence)
 
 
-def make_plan(operands: PagedOperands, implementation: str) -> PagedPlan:
+def make_plan(operands: PagedOperands, implementation: str, max_rows_per_sequence: int | None = None) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
-    data = None if empty else IMPLEMENTATIONS[implementation][0](operands)
+    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, max_rows_per_sequence)
     return PagedPlan(implementation, shapes_of(operands), empty, data)
 
 
-def choose_implementation(implementation: str | None, q: Any, k_pages: Any) -> str:
-    """`selection.choose` for queries and pages: arrays, or their types."""
-    return selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
+def choose_implementation(implementation: str | None, q_dtype: jnp.dtype, k_pages: Any) -> str:
+    """`selection.choose` for queries of a dtype and pages: an array, or its type."""
+    return selection.choose(implementation, selection.Case.of_pages(q_dtype, k_pages))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

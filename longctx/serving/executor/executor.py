@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx.models import Llama, LlamaConfig
+from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
@@ -105,8 +106,12 @@ class DeviceExecutor:
         max_length: int,
         store: PageKeeper | None = None,
     ) -> Self:
-        make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
-        executor = cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
+        make = functools.partial(
+            MeshModelRunner, model, params, mesh, num_pages, config.page_size, kv_dtype=config.kv_dtype
+        )
+        head_dim = model.config.head_dim
+        element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
+        executor = cls(model.config, config, plan, num_pages, max_length, make, element_bytes)
         executor.move_pages(store)
         return executor
 
