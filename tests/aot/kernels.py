@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels compiled for an H100: every named shape, sound machine code, no copies of keys, in a mesh."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paged_step import computations_in_loops
 from benchmarks.kernel_ptx import program_of
 from longctx.kernels import attention, explain, paged_attention, plan_attention, plan_paged_attention, write_pages
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.shapes import SHAPES, AttentionShape
+from longctx.kernels.shapes import SHAPES
 from longctx.parallel import ring_pass_kv, ring_pass_q
 
 # One of each kind of tile, split and not, folded and not; the others are slow.
