@@ -80,7 +80,7 @@ def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None
 
 def check_kv_dtype(kv_dtype: str | None) -> str | None:
     """The dtype of a cache's keys and values; None: that of the parameters. ValueError: it is not known."""
-    if kv_dtype is not None and kv_dtype != FP8_KV:
+    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == FP8_KV):
         raise ValueError(
             f"kv_dtype must be None, the dtype of the parameters, or {FP8_KV!r}, got {str(kv_dtype)[:60]!r}"
         )
