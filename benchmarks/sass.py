@@ -7,6 +7,7 @@ Source: Jia et al. 2018, Dissecting the NVIDIA Volta GPU Architecture via Microb
 places of these bits.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -128,8 +129,7 @@ def parse(listing: str) -> Program:
     """
     labels: dict[str, int] = {}
     found: list[tuple[re.Match[str], int]] = []
-    lines = listing.splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in itertools.pairwise([*listing.splitlines(), ""]):
         if label := _LABEL.match(line):
             labels[label[1]] = len(found)
         elif instruction := _INSTRUCTION.match(line):
@@ -198,6 +198,13 @@ def in_flight_at_arrivals(loop: Loop) -> list[int]:
     """For each arrival on an mbarrier in one turn of a loop, the groups of products in flight."""
     *_, left = in_flight(loop.body)
     return [n for x, n in zip(loop.body, in_flight(loop.body, left), strict=True) if x.is_arrival]
+
+
+def in_flight_under(loop: Loop, family: str) -> Counter[int]:
+    """How many instructions of a family issue in one turn of a loop with each number of groups in flight."""
+    *_, left = in_flight(loop.body)
+    flying = in_flight(loop.body, left)
+    return Counter(n for x, n in zip(loop.body, flying, strict=True) if x.family == family)
 
 
 def idle_before(loop: Loop, registers: bool) -> list[int]:

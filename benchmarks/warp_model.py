@@ -34,7 +34,7 @@ _PIPES: dict[str, tuple[str, int]] = {
 # Cycles until a result whose time varies is there. Shared memory and the second-level cache: Luo et al. 2024,
 # Benchmarking and Dissecting the Nvidia Hopper GPU Architecture, table of latencies. The others are assumed, close to
 # what such tables have for Volta to Ampere; none is fitted.
-_LATENCY = {"LDS": 29, "LD": 29, "LDG": 262, "MUFU": 24, "SHFL": 24, "SYNCS": 24, "BAR": 20, "S2R": 24, "R2UR": 12}
+LATENCY = {"LDS": 29, "LD": 29, "LDG": 262, "MUFU": 24, "SHFL": 24, "SYNCS": 24, "BAR": 20, "S2R": 24, "R2UR": 12}
 _OTHER_LATENCY = 12
 # From a product's last multiplication until a wait for it ends; assumed.
 _PRODUCT_LATENCY = 32
@@ -110,11 +110,12 @@ def run(
         at = max(warp.ready, pipes.get(_pipe(x)[0], 0), *(warp.scoreboards[i] for i in range(6) if x.waits >> i & 1), 0)
         if turns and id(x) in waits and (wanted := warp.turns + turns[0].lead[number]) >= 0:
             given = warps[1 - number].given
-            at = max(at, given[wanted] + _LATENCY["SYNCS"]) if wanted < len(given) else math.inf
+            at = max(at, given[wanted] + LATENCY["SYNCS"]) if wanted < len(given) else math.inf
         return at
 
     while running := [i for i, warp in enumerate(warps) if warp.position < len(warp.stream)]:
-        at, number = min((earliest(i), i) for i in running)
+        # Of two that can, the one that waited longest.
+        at, _, number = min((earliest(i), warps[i].ready, i) for i in running)
         if at == math.inf:
             # A warp whose partner has ended has every turn.
             if len(running) == len(warps):
@@ -128,7 +129,7 @@ def run(
         warp.ready = at + max(1, x.stall)
         pipe, cycles = _pipe(x)
         pipes[pipe] = at + cycles
-        for board, busy in ((x.sets, _LATENCY.get(x.family, _OTHER_LATENCY)), (x.reads, _OTHER_LATENCY)):
+        for board, busy in ((x.sets, LATENCY.get(x.family, _OTHER_LATENCY)), (x.reads, _OTHER_LATENCY)):
             if board is not None:
                 warp.scoreboards[board] = max(warp.scoreboards[board], at + cycles + busy)
         if x.is_product:
@@ -141,7 +142,7 @@ def run(
             if len(warp.groups) > left:
                 warp.ready = max(warp.ready, warp.groups[len(warp.groups) - left - 1])
         elif x.family == "BAR":
-            warp.ready = max(warp.ready, at + _LATENCY["BAR"])
+            warp.ready = max(warp.ready, at + LATENCY["BAR"])
         warp.turns += id(x) in waits
         if id(x) in arrivals:
             warp.given.append(at)
@@ -186,23 +187,28 @@ class ItemCost:
 
 
 def item_cost(program: Program, num_warps: int, turns: Turns | None = OUR_TURNS) -> ItemCost:
-    """The cost of an item for the consumers of a forward kernel, whose two innermost loops with products are those over
-    blocks without and with a mask.
+    """The cost of an item for the consumers of a forward kernel.
 
-    What is beside the loops is the rest of the smallest loop around both, the one over items: it is run with few blocks,
-    and what these cost is taken off, without turns. Branches ahead are not taken there.
+    Its innermost loops with products are those over blocks without and with a mask (one loop: no block has one). Beside
+    them is the rest of the smallest loop around both, the one over items, or else of the program up to its end. It is
+    run with few blocks, and what these cost is taken off, without turns. Branches ahead are not taken there.
     """
-    full, masked = program.steps
-    around = [x for x in program.loops if x.start <= full.start and masked.stop <= x.stop and x not in (full, masked)]
+    full, masked = program.steps[0], program.steps[-1]
     with_turns = loop_cycles(full, num_warps, turns), loop_cycles(masked, num_warps, turns)
-    costs = loop_cycles(full, num_warps), loop_cycles(masked, num_warps)
-    if not around:
-        return ItemCost(*with_turns, 0)
-    outer = min(around, key=lambda x: x.stop - x.start)
-    before, between = program.instructions[outer.start : full.start], program.instructions[full.stop : masked.start]
-    after = program.instructions[masked.stop : outer.stop]
+    alone = loop_cycles(full, num_warps), loop_cycles(masked, num_warps)
+    around = [x for x in program.loops if x.start < full.start and masked.stop < x.stop]
+    if around:
+        outer = min(around, key=lambda x: x.stop - x.start)
+        start, stop = outer.start, outer.stop
+    else:
+        ends = (i for i, x in enumerate(program.instructions) if i >= masked.stop and x.family == "EXIT")
+        start, stop = 0, next(ends, len(program.instructions) - 1) + 1
     blocks, items = 4, 6
-    item = [*before, *[*full.body] * blocks, *between, *masked.body, *after]
-    ends = run([item * items] * num_warps, [i * costs[0] / num_warps for i in range(num_warps)], outer.body[-1])
+    item = [*program.instructions[start : full.start], *[*full.body] * blocks]
+    if masked is not full:
+        item += [*program.instructions[full.stop : masked.start], *masked.body]
+    item += program.instructions[masked.stop : stop]
+    ends = run([item * items] * num_warps, [i * alone[0] / num_warps for i in range(num_warps)], item[-1])
     period = max((marks[items - 1] - marks[1]) / (items - 2) for marks in ends)
-    return ItemCost(*with_turns, max(0.0, period - blocks * costs[0] - costs[1]))
+    counted = blocks * alone[0] + (alone[1] if masked is not full else 0)
+    return ItemCost(*with_turns, max(0.0, period - counted))

@@ -38,8 +38,8 @@ class MachineCode:
         return self.num_warpgroups - 1
 
 
-# What a warp issues for a block of keys, at most: 2 % more than the kernels of today. Of blocks without a mask, with the
-# mask of contiguous keys, and with that of pages, whose last block is cleaned too.
+# What a warp issues for a block of keys, at most: 2 % more than it does today. Of blocks without a mask, with the mask
+# of contiguous keys, and with that of pages, whose last block is cleaned too.
 LIMITS = {64: (440, 760, 850), 128: (480, 800, 1080), 256: (440, 610, 1000)}
 
 
