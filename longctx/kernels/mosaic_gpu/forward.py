@@ -65,17 +65,14 @@ def attention_forward(
     """
     tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
     block_q, num_tiles, num_workers = tile_config.block_q, work.tiles.shape[0], work.workers.shape[0]
-    if config.split:
-        num_pieces = heads * num_tiles + num_workers
-        shapes = (num_pieces, block_q, head_size), (num_pieces, block_q)
-    else:
-        shapes = (num_tiles, block_q, heads, head_size), (num_tiles, block_q, heads)
+    num_pieces = heads * num_tiles + num_workers
+    of_rows = (num_pieces, block_q) if config.split else (num_tiles, block_q, heads)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
     pipeline = schedule.Pipeline(tile_config.num_consumers, tile_config.num_stages, keys.copies(tile_config.block_kv))
     ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
         functools.partial(_kernel, config, pipeline, type(keys), len(rows), heads // kv_heads),
-        list(zip(shapes, (out_dtype, jnp.float32), strict=True)),
+        [((*of_rows, head_size), out_dtype), (of_rows, jnp.float32)],
         like=q,
         kernel_name="attention",
         grid=(num_workers,),
@@ -170,8 +167,14 @@ class Machine:
     def when(self, condition: Any, action: Callable[[], None]) -> None:
         pl.when(condition)(action)
 
+    def branch(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        return lax.cond(condition, function, lambda carry: carry, carry)
+
     def minimum(self, a: Any, b: Any) -> Any:
         return jnp.minimum(a, b)
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return jnp.maximum(a, b)
 
     def remainder(self, a: Any, b: int) -> Any:
         return lax.rem(a, jnp.int32(b))
@@ -210,10 +213,9 @@ class Producer(Machine):
         self.keys.fetch("kv".index(name), tile, tile.block(n), kv_head, self.shared, to, ready)
 
 
-class State(NamedTuple):
+class Softmax(NamedTuple):
     """The softmax of 64 rows over the blocks so far, in registers."""
 
-    acc: Array  # [64, H]
     peak: Array  # [64], times log2(e) * scale, so that a weight takes one fused multiply-add and one exp2
     total: Array  # [64]
 
@@ -227,37 +229,39 @@ class Consumer(Machine):
         self.own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         self.head_size = self.operands.q.shape[-1]
 
-    def begin(self, tile: Tile) -> tuple[tuple[Array, ...], State]:
-        return tuple(read(ref.at[tile.number, self.own], ROW) for ref in self.operands.rows), State(
-            cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE),
-            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
-        )
+    def begin(self, tile: Tile) -> tuple[tuple[Array, ...], Array, Softmax]:
+        mask = tuple(read(ref.at[tile.number, self.own], ROW) for ref in self.operands.rows)
+        acc = cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE)
+        peak, total = (cast(jnp.full((WARPGROUP_ROWS,), x, jnp.float32), ROW) for x in (LOWEST, 0))
+        return mask, acc, Softmax(peak, total)
 
-    def softmax(
-        self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, state: State, scores: Array
-    ) -> tuple[State, Array]:
+    def weigh(
+        self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, softmax: Softmax, scores: Array
+    ) -> tuple[Softmax, Array, Array]:
         if mask is not None:
-            seen = self.operands.keys.seen(tile, mask, tile.block(n), scores.shape)
+            shape = (WARPGROUP_ROWS, self.tile_config.block_kv)
+            seen = self.operands.keys.seen(tile, mask, tile.block(n), shape)
             scores = jnp.where(seen, scores, -jnp.inf)
         factor = self.block.config.scale * _LOG2E
-        peak = jnp.maximum(state.peak, scores.max(1) * factor)
+        peak = jnp.maximum(softmax.peak, scores.max(1) * factor)
         weights = jnp.exp2(scores * factor - broadcast(peak, scores.shape, 0))
-        decay = jnp.exp2(state.peak - peak)
-        total = state.total * decay + weights.sum(1)
-        acc = state.acc * broadcast(decay, state.acc.shape, 0)
-        # So that none of it moves into the consumer's turn.
-        return lax.optimization_barrier((State(acc, peak, total), weights.astype(self.operands.q.dtype)))
+        decay = jnp.exp2(softmax.peak - peak)
+        total = softmax.total * decay + weights.sum(1)
+        # So that all of it is issued while products run, and none waits for them.
+        return lax.optimization_barrier((Softmax(peak, total), weights, decay))
+
+    def scale(self, acc: Array, decay: Array) -> Array:
+        return acc * broadcast(decay, acc.shape, 0)
+
+    def narrow(self, weights: Array) -> Array:
+        return weights.astype(self.operands.q.dtype)
 
     def clean(self, tile: Tile, n: Array, stage: Array) -> None:
         self.operands.keys.clean(tile, tile.block(n), self.shared["v"].at[stage])
 
-    def multiply(
-        self, state: State, products: Callable[..., tuple[Array, ...]], scores: bool, values: bool
-    ) -> tuple[State, Array | None]:
-        starts = [state.acc] * values + [(WARPGROUP_ROWS, self.tile_config.block_kv)] * scores
-        results = multiply(starts, products)
-        return state._replace(acc=results[0]) if values else state, results[-1] if scores else None
+    def multiply(self, products: Callable[..., Any], scores: bool, acc: Array | None = None, like: Any = None) -> Any:
+        starts: list[Any] = [(WARPGROUP_ROWS, self.tile_config.block_kv)] * scores
+        return multiply(starts if acc is None else [*starts, acc], products, like)
 
     def issue_scores(self, accumulator: Accumulator, stage: Array) -> None:
         slot = self.consumer
@@ -272,12 +276,12 @@ class Consumer(Machine):
     def awaited(self, accumulator: Accumulator, in_flight: int = 0) -> Array:
         return accumulator.awaited(in_flight)
 
-    def store(self, tile: Tile, state: State) -> None:
+    def store(self, tile: Tile, acc: Array, softmax: Softmax) -> None:
         # Masked scores are -inf and peaks begin finite, so the total of a row that saw nothing is exactly 0.
-        empty = state.total == 0
-        total = jnp.where(empty, jnp.float32(1), state.total)
-        lse = jnp.where(empty, jnp.float32(-jnp.inf), state.peak * (1 / _LOG2E) + jnp.log(total))
-        self._write(tile, state.acc * broadcast(1 / total, state.acc.shape, 0), lse)
+        empty = softmax.total == 0
+        total = jnp.where(empty, jnp.float32(1), softmax.total)
+        lse = jnp.where(empty, jnp.float32(-jnp.inf), softmax.peak * (1 / _LOG2E) + jnp.log(total))
+        self._write(tile, acc * broadcast(1 / total, acc.shape, 0), lse)
 
     def store_empty(self, tile: Tile) -> None:
         if not self.block.config.split:  # else a tile without blocks has no piece
