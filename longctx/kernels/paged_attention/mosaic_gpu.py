@@ -1,6 +1,7 @@
 """Paged attention on Hopper GPUs: tiles of rows sorted by sequence; the kernel looks up and reads the pages."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,12 +16,20 @@ from longctx.kernels.mosaic_gpu.work import Tiles, Work, equal_shares
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import count_leading
 
+# Shared memory has tiles of 8 rows, so TMA copies rows from a multiple of 8 on: from elsewhere some arrive as zeros.
+_ALIGNMENT = 8
+
 
 class MosaicGpuPlan(NamedTuple):
-    """Tables that follow from metadata alone, and are the same in all layers."""
+    """Tables that follow from metadata alone, and are the same in all layers.
 
-    order: Array  # [T], rows by their sequence
-    seen: Array  # [T], number of slots of its sequence that a row sees
+    The kernel's rows are those of q with the heads of a group folded in, sorted by sequence. Each sequence begins at a
+    multiple of 8; the rows between repeat its last one.
+    """
+
+    token: Array  # [rows], the row of q and the head of its group that a row of the kernel takes
+    head: Array  # [rows]
+    seen: Array  # [T], number of slots of its sequence that a row of q sees
     last: Array  # [tiles, rows], the last slot seen by the rows of each tile
     work: Work
     tile: Array  # [T, G], tile and slot that hold the result of a row and head of a group
@@ -31,11 +40,9 @@ def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Mosa
     """As `xla_paged_attention`, for 16-bit q and the head and page sizes that `selection.unsupported_reason` allows."""
     q, k_pages, v_pages = operands[:3]
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
-    group = heads // kv_heads
     tile_config = tile_config_of(operands)
     q, scale = with_positive_scale(q, scale)
-    rows = jnp.swapaxes(q[plan.order].reshape(length, kv_heads, group, head_size), 1, 2)
-    rows = rows.reshape(1, length * group, kv_heads, head_size)
+    rows = q.reshape(length, kv_heads, heads // kv_heads, head_size)[plan.token, :, plan.head][None]
     pages = Paged(
         from_bits(k_pages, q.dtype), from_bits(v_pages, q.dtype), operands.page_table, operands.first_page[None]
     )
@@ -66,44 +73,68 @@ def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
     order = jnp.argsort(sequence, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(length, dtype=jnp.int32))
 
-    # The rows of each sequence, with the heads of a group folded in, and its tiles.
-    number = jnp.arange(num_sequences + 1, dtype=jnp.int32)  # the last number stands for padding
-    num_rows = group * jnp.sum(sequence[None] == number[:, None], 1, dtype=jnp.int32)
-    first_row = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
-    num_tiles = jnp.where(number < num_sequences, -(-num_rows // tile_config.block_q), 0)
+    # The tokens, rows and tiles of each sequence.
+    number = jnp.arange(num_sequences, dtype=jnp.int32)
+    num_tokens = jnp.sum(sequence[None] == number[:, None], 1, dtype=jnp.int32)
+    first_token = jnp.cumsum(num_tokens, dtype=jnp.int32) - num_tokens
+    num_rows = group * num_tokens
+    stop_row = jnp.cumsum(_round_up(num_rows, _ALIGNMENT), dtype=jnp.int32)
+    first_row = stop_row - _round_up(num_rows, _ALIGNMENT)
+    num_tiles = -(-num_rows // tile_config.block_q)
     stop_tile = jnp.cumsum(num_tiles, dtype=jnp.int32)
     first_tile = stop_tile - num_tiles
 
+    row = jnp.arange(max_rows(length, group, num_sequences), dtype=jnp.int32)
+    of = _index_below(stop_row, row)
+    within = jnp.clip(row - first_row[of], 0, jnp.maximum(num_rows[of] - 1, 0))
+    token, head = order[jnp.minimum(first_token[of] + within // group, length - 1)], within % group
+    seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
+
     tile = jnp.arange(length * group // tile_config.block_q + min(length, num_sequences), dtype=jnp.int32)
-    of = jnp.searchsorted(stop_tile, tile, side="right", method="compare_all").astype(jnp.int32)
-    of = jnp.minimum(of, num_sequences)
+    of = _index_below(stop_tile, tile)
     used = tile < stop_tile[-1]
     first = first_row[of] + (tile - first_tile[of]) * tile_config.block_q
     # Rows of a tile beyond its own repeat its last row, so that they add no masked blocks.
-    row = first[:, None] + jnp.arange(tile_config.block_q, dtype=jnp.int32)[None]
-    row = jnp.minimum(row, (first_row + num_rows)[of][:, None] - 1)
-    seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
-    tile_seen = jnp.where(used[:, None], seen[order[jnp.clip(row // group, 0, length - 1)]], 0)
+    of_tile = first[:, None] + jnp.arange(tile_config.block_q, dtype=jnp.int32)[None]
+    of_tile = jnp.clip(of_tile, 0, (first_row + jnp.maximum(num_rows, 1))[of][:, None] - 1)
+    tile_seen = jnp.where(used[:, None], seen[token][of_tile], 0)
     everything = jnp.full_like(operands.kv_lengths, jnp.iinfo(jnp.int32).max - 1)
-    written = _count_slots(operands, everything, number[:-1])
+    written = _count_slots(operands, everything, number)
 
     none = jnp.zeros_like(tile)
     tiles = Tiles(
         q_batch=none,
         q_row=jnp.where(used, first, 0),
-        kv=jnp.minimum(of, num_sequences - 1),
-        kv_tokens=written[jnp.minimum(of, num_sequences - 1)],
+        kv=of,
+        kv_tokens=written[of],
         start=none,
         full_start=none,
         full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
         stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
     work = equal_shares(tiles, max(1, Device.target().num_multiprocessors // kv_heads))
-    within = (place * group - first_row[sequence])[:, None] + jnp.arange(group, dtype=jnp.int32)[None]
+    sequence = jnp.minimum(sequence, num_sequences - 1)
+    within = (place - first_token[sequence])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
     at = first_tile[sequence][:, None] + within // tile_config.block_q
     return MosaicGpuPlan(
-        order, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % tile_config.block_q
+        token, head, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % tile_config.block_q
     )
+
+
+def max_rows(length: int, group: int, num_sequences: int) -> int:
+    """Most rows of the kernel for `length` rows of q: each sequence is padded to whole tiles of shared memory."""
+    padding = _ALIGNMENT - math.gcd(group, _ALIGNMENT)
+    return _round_up(length * group + padding * min(length, num_sequences), _ALIGNMENT)
+
+
+def _round_up(x: Any, multiple: int) -> Any:
+    return -(-x // multiple) * multiple
+
+
+def _index_below(stops: Array, x: Array) -> Array:
+    """The index of the interval that holds each x, of intervals that end at `stops`; the last one beyond all."""
+    index = jnp.searchsorted(stops, x, side="right", method="compare_all").astype(jnp.int32)
+    return jnp.minimum(index, stops.shape[0] - 1)
 
 
 def _count_slots(operands: PagedOperands, positions: Array, sequence: Array) -> Array:
