@@ -1,0 +1,267 @@
+"""The order of waits, arrivals and data accesses of the forward kernel's warpgroups, written once.
+
+`produce` and `consume` are the two roles of a thread block. They act on a machine: the kernel's emits Pallas operations
+(`forward.py`); the one of `tests/kernels` records them, and every order in which the roles can run is searched for
+deadlocks and races. Nothing here depends on JAX.
+
+The producer copies the rows of each tile to `q` (a slot for each consumer) and its keys and values, block by block, to
+the rings `k` and `v` (a slot for each stage). A consumer computes, of block n,
+
+    scores(n) = q @ k(n).T,   weights(n) = softmax so far,   acc += weights(n) @ v(n)
+
+and multiplies in turns with the other consumer: in the turn of block n it issues weights(n) @ v(n) and scores(n + 1)
+together, so that the tensor cores go from one to the next, and while the other has its turn it computes weights(n + 1).
+
+Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+
+class BarrierSpec(NamedTuple):
+    """`number` barriers; a phase of each is complete after `arrivals` arrivals of a warpgroup or of a copy."""
+
+    number: int
+    arrivals: int
+
+
+class Pipeline(NamedTuple):
+    """Static sizes."""
+
+    num_consumers: int  # 1 or 2
+    num_stages: int
+    copies: int  # copies that bring a block of keys, or of values
+
+    @property
+    def barriers(self) -> dict[str, BarrierSpec]:
+        """All barriers by name. All begin with nothing having arrived."""
+        specs = {
+            "q_ready": BarrierSpec(self.num_consumers, 1),
+            "q_free": BarrierSpec(self.num_consumers, 1),
+            "k_ready": BarrierSpec(self.num_stages, self.copies),
+            "k_free": BarrierSpec(self.num_stages, self.num_consumers),
+            "v_ready": BarrierSpec(self.num_stages, self.copies),
+            "v_free": BarrierSpec(self.num_stages, self.num_consumers),
+        }
+        if self.num_consumers == 2:
+            specs["turn"] = BarrierSpec(2, 1)
+        return specs
+
+
+class Progress(NamedTuple):
+    """What a role has passed: it says which stage and which phase comes next."""
+
+    blocks: Any
+    tiles: Any  # those with at least one block
+
+    def after(self, machine: "Machine", tile: Any) -> "Progress":
+        return Progress(self.blocks + tile.num_blocks, self.tiles + machine.minimum(tile.num_blocks, 1))
+
+
+class Machine(Protocol):
+    """What both roles act on. Integers may be Python's or traced."""
+
+    pipeline: Pipeline
+
+    def wait(self, barrier: str, index: Any) -> None:
+        """Wait for the next phase of a barrier: the first wait is for the first phase, and none may be left out."""
+
+    def arrive(self, barrier: str, index: Any) -> None: ...
+
+    def loop(self, start: Any, stop: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        """`carry = step(n, carry)` for each n of [start, stop); the last carry."""
+
+    def when(self, condition: Any, action: Callable[[], None]) -> None: ...
+
+    def minimum(self, a: Any, b: Any) -> Any: ...
+
+    def remainder(self, a: Any, b: int) -> Any: ...
+
+    def integer(self, a: int) -> Any:
+        """An integer that a loop can carry."""
+
+    def tile(self, position: Any) -> Any:
+        """The tile at a position of this worker's list: it has `num_blocks` and `num_full` (blocks without a mask)."""
+
+
+class Producer(Machine, Protocol):
+    """What the producer does besides. A copy to slot i of `q` arrives on `q_ready` i once it is there, and so on."""
+
+    def copy_rows(self, tile: Any, consumer: int) -> None:
+        """Begin to copy the rows of a consumer to `q[consumer]`."""
+
+    def find(self, tile: Any, n: Any) -> None:
+        """Look up where the n-th block of a tile lies, for the two copies that follow."""
+
+    def copy_block(self, name: str, tile: Any, n: Any, stage: Any) -> None:
+        """Begin to copy the keys ("k") or values ("v") of the n-th block to a stage of their ring."""
+
+
+class Consumer(Machine, Protocol):
+    """What a consumer does besides, in registers. `state` is (acc, and what the softmax carries)."""
+
+    consumer: Any  # 0 or 1
+
+    def begin(self, tile: Any) -> Any:
+        """The state of rows that have seen nothing; reads what the masks of a tile need."""
+
+    def softmax(self, tile: Any, n: Any, state: Any, scores: Any, masked: bool) -> tuple[Any, Any]:
+        """The state with acc scaled for the scores of the n-th block, and the block's weights."""
+
+    def clean(self, tile: Any, n: Any, stage: Any) -> None:
+        """Write zeros over values of the n-th block that nobody ever wrote, in a stage of `v`."""
+
+    def multiply(self, state: Any, products: Callable[..., tuple[Any, ...]], scores: bool, values: bool) -> Any:
+        """Call `products` with an accumulator for acc, which begins with the state's, if `values`, and one for scores,
+        which begins with 0, if `scores`; it returns what was `awaited` of each. Return (state, scores or None)."""
+
+    def issue_scores(self, accumulator: Any, stage: Any) -> None:
+        """Begin `accumulator += q[consumer] @ k[stage].T`, which reads both until it is awaited."""
+
+    def issue_values(self, accumulator: Any, weights: Any, stage: Any) -> None:
+        """Begin `accumulator += weights @ v[stage]`, which reads v until it is awaited."""
+
+    def awaited(self, accumulator: Any, in_flight: int = 0) -> Any:
+        """Wait until at most so many of the products issued last are in flight; the accumulator's value."""
+
+    def store(self, tile: Any, state: Any) -> None:
+        """Write the results of a tile."""
+
+    def store_empty(self, tile: Any) -> None:
+        """Write the results of a tile without blocks."""
+
+
+def produce(machine: Producer, start: Any, stop: Any) -> None:
+    """Copy the operands of the tiles [start, stop) of this worker's list."""
+    pipeline = machine.pipeline
+
+    def copy_tile(position: Any, done: Progress) -> Progress:
+        tile = machine.tile(position)
+
+        def copy_rows() -> None:
+            for consumer in range(pipeline.num_consumers):
+
+                def wait_for_slot(consumer: int = consumer) -> None:
+                    machine.wait("q_free", consumer)
+
+                machine.when(done.tiles > 0, wait_for_slot)
+                machine.copy_rows(tile, consumer)
+
+        def copy_block(n: Any, _: None) -> None:
+            number = done.blocks + n
+            stage = machine.remainder(number, pipeline.num_stages)
+            machine.find(tile, n)
+            for name in ("k", "v"):
+
+                def wait_for_slot(name: str = name) -> None:
+                    machine.wait(f"{name}_free", stage)
+
+                machine.when(number >= pipeline.num_stages, wait_for_slot)
+                machine.copy_block(name, tile, n, stage)
+
+        machine.when(tile.num_blocks > 0, copy_rows)
+        machine.loop(0, tile.num_blocks, copy_block, None)
+        return done.after(machine, tile)
+
+    done = machine.loop(start, stop, copy_tile, Progress(machine.integer(0), machine.integer(0)))
+
+    # Every phase is waited for. So nothing is in flight when the producer ends.
+    def drain_stage(number: Any, _: None) -> None:
+        for name in ("k_free", "v_free"):
+            machine.wait(name, machine.remainder(number, pipeline.num_stages))
+
+    machine.loop(done.blocks - machine.minimum(done.blocks, pipeline.num_stages), done.blocks, drain_stage, None)
+
+    def drain_rows() -> None:
+        for consumer in range(pipeline.num_consumers):
+            machine.wait("q_free", consumer)
+
+    machine.when(done.tiles > 0, drain_rows)
+
+
+def consume(machine: Consumer, start: Any, stop: Any) -> None:
+    """Compute a consumer's rows of the tiles [start, stop) of this worker's list."""
+    two, me = machine.pipeline.num_consumers == 2, machine.consumer
+
+    def consume_tile(position: Any, done: Progress) -> Progress:
+        tile = machine.tile(position)
+        machine.when(tile.num_blocks > 0, lambda: _consume_blocks(machine, tile, done.blocks))
+        machine.when(tile.num_blocks == 0, lambda: machine.store_empty(tile))
+        return done.after(machine, tile)
+
+    if two:  # the first turn is that of consumer 0
+        machine.when(me == 1, lambda: machine.arrive("turn", 0))
+    machine.loop(start, stop, consume_tile, Progress(machine.integer(0), machine.integer(0)))
+    if two:
+        machine.when(me == 0, lambda: machine.wait("turn", 0))
+
+
+def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
+    two, me = machine.pipeline.num_consumers == 2, machine.consumer
+
+    def stage(n: Any) -> Any:
+        return machine.remainder(blocks_before + n, machine.pipeline.num_stages)
+
+    def take_turn() -> None:
+        if two:
+            machine.wait("turn", me)
+
+    def pass_turn() -> None:
+        if two:
+            machine.arrive("turn", 1 - me)
+
+    def weigh(n: Any, carry: Any, masked: bool) -> tuple[Any, Any]:
+        """Softmax of block n; its values are there and clean, as far as this consumer cleans them."""
+        state, scores = carry
+        state, weights = machine.softmax(tile, n, state, scores, masked)
+        machine.wait("v_ready", stage(n))
+        if masked:  # consumer 0 cleans for both, as its turn comes first
+            machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
+        return state, weights
+
+    def first_scores(accumulator: Any) -> tuple[Any]:
+        machine.issue_scores(accumulator, stage(0))
+        pass_turn()
+        scores = machine.awaited(accumulator)
+        machine.arrive("k_free", stage(0))
+        return (scores,)
+
+    def step(n: Any, carry: Any, masked: bool) -> Any:
+        state, weights = weigh(n, carry, masked)
+        machine.wait("k_ready", stage(n + 1))
+        take_turn()
+
+        def products(of_values: Any, of_scores: Any) -> tuple[Any, Any]:
+            machine.issue_values(of_values, weights, stage(n))
+            machine.issue_scores(of_scores, stage(n + 1))
+            pass_turn()
+            acc = machine.awaited(of_values, in_flight=1)
+            machine.arrive("v_free", stage(n))
+            scores = machine.awaited(of_scores)
+            machine.arrive("k_free", stage(n + 1))
+            return acc, scores
+
+        return machine.multiply(state, products, scores=True, values=True)
+
+    def last_values(accumulator: Any) -> tuple[Any]:
+        machine.issue_values(accumulator, weights, stage(last))
+        pass_turn()
+        acc = machine.awaited(accumulator)
+        machine.arrive("v_free", stage(last))
+        return (acc,)
+
+    last = tile.num_blocks - 1
+    state = machine.begin(tile)
+    machine.wait("q_ready", me)
+    machine.wait("k_ready", stage(0))
+    take_turn()
+    carry = machine.multiply(state, first_scores, scores=True, values=False)
+    num_full = machine.minimum(tile.num_full, last)
+    carry = machine.loop(0, num_full, lambda n, carry: step(n, carry, masked=False), carry)
+    carry = machine.loop(num_full, last, lambda n, carry: step(n, carry, masked=True), carry)
+    machine.arrive("q_free", me)
+    state, weights = weigh(last, carry, masked=True)
+    take_turn()
+    state, _ = machine.multiply(state, last_values, scores=False, values=True)
+    machine.store(tile, state)
