@@ -9,7 +9,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import make_tiles
 from longctx.kernels.mosaic_gpu.backward import BackwardConfig, attention_backward
 from longctx.kernels.mosaic_gpu.keys import Contiguous
-from longctx.kernels.mosaic_gpu.tile_config import TileConfig
+from longctx.kernels.mosaic_gpu.tile_config import Registers, TileConfig
 
 # A multiple of every block_q and block_kv.
 _WHOLE = 128
@@ -71,7 +71,7 @@ def _tile_config(head_size: int, from_keys: bool) -> TileConfig:
     if head_size == 256:
         return TileConfig(block_q=64, block_kv=64, num_stages=2)
     block_kv, num_stages = {64: (128, 4), 128: (64, 3) if from_keys else (128, 2)}[head_size]
-    return TileConfig(128, block_kv, num_stages)
+    return TileConfig(128, block_kv, num_stages, Registers(producer=24, consumer=240))
 
 
 def _stats(lse: Array, row_terms: Array) -> Array:

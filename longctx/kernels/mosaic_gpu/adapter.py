@@ -5,6 +5,7 @@ on a CPU, and `get_races` says whether any of them raced.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
 # Layouts of wgmma accumulators: the tile, and its reductions to one value per row or per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+# Rows of a tile of shared memory.
+ROWS_OF_TILE = 8
 
 
 @contextlib.contextmanager
@@ -29,7 +32,7 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
     threads deadlock.
 
     Raises:
-      RuntimeError: the interpreter found a race.
+      RuntimeError: the interpreter found a race, or a copy that does not begin at a whole tile.
     """
     if hasattr(plgpu, "InterpretGPUParams"):
         params = plgpu.InterpretGPUParams
@@ -37,7 +40,7 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
         from jax._src.pallas.mosaic_gpu.interpret import params as private
 
         params = private.InterpretGPUParams
-    token = INTERPRETER.set(Interpreter(params(detect_races=detect_races), num_multiprocessors))
+    token = INTERPRETER.set(Interpreter(params(detect_races=detect_races), num_multiprocessors, []))
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
@@ -67,8 +70,8 @@ def kernel(
 
     def checked(*operands: Array) -> list[Array]:
         results = run(*operands)
-        if interpreter and interpreter.params.detect_races:
-            _check_races(results)
+        if interpreter:
+            _check(interpreter, results)
         # Some versions drop the mesh axes that `out_type` asks for.
         return [_vary_over(varying.varying, x) for x in results]
 
@@ -80,17 +83,20 @@ def _vary_over(axes: frozenset[str], x: Array) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _check_races(results: Any) -> None:
+def _check(interpreter: Interpreter, results: Any) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
 
     jax.block_until_ready(results)
-    if private.get_races().races_found:
+    jax.effects_barrier()
+    if interpreter.errors:
+        raise RuntimeError("; ".join(interpreter.errors))
+    if interpreter.params.detect_races and private.get_races().races_found:
         raise RuntimeError("the interpreter found a race; it has printed where")
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the layout that wgmma reads: tiles of 8 rows by 128 bytes, swizzled."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    tiling = plgpu.TilingTransform((ROWS_OF_TILE, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
@@ -101,7 +107,7 @@ def pad_for_tma(x: Array, axis: int, missing: int) -> Array:
     for. The interpreter refuses to read there, so for it all missing elements are padded.
     """
     if not interpreting():
-        missing = min(missing, -x.shape[axis] % 8)
+        missing = min(missing, -x.shape[axis] % ROWS_OF_TILE)
     if not missing:
         return x
     return jnp.pad(x, [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)])
@@ -109,8 +115,7 @@ def pad_for_tma(x: Array, axis: int, missing: int) -> Array:
 
 def set_registers(number: int, action: str) -> None:
     """Set the register limit of this warpgroup."""
-    if not interpreting():
-        plgpu.set_max_registers(number, action=action)  # type: ignore[arg-type]
+    plgpu.set_max_registers(number, action=action)  # type: ignore[arg-type]
 
 
 def cast(x: Array, layout: Any) -> Array:
@@ -131,61 +136,19 @@ def broadcast(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     return lax.broadcast_in_dim(x, shape, (axis,))
 
 
-def product(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """a @ b.T in float32, a and b in shared memory; `meanwhile` runs once the product has been issued."""
-    if interpreting():
-        out = jnp.matmul(a[...], b[...].T, preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # the race detector needs it between a plain read and the copy that overwrites
-        meanwhile()
-        return out
+def copy_rows(source: Any, before: tuple[Any, ...], start: Any, head: Any, to: Any, barrier: Any) -> None:
+    """Begin to copy rows of one head, `source[*before, start : start + len(to), head]`, to tiled shared memory (TMA).
 
-    def run(acc: Any) -> Array:
-        plgpu.wgmma(acc, a, b.transpose((1, 0)))
-        meanwhile()
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+    Every copy to `tiled` memory passes through here. It moves tiles of 8 rows: hardware would deliver zeros for rows of
+    a copy that begins within one. In the interpreter such a copy makes the kernel raise.
+    """
+    if (interpreter := INTERPRETER.get()) is not None:
+        jax.debug.callback(functools.partial(_check_start, interpreter.errors, len(source.shape), to.shape), start)
+    plgpu.copy_gmem_to_smem(source.at[(*before, pl.ds(start, to.shape[0]), head)], to, barrier)
 
 
-def accumulate(acc: Array, a: Array, b: Any) -> Array:
-    """acc + a @ b, with a in registers and b in shared memory."""
-    if interpreting():
-        acc = acc + jnp.matmul(a, b[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()
-        return acc
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-
-
-def product_onto(start: Array, a: Any, b: Any) -> Array:
-    """start + a @ b.T in float32, with a and b in shared memory."""
-    if interpreting():
-        return start + product(a, b)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b.transpose((1, 0))))(plgpu.ACC.init(start))
-
-
-def products_onto(
-    starts: tuple[Array, Array], first: tuple[Any, Any], second: tuple[Any, Any], beside: Callable[[Array], Array]
-) -> tuple[Array, Array]:
-    """(`beside` of the first `product_onto`, the second one); `beside` runs while the second product is in flight."""
-    if interpreting():
-        return beside(product_onto(starts[0], *first)), product_onto(starts[1], *second)
-
-    def run(refs: Any) -> None:
-        for ref, (a, b) in zip(refs, (first, second), strict=False):
-            plgpu.wgmma(ref, a, b.transpose((1, 0)))
-        refs[2][...] = beside(plgpu.wgmma_accumulator_load(refs[0], wait_n=1))
-
-    _, total, value = pl.run_state(run)((*map(plgpu.ACC.init, starts), cast(jnp.zeros_like(starts[0]), TILE)))
-    return value, total
-
-
-def accumulate_all(accs: list[Array], factors: list[tuple[Any, Any]]) -> list[Array]:
-    """acc + a @ b for each acc and its (a, b), all in flight at once; a in registers, b in shared memory."""
-    if interpreting():
-        return [accumulate(acc, a, b) for acc, (a, b) in zip(accs, factors, strict=True)]
-
-    def run(refs: Any) -> None:
-        for ref, (a, b) in zip(refs, factors, strict=True):
-            plgpu.wgmma(ref, a, b)
-
-    return list(pl.run_state(run)([plgpu.ACC.init(acc) for acc in accs]))
+def _check_start(errors: list[str], rank: int, shape: tuple[int, ...], start: Array) -> None:
+    if start % ROWS_OF_TILE:
+        errors.append(
+            f"a copy of {shape[0]} rows of an operand of rank {rank} begins at row {start}, not at a multiple of 8"
+        )

@@ -28,9 +28,10 @@ from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.adapter import COLUMN, ROW, TILE, broadcast, cast, copy_rows, read
 from longctx.kernels.mosaic_gpu.keys import Contiguous
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
 from longctx.kernels.mosaic_gpu.work import Tile, Tiles
 
 _LOG2E = math.log2(math.e)
@@ -144,20 +145,21 @@ def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **
     # Long tiles begin first: in most layouts the last queries and the first keys see, or are seen by, most.
     number = number if config.from_keys else tiles.shape[0] - 1 - number
     # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
+    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number, number))
     first_head = lax.div(head * other_heads, jnp.int32(heads))
     steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
-    # A single consumer keeps all the registers that it has.
-    share_registers = adapter.set_registers if config.tile_config.num_consumers == 2 else lambda *_: None
+    num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
 
-    @pl.when(wg < config.tile_config.num_consumers)
+    @pl.when(wg < num_consumers)
     def _() -> None:
-        share_registers(240, "increase")
+        if registers:
+            adapter.set_registers(registers.consumer, "increase")
         _consume(config, rows, others, seen, stats, results, scratch, wg, head, steps)
 
-    @pl.when(wg == config.tile_config.num_consumers)
+    @pl.when(wg == num_consumers)
     def _() -> None:
-        share_registers(24, "decrease")
+        if registers:
+            adapter.set_registers(registers.producer, "decrease")
         _fetch(config, others, stats, scratch, steps)
 
 
@@ -167,7 +169,7 @@ def _fetch(config: BackwardConfig, others: Contiguous, stats: Any, scratch: Any,
         pl.when(n >= steps.stages)(functools.partial(wait, scratch["free"].at[at]))
         ready = scratch["ready"].at[at]
         for half, name in enumerate("xy"):
-            others.fetch(half, steps.tile, block, head, scratch[f"{name}_smem"].at[at], ready)
+            others.fetch(half, steps.tile, block, head, scratch, scratch[f"{name}_smem"].at[at], ready)
         if config.from_keys:
             x = stats.at[
                 :, steps.tile.kv, head, pl.ds(block * config.tile_config.block_kv, config.tile_config.block_kv)
@@ -197,11 +199,12 @@ def _consume(
     """Compute 64 rows of a tile over all of its steps."""
     tile, shape = steps.tile, (WARPGROUP_ROWS, config.tile_config.block_kv)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    own_rows = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    first_row = tile.q_row + wg * WARPGROUP_ROWS
+    own_rows = pl.ds(first_row, WARPGROUP_ROWS)
     slots = [i * config.tile_config.num_consumers + wg for i in range(config.num_resident)]
     for half, (x, slot) in enumerate(zip(row_refs, slots, strict=True)):
-        at = ((half,) if len(x.shape) == 5 else ()) + (tile.q_batch, own_rows, head)
-        plgpu.copy_gmem_to_smem(x.at[at], scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
+        before = (half, tile.q_batch) if len(x.shape) == 5 else (tile.q_batch,)
+        copy_rows(x, before, first_row, head, scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
     row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
     last, segments = (read(ref.at[tile.piece, own], ROW) for ref in seen_refs)
     wait(scratch["rows_ready"].at[wg])
@@ -224,16 +227,34 @@ def _consume(
                 weights = jnp.where(others.seen(tile, (last, segments), block, shape), weights, jnp.float32(0))
             return weights
 
+        def first_products(of_scores: Accumulator, of_d_weights: Accumulator) -> tuple[Array, Array]:
+            of_scores.issue(a, x, transposed=True)
+            of_d_weights.issue(b, y, transposed=True)
+            weights = to_weights(of_scores.awaited(in_flight=1))
+            return weights, of_d_weights.awaited()
+
+        def one_product(i: int, rows: Any, others: Any) -> Array:
+            def product(accumulator: Accumulator) -> tuple[Array]:
+                accumulator.issue(rows, others, transposed=True)
+                return (accumulator.awaited(),)
+
+            return multiply([start(i)], product)[0]
+
+        def sums(*accumulators: Accumulator) -> tuple[Array, ...]:
+            for accumulator, factor in zip(accumulators, factors, strict=True):
+                accumulator.issue(*factor)
+            return tuple(accumulator.awaited() for accumulator in accumulators)
+
         wait(scratch["ready"].at[at])
         if config.scores and not masked:
-            weights, d_weights = adapter.products_onto((start(0), start(1)), (a, x), (b, y), to_weights)
+            weights, d_weights = multiply([start(0), start(1)], first_products)
         else:  # a mask takes registers, so the products run one after the other
-            weights = to_weights(adapter.product_onto(start(0), a, x))
-            d_weights = adapter.product_onto(start(1), b, y) if config.scores else weights
+            weights = to_weights(one_product(0, a, x))
+            d_weights = one_product(1, b, y) if config.scores else weights
         factors = [((weights * d_weights).astype(x.dtype), x)] if config.scores else []
         if config.weights:
             factors.append((weights.astype(y.dtype), y))
-        accs = adapter.accumulate_all(accs, factors)
+        accs = list(multiply(accs, sums))
         arrive(scratch["free"].at[at])
         return accs
 

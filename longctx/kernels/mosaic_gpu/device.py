@@ -14,6 +14,7 @@ class Interpreter(NamedTuple):
 
     params: Any
     num_multiprocessors: int
+    errors: list[str]  # what kernels did that hardware would not do
 
 
 INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)

@@ -1,33 +1,31 @@
 """The forward attention kernel for Hopper GPUs, over contiguous keys or over pages.
 
-A thread block has one producer warpgroup, which copies keys and values to a ring of stages in shared memory (TMA), and
-one or two consumer warpgroups, which multiply 64 rows each (wgmma). Of two consumers, one computes its softmax while
-the other multiplies. A row of a tile is a query of one head, or, with folded heads, of any head that shares the KV
+A thread block has one producer warpgroup, which copies queries, keys and values to shared memory (TMA), and one or two
+consumer warpgroups, which multiply 64 rows each (wgmma). `schedule.py` says in which order they wait, arrive and read;
+here are the operations. A row of a tile is a query of one head, or, with folded heads, of any head that shares the KV
 head; the kernel treats both alike.
 
 `work.py` says beforehand which blocks a tile sees. Blocks of which all rows see every key come first and take no mask.
-
-Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2: warp specialisation, two warpgroups in ping-pong.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas.mosaic_gpu import barrier_arrive as arrive
-from jax.experimental.pallas.mosaic_gpu import barrier_wait as wait
 
 from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
-from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu import adapter, schedule
+from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, copy_rows, read
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
 from longctx.kernels.mosaic_gpu.work import Tile, Work
 
 _LOG2E = math.log2(math.e)
@@ -56,7 +54,7 @@ def attention_forward(
     """Attention of tiles of rows; the results are pieces of tiles.
 
     Args:
-      q: `[B, R, heads, H]`. KV head i serves `heads / K` heads, from `i * heads / K` on.
+      q: `[B, R, heads, H]`. KV head i serves `heads / K` heads, from `i * heads / K` on. Tiles begin at multiples of 8.
       keys: keys and values, in the dtype of q.
       rows: the row arguments of `keys.seen`, int32 `[tiles, rows]` each.
 
@@ -68,13 +66,10 @@ def attention_forward(
     num_workers = work.workers.shape[0]
     num_pieces = work.tiles.shape[0] + (num_workers if config.split else 0)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
-    ring = functools.partial(adapter.tiled, (tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
-    ready = functools.partial(
-        plgpu.Barrier, num_arrivals=keys.copies(tile_config.block_kv), num_barriers=tile_config.num_stages
-    )
-    free = functools.partial(plgpu.Barrier, num_arrivals=tile_config.num_consumers, num_barriers=tile_config.num_stages)
+    pipeline = schedule.Pipeline(tile_config.num_consumers, tile_config.num_stages, keys.copies(tile_config.block_kv))
+    ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
-        functools.partial(_kernel, config, type(keys), len(rows), heads // kv_heads),
+        functools.partial(_kernel, config, pipeline, type(keys), len(rows), heads // kv_heads),
         [
             ((num_pieces, tile_config.block_q, heads, head_size), out_dtype),
             ((heads, num_pieces, tile_config.block_q), jnp.float32),
@@ -86,150 +81,208 @@ def attention_forward(
         grid_names=("kv_head", "group", "worker"),
         num_threads=tile_config.num_consumers + 1,
         scratch_types={
-            "q_smem": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
-            "k_smem": ring(),
-            "v_smem": ring(),
-            "q_ready": plgpu.Barrier(num_barriers=tile_config.num_consumers),
-            "k_ready": ready(),
-            "v_ready": ready(),
-            "k_free": free(),
-            "v_free": free(),
-            "turn": plgpu.Barrier(num_arrivals=tile_config.num_consumers),
+            "q": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
+            "k": ring,
+            "v": ring,
+            **keys.found(tile_config.block_kv),
+            **{
+                name: plgpu.Barrier(num_arrivals=spec.arrivals, num_barriers=spec.number)
+                for name, spec in pipeline.barriers.items()
+            },
         },
     )
     return kernel(q, *keys, *rows, work.tiles, work.workers)
 
 
 def _kernel(
-    config: ForwardConfig, kind: Any, num_rows: int, group: int, q_ref: Any, *refs: Any, **scratch: Any
+    config: ForwardConfig, pipeline: schedule.Pipeline, kind: Any, num_rows: int, group: int, *refs: Any, **scratch: Any
 ) -> None:
+    q, refs = refs[0], refs[1:]
     num_keys = len(kind._fields)
-    keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
-    tiles, workers, *results = refs[num_keys + num_rows :]
-    kv_head, worker, wg = (lax.axis_index(name) for name in ("kv_head", "worker", "wg"))
-    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    first_tile, stop_tile, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
-
-    def sweep(each_tile: Any) -> Array:
-        """Call `each_tile(tile, number, blocks done before)` for each tile; return the number of blocks."""
-
-        def body(number: Array, done: Array) -> Array:
-            tile = Tile.of(tiles, number, worker, first_unit, stop_unit)
-            each_tile(tile, number, done)
-            return done + tile.num_blocks
-
-        return lax.fori_loop(first_tile, stop_tile, body, jnp.int32(0))
-
-    @pl.when(wg < config.tile_config.num_consumers)
-    def _() -> None:
-        adapter.set_registers(232, "increase")
-        head = kv_head * group + lax.axis_index("group")
-        sweep(functools.partial(_consume, config, q_ref, keys, rows, results, scratch, wg, head))
-
-    @pl.when(wg == config.tile_config.num_consumers)
-    def _() -> None:
-        adapter.set_registers(40, "decrease")
-        done = sweep(functools.partial(_fetch, config.tile_config, keys, scratch, kv_head))
-
-        # Wait for every phase of the barriers, so that the block does not end while a copy is in flight.
-        def drain(at: Array, _: None) -> None:
-            for name in ("k_free", "v_free"):
-                wait(scratch[name].at[lax.rem(at, jnp.int32(config.tile_config.num_stages))])
-
-        lax.fori_loop(jnp.maximum(done - config.tile_config.num_stages, 0), done, drain, None)
-
-
-def _fetch(
-    tile_config: TileConfig, keys: Any, scratch: Any, kv_head: Array, tile: Tile, number: Array, done: Array
-) -> None:
-    def fetch(n: Array, _: None) -> None:
-        at, block = lax.rem(done + n, jnp.int32(tile_config.num_stages)), tile.block(n)
-        for half, name in enumerate("kv"):
-            pl.when(done + n >= tile_config.num_stages)(functools.partial(wait, scratch[f"{name}_free"].at[at]))
-            keys.fetch(half, tile, block, kv_head, scratch[f"{name}_smem"].at[at], scratch[f"{name}_ready"].at[at])
-
-    lax.fori_loop(0, tile.num_blocks, fetch, None)
-
-
-def _consume(
-    config: ForwardConfig,
-    q_ref: Any,
-    keys: Any,
-    row_refs: Any,
-    results: Any,
-    scratch: Any,
-    wg: Array,
-    head: Array,
-    tile: Tile,
-    number: Array,
-    done: Array,
-) -> None:
-    """Compute 64 rows of a tile over all of its blocks."""
-    tile_config, head_size = config.tile_config, q_ref.shape[-1]
-    q, out_shape = scratch["q_smem"].at[wg], (WARPGROUP_ROWS, head_size)
-    own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-    def take_turns() -> None:
-        """Let the other consumer multiply, and wait until it has."""
-        if tile_config.num_consumers == 2:
-            arrive(scratch["turn"])
-            wait(scratch["turn"])
-
-    rows_of_q = pl.ds(tile.q_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    plgpu.copy_gmem_to_smem(q_ref.at[tile.q_batch, rows_of_q, head], q, scratch["q_ready"].at[wg])
-    rows = tuple(read(ref.at[number, own], ROW) for ref in row_refs)
-    wait(scratch["q_ready"].at[wg])
-    pl.when(wg == 1)(take_turns)
-
-    def step(n: Array, carry: Any, masked: bool) -> Any:
-        acc, peak, total = carry
-        at, block = lax.rem(done + n, jnp.int32(tile_config.num_stages)), tile.block(n)
-        wait(scratch["k_ready"].at[at])
-        # Always 0, but unknown to the compiler, which would otherwise keep wgmma's descriptors of q in registers.
-        zero = jnp.minimum(tile.start + n, 0)
-        scores = adapter.product(scratch["q_smem"].at[wg + zero], scratch["k_smem"].at[at], take_turns)
-        arrive(scratch["k_free"].at[at])
-        if masked:
-            scores = jnp.where(keys.seen(tile, rows, block, scores.shape), scores, -jnp.inf)
-        # Peaks are kept multiplied by log2(e) * scale, so that a weight takes one fused multiply-add and one exp2.
-        factor = config.scale * _LOG2E
-        new_peak = jnp.maximum(peak, scores.max(1) * factor)
-        weights = jnp.exp2(scores * factor - broadcast(new_peak, scores.shape, 0))
-        decay = jnp.exp2(peak - new_peak)
-        total = total * decay + weights.sum(1)
-        acc = acc * broadcast(decay, out_shape, 0)
-        weights = weights.astype(q.dtype)
-        if tile_config.num_consumers == 2:
-            acc, total, new_peak, weights = lax.optimization_barrier((acc, total, new_peak, weights))
-            arrive(scratch["turn"])
-        wait(scratch["v_ready"].at[at])
-        if tile_config.num_consumers == 2:
-            wait(scratch["turn"])
-        if masked:
-            # The first consumer cleans for both, as its turn comes first.
-            pl.when(wg == 0)(functools.partial(keys.clean, tile, block, scratch["v_smem"].at[at]))
-        acc = adapter.accumulate(acc, weights, scratch["v_smem"].at[at])
-        arrive(scratch["v_free"].at[at])
-        return acc, new_peak, total
-
-    carry = (
-        cast(jnp.zeros(out_shape, jnp.float32), TILE),
-        cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-        cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
+    keys, rows, tables, results = (
+        kind(*refs[:num_keys]),
+        refs[num_keys : num_keys + num_rows],
+        refs[-4:-2],
+        refs[-2:],
     )
-    carry = lax.fori_loop(0, tile.num_full, functools.partial(step, masked=False), carry)
-    acc, peak, total = lax.fori_loop(tile.num_full, tile.num_blocks, functools.partial(step, masked=True), carry)
-    pl.when(wg == 0)(take_turns)
+    worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
+    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+    first_tile, stop_tile, first_unit, stop_unit = (tables[1][worker, i] + 0 for i in range(4))
+    kv_head = lax.axis_index("kv_head")
+    block = ThreadBlock(
+        config,
+        pipeline,
+        Operands(q, keys, rows, tables[0], *results),
+        scratch,
+        kv_head,
+        kv_head * group + lax.axis_index("group"),
+        lambda number: Tile.of(tables[0], number, worker, first_unit, stop_unit),
+    )
+    num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
 
-    # Masked scores are -inf and peaks begin finite, so the total of a row that saw nothing is exactly 0.
-    empty = total == 0
-    total = jnp.where(empty, jnp.float32(1), total)
-    lse = jnp.where(empty, jnp.float32(-jnp.inf), peak * (1 / _LOG2E) + jnp.log(total))
-    out = (acc * broadcast(1 / total, out_shape, 0)).astype(results[0].dtype)
+    @pl.when(wg < num_consumers)
+    def _() -> None:
+        if registers:
+            adapter.set_registers(registers.consumer, "increase")
+        schedule.consume(Consumer(block, wg), first_tile, stop_tile)
 
-    def store() -> None:
-        results[0].at[tile.piece, own, head][...] = out
-        results[1].at[head, tile.piece, own][...] = lse
+    @pl.when(wg == num_consumers)
+    def _() -> None:
+        if registers:
+            adapter.set_registers(registers.producer, "decrease")
+        schedule.produce(Producer(block), first_tile, stop_tile)
 
-    # With several workers per tile, a tile that sees nothing has no piece.
-    pl.when(tile.num_blocks > 0)(store) if config.split else store()
+
+class Operands(NamedTuple):
+    """References to global memory."""
+
+    q: Any
+    keys: Contiguous | Paged
+    rows: tuple[Any, ...]
+    tiles: Any
+    out: Any
+    lse: Any
+
+
+class ThreadBlock(NamedTuple):
+    """What all warpgroups of a thread block share."""
+
+    config: ForwardConfig
+    pipeline: schedule.Pipeline
+    operands: Operands
+    shared: dict[str, Any]  # shared memory and barriers
+    kv_head: Array
+    head: Array
+    tile: Callable[[Array], Tile]
+
+
+class Machine:
+    """The operations of `schedule.Machine` in Pallas."""
+
+    def __init__(self, block: ThreadBlock) -> None:
+        self.block, self.pipeline, self.shared = block, block.pipeline, block.shared
+        self.tile_config = block.config.tile_config
+
+    def wait(self, barrier: str, index: Any) -> None:
+        plgpu.barrier_wait(self.shared[barrier].at[index])
+
+    def arrive(self, barrier: str, index: Any) -> None:
+        plgpu.barrier_arrive(self.shared[barrier].at[index])
+
+    def loop(self, start: Any, stop: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+        return lax.fori_loop(start, stop, step, carry)
+
+    def when(self, condition: Any, action: Callable[[], None]) -> None:
+        pl.when(condition)(action)
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        return jnp.minimum(a, b)
+
+    def remainder(self, a: Any, b: int) -> Any:
+        return lax.rem(a, jnp.int32(b))
+
+    def integer(self, a: int) -> Any:
+        return jnp.int32(a)
+
+    def tile(self, position: Array) -> Tile:
+        return self.block.tile(position)
+
+
+class Producer(Machine):
+    """Copies operands to shared memory."""
+
+    def __init__(self, block: ThreadBlock) -> None:
+        super().__init__(block)
+        self.keys = block.operands.keys.load()
+
+    def copy_rows(self, tile: Tile, consumer: int) -> None:
+        start = tile.q_row + consumer * WARPGROUP_ROWS
+        to, ready = self.shared["q"].at[consumer], self.shared["q_ready"].at[consumer]
+        copy_rows(self.block.operands.q, (tile.q_batch,), start, self.block.head, to, ready)
+
+    def find(self, tile: Tile, n: Array) -> None:
+        self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
+
+    def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
+        to, ready = self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
+        self.keys.fetch("kv".index(name), tile, tile.block(n), self.block.kv_head, self.shared, to, ready)
+
+
+class State(NamedTuple):
+    """The softmax of 64 rows over the blocks so far, in registers."""
+
+    acc: Array  # [64, H]
+    peak: Array  # [64], times log2(e) * scale, so that a weight takes one fused multiply-add and one exp2
+    total: Array  # [64]
+
+
+class Consumer(Machine):
+    """Computes 64 rows of each tile."""
+
+    def __init__(self, block: ThreadBlock, wg: Array) -> None:
+        super().__init__(block)
+        self.consumer, self.operands = wg, block.operands
+        self.own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        self.head_size = self.operands.q.shape[-1]
+
+    def begin(self, tile: Tile) -> tuple[tuple[Array, ...], State]:
+        return tuple(read(ref.at[tile.number, self.own], ROW) for ref in self.operands.rows), State(
+            cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE),
+            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
+            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
+        )
+
+    def softmax(
+        self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, state: State, scores: Array
+    ) -> tuple[State, Array]:
+        if mask is not None:
+            seen = self.operands.keys.seen(tile, mask, tile.block(n), scores.shape)
+            scores = jnp.where(seen, scores, -jnp.inf)
+        factor = self.block.config.scale * _LOG2E
+        peak = jnp.maximum(state.peak, scores.max(1) * factor)
+        weights = jnp.exp2(scores * factor - broadcast(peak, scores.shape, 0))
+        decay = jnp.exp2(state.peak - peak)
+        total = state.total * decay + weights.sum(1)
+        acc = state.acc * broadcast(decay, state.acc.shape, 0)
+        # So that none of it moves into the consumer's turn.
+        return lax.optimization_barrier((State(acc, peak, total), weights.astype(self.operands.q.dtype)))
+
+    def clean(self, tile: Tile, n: Array, stage: Array) -> None:
+        self.operands.keys.clean(tile, tile.block(n), self.shared["v"].at[stage])
+
+    def multiply(
+        self, state: State, products: Callable[..., tuple[Array, ...]], scores: bool, values: bool
+    ) -> tuple[State, Array | None]:
+        starts = [state.acc] * values + [(WARPGROUP_ROWS, self.tile_config.block_kv)] * scores
+        results = multiply(starts, products)
+        return state._replace(acc=results[0]) if values else state, results[-1] if scores else None
+
+    def issue_scores(self, accumulator: Accumulator, stage: Array) -> None:
+        slot = self.consumer
+        if self.head_size == 256:
+            # Plus 0, which the compiler can't know: it would keep wgmma's descriptors of q in registers, and spill.
+            slot = slot + jnp.minimum(stage, 0)
+        accumulator.issue(self.shared["q"].at[slot], self.shared["k"].at[stage], transposed=True)
+
+    def issue_values(self, accumulator: Accumulator, weights: Array, stage: Array) -> None:
+        accumulator.issue(weights, self.shared["v"].at[stage])
+
+    def awaited(self, accumulator: Accumulator, in_flight: int = 0) -> Array:
+        return accumulator.awaited(in_flight)
+
+    def store(self, tile: Tile, state: State) -> None:
+        # Masked scores are -inf and peaks begin finite, so the total of a row that saw nothing is exactly 0.
+        empty = state.total == 0
+        total = jnp.where(empty, jnp.float32(1), state.total)
+        lse = jnp.where(empty, jnp.float32(-jnp.inf), state.peak * (1 / _LOG2E) + jnp.log(total))
+        self._write(tile, state.acc * broadcast(1 / total, state.acc.shape, 0), lse)
+
+    def store_empty(self, tile: Tile) -> None:
+        if not self.block.config.split:  # else a tile without blocks has no piece
+            zeros = cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE)
+            self._write(tile, zeros, cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROW))
+
+    def _write(self, tile: Tile, out: Array, lse: Array) -> None:
+        head, operands = self.block.head, self.operands
+        operands.out.at[tile.piece, self.own, head][...] = out.astype(operands.out.dtype)
+        operands.lse.at[head, tile.piece, self.own][...] = lse

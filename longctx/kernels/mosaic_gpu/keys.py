@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import COLUMN, TILE, broadcast, cast, read
+from longctx.kernels.mosaic_gpu.adapter import COLUMN, TILE, broadcast, cast, copy_rows, read
 from longctx.kernels.mosaic_gpu.work import Tile
 
 
@@ -29,11 +29,24 @@ class Contiguous(NamedTuple):
         """Number of copies that `fetch` issues for a block of keys, or of values."""
         return 1
 
-    def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+    def found(self, block: int) -> dict[str, Any]:
+        """Shared memory that `find` writes and `fetch` reads: none."""
+        return {}
+
+    def load(self) -> "Contiguous":
+        """Nothing to read once for all blocks."""
+        return self
+
+    def find(self, tile: Tile, block: Array, size: int, found: dict[str, Any]) -> None:
+        """Nothing to look up."""
+
+    def fetch(
+        self, half: int, tile: Tile, block: Array, head: Array, found: dict[str, Any], to: Any, barrier: Any
+    ) -> None:
         """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
         x = (self.k, self.v)[half]
-        at = (tile.kv, pl.ds(block * to.shape[0], to.shape[0]), head)
-        plgpu.copy_gmem_to_smem(x.at[(half, *at) if len(x.shape) == 5 else at], to, barrier)
+        before = (half, tile.kv) if len(x.shape) == 5 else (tile.kv,)
+        copy_rows(x, before, block * to.shape[0], head, to, barrier)
 
     def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
         """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
@@ -61,21 +74,37 @@ class Paged(NamedTuple):
         """Number of copies that `fetch` issues for a block of keys, or of values."""
         return max(1, block // self.k.shape[1])
 
-    def fetch(self, half: int, tile: Tile, block: Array, head: Array, to: Any, barrier: Any) -> None:
+    def found(self, block: int) -> dict[str, Any]:
+        """Shared memory that `find` writes and `fetch` reads: the pages of a block."""
+        return {"pages": plgpu.SMEM((self.copies(block),), jnp.int32)}
+
+    def load(self) -> "Paged":
+        """Read once what is the same for all blocks."""
+        return self._replace(first_page=self.first_page[0])
+
+    def find(self, tile: Tile, block: Array, size: int, found: dict[str, Any]) -> None:
+        """Read the page table for a block of `size` slots; all reads are in flight together."""
+        page_size = self.k.shape[1]
+        # Slots beyond those in use are masked, so any page of the pool may be read there.
+        last_entry = lax.div(tile.kv_tokens - 1, jnp.int32(page_size))
+        for n in range(self.copies(size)):
+            entry = jnp.minimum(lax.div(block * size, jnp.int32(page_size)) + n, last_entry)
+            page = self.table[tile.kv, entry] + self.first_page
+            found["pages"][n] = jnp.clip(page, 0, self.k.shape[0] - 1)
+
+    def fetch(
+        self, half: int, tile: Tile, block: Array, head: Array, found: dict[str, Any], to: Any, barrier: Any
+    ) -> None:
         """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
         x, size = (self.k, self.v)[half], to.shape[0]
         page_size = x.shape[1]
         step = min(page_size, size)
-        # Slots beyond those in use are masked, so any page of the pool may be read there.
-        last_entry = lax.div(tile.kv_tokens - 1, jnp.int32(page_size))
+        first = lax.rem(block * size, jnp.int32(page_size)) if page_size > size else 0
 
         # A loop, as unrolled copies of many small pages need more registers than this warpgroup has.
         def fetch_page(n: Array, _: None) -> None:
-            slot = block * size + n * step
-            entry = jnp.minimum(lax.div(slot, jnp.int32(page_size)), last_entry)
-            page = jnp.clip(self.table[tile.kv, entry] + self.first_page[0], 0, x.shape[0] - 1)
-            at = (page, pl.ds(lax.rem(slot, jnp.int32(page_size)), step), head)
-            plgpu.copy_gmem_to_smem(x.at[at], to.at[pl.ds(pl.multiple_of(n * step, 8), step)], barrier)
+            part = to.at[pl.ds(pl.multiple_of(n * step, 8), step)]
+            copy_rows(x, (found["pages"][n],), first, head, part, barrier)
 
         lax.fori_loop(0, size // step, fetch_page, None)
 

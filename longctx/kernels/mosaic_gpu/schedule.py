@@ -103,11 +103,11 @@ class Consumer(Machine, Protocol):
 
     consumer: Any  # 0 or 1
 
-    def begin(self, tile: Any) -> Any:
-        """The state of rows that have seen nothing; reads what the masks of a tile need."""
+    def begin(self, tile: Any) -> tuple[Any, Any]:
+        """What the masks of these rows need, and the state of rows that have seen nothing."""
 
-    def softmax(self, tile: Any, n: Any, state: Any, scores: Any, masked: bool) -> tuple[Any, Any]:
-        """The state with acc scaled for the scores of the n-th block, and the block's weights."""
+    def softmax(self, tile: Any, mask: Any, n: Any, state: Any, scores: Any) -> tuple[Any, Any]:
+        """The state with acc scaled for the scores of the n-th block, and the block's weights. No mask: None."""
 
     def clean(self, tile: Any, n: Any, stage: Any) -> None:
         """Write zeros over values of the n-th block that nobody ever wrote, in a stage of `v`."""
@@ -214,7 +214,7 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
     def weigh(n: Any, carry: Any, masked: bool) -> tuple[Any, Any]:
         """Softmax of block n; its values are there and clean, as far as this consumer cleans them."""
         state, scores = carry
-        state, weights = machine.softmax(tile, n, state, scores, masked)
+        state, weights = machine.softmax(tile, mask if masked else None, n, state, scores)
         machine.wait("v_ready", stage(n))
         if masked:  # consumer 0 cleans for both, as its turn comes first
             machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
@@ -252,7 +252,7 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         return (acc,)
 
     last = tile.num_blocks - 1
-    state = machine.begin(tile)
+    mask, state = machine.begin(tile)
     machine.wait("q_ready", me)
     machine.wait("k_ready", stage(0))
     take_turn()

@@ -84,6 +84,7 @@ class Tile(NamedTuple):
     full_stop: Array
     stop: Array
     piece: Array
+    number: Array
 
     @classmethod
     def of(cls, tiles: Any, number: Array, worker: Array, first_unit: Array, stop_unit: Array) -> "Tile":
@@ -94,7 +95,7 @@ class Tile(NamedTuple):
         stop = jnp.minimum(start + (stop_unit - unit), stop)
         full_start = jnp.clip(full_start, first, stop)
         full_stop = jnp.clip(full_stop, full_start, stop)
-        return cls(q_batch, q_row, kv, kv_tokens, first, full_start, full_stop, stop, piece + worker)
+        return cls(q_batch, q_row, kv, kv_tokens, first, full_start, full_stop, stop, piece + worker, number)
 
     @property
     def num_full(self) -> Array:
