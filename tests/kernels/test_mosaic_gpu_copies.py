@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.mosaic.gpu.launch_context import TileTransform
 from jax.interpreters.mlir import make_ir_context
@@ -15,8 +15,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from tma_copy import TILE, tma_copy
 
-from longctx.kernels.attention import mosaic_gpu as contiguous
-from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
 from longctx.kernels.paged_attention import mosaic_gpu as paged

@@ -30,7 +30,7 @@ def tma_copy(x: np.ndarray, start: int, count: int) -> np.ndarray:
     tiled = x.reshape(x.shape[0] // tile[0], tile[0], x.shape[1] // tile[1], tile[1]).swapaxes(1, 2)
     coordinates = start // TILE[0], 0, start % TILE[0], 0
     indices = [first + np.arange(size) for first, size in zip(coordinates, box, strict=True)]
-    within = [(0 <= at) & (at < size) for at, size in zip(indices, tiled.shape, strict=True)]
+    within = [(at >= 0) & (at < size) for at, size in zip(indices, tiled.shape, strict=True)]
     box_values = tiled[np.ix_(*(np.where(here, at, 0) for at, here in zip(indices, within, strict=True)))]
     arrived = np.where(functools.reduce(np.logical_and.outer, within), box_values, 0)
     return arrived.swapaxes(1, 2).reshape(count, x.shape[1])
