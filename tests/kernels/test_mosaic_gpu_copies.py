@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.mosaic.gpu.launch_context import TileTransform
 from jax.interpreters.mlir import make_ir_context
@@ -15,8 +15,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from tma_copy import TILE, tma_copy
 
-from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
+from longctx.kernels.attention import mosaic_gpu as contiguous
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.mosaic_gpu import adapter, keys
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
+from longctx.kernels.mosaic_gpu.work import Tile
 from longctx.kernels.paged_attention import mosaic_gpu as paged
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
@@ -69,6 +72,61 @@ def test_a_copy_delivers_its_rows_if_it_starts_at_a_tile(tiles: int, start: int,
 def test_copies_that_mosaic_refuses(shape: tuple[int, int], count: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         tma_copy(np.zeros(shape), 0, count)
+
+
+class Shared:
+    """A reference to shared memory."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.shape = values, values.shape
+
+    @property
+    def at(self) -> "Shared":
+        return self
+
+    def __getitem__(self, rows: Any) -> "Shared":
+        return Shared(self.values[int(rows.start) :][: rows.size])
+
+
+def copy_rows(source: np.ndarray, before: tuple[Any, ...], start: Any, head: int, to: Shared, barrier: None) -> None:
+    """`adapter.copy_rows` by the rule."""
+    to.values[...] = tma_copy(source[tuple(map(int, before))][:, head], int(start), len(to.values))
+
+
+def block_of(operands: keys.Contiguous | keys.Paged, half: int, tile: Tile, block: int, head: int) -> np.ndarray:
+    """A block of keys (half 0) or values (half 1) as the kernel's own code copies it."""
+    size, head_size = TileConfig.choose(operands.k.shape[-1], 1).block_kv, operands.k.shape[-1]
+    found = {name: np.zeros(ref.shape, int) for name, ref in operands.found(size).items()}
+    to = Shared(np.full((size, head_size), np.nan))
+    with jax.disable_jit(), mock.patch.object(keys, "copy_rows", copy_rows):
+        operands = operands.load()
+        operands.find(tile, jnp.int32(block), size, found)
+        operands.fetch(half, tile, jnp.int32(block), head, found, to, None)
+    return to.values
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=3)
+def test_pages_arrive(head_size: int, page_size: int, seed: int) -> None:
+    """Slot by slot of every block, as far as there are any in use."""
+    rng = np.random.default_rng(seed)
+    entries, heads = -(-400 // page_size), 2
+    k, v = rng.random((2, entries + 3, page_size, heads, head_size))
+    table = rng.permutation(entries)[None]
+    operands: Any = keys.Paged(k, v, table.astype(np.int32), np.array([2], np.int32))
+    in_use = int(rng.integers(1, 401))
+    zero = jnp.int32(0)
+    tile = Tile(*[zero] * len(Tile._fields))._replace(kv_tokens=jnp.int32(in_use))
+    size, head = TileConfig.choose(head_size, 1).block_kv, int(rng.integers(heads))
+    for half, pages in enumerate((k, v)):
+        slots = pages[2 + table[0], :, head].reshape(-1, head_size)
+        for block in range(-(-in_use // size)):
+            stop = min(in_use, (block + 1) * size)
+            arrived = block_of(operands, half, tile, block, head)
+            np.testing.assert_array_equal(arrived[: stop - block * size], slots[block * size : stop])
+            assert np.isfinite(arrived).all()  # the rest came from some page
 
 
 class Reached(Exception):
@@ -127,3 +185,40 @@ def test_queries_of_rows_over_pages_arrive(group: int, q_sequence: np.ndarray) -
     np.testing.assert_array_equal(found[..., 0], np.broadcast_to(1 + real[:, None, None], found.shape[:3]))
     heads = np.arange(KV_HEADS) * group + np.arange(group)[:, None]
     np.testing.assert_array_equal(found[..., 1], np.broadcast_to(heads, found.shape[:3]))
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_length", "group"), [(1, 300, 4), (70, 201, 3), (600, 601, 1)], ids=["decode", "folded", "not folded"]
+)
+def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: int) -> None:
+    """From any row on that a tile names: whole tiles and blocks, with zeros beyond the end."""
+    heads, rng = group * KV_HEADS, np.random.default_rng(length)
+    q, k, v = (
+        jnp.asarray(rng.random((2, n, heads_of, HEAD_SIZE)), jnp.bfloat16)
+        for n, heads_of in ((length, heads), (kv_length, KV_HEADS), (kv_length, KV_HEADS))
+    )
+    tokens = [
+        Tokens(jnp.broadcast_to(jnp.arange(n), (2, n)) + past, jnp.zeros((2, n), jnp.int32))
+        for n, past in ((length, kv_length // 2), (kv_length, 0))
+    ]
+    q, operands, _, work, config, _ = arguments_of_kernel(
+        contiguous, contiguous.mosaic_gpu_attention, q, k, v, *tokens, True, 1.0
+    )
+    block_q, block_kv = config.tile_config.block_q, config.tile_config.block_kv
+    q = np.asarray(adapter.pad_for_tma(q, 1, block_q), np.float32)
+    operands = jax.tree.map(lambda x: np.asarray(x, np.float32), operands.pad_to_block(block_kv))
+    blocks = set()
+    for row in np.asarray(work.tiles):
+        tile = Tile.of(row[None], 0, 0, jnp.int32(0), jnp.int32(2**30))
+        for start in range(int(tile.q_row), int(tile.q_row) + block_q, WARPGROUP_ROWS):
+            for head in range(q.shape[2]):
+                rows = q[int(tile.q_batch), :, head]
+                np.testing.assert_array_equal(
+                    tma_copy(rows, start, WARPGROUP_ROWS), rows_of(rows, start, WARPGROUP_ROWS)
+                )
+        blocks |= {(int(tile.kv), block) for block in range(int(tile.start), int(tile.stop))}
+    for entry, block in blocks:
+        tile = Tile(*[jnp.int32(0)] * len(Tile._fields))._replace(kv=jnp.int32(entry))
+        for half, x in enumerate((k, v)):
+            want = rows_of(np.asarray(x[entry, :, 1], np.float32), block * block_kv, block_kv)
+            np.testing.assert_array_equal(block_of(operands, half, tile, block, 1), want)
