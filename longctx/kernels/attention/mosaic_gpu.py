@@ -1,7 +1,10 @@
 """Attention on Hopper GPUs: prepares tiles for the kernel and merges its results."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -12,13 +15,20 @@ from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward,
 from longctx.kernels.mosaic_gpu.keys import Contiguous
 from longctx.kernels.mosaic_gpu.merge import merge_pieces
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import Tiles, equal_shares, one_worker_per_tile
+from longctx.kernels.mosaic_gpu.work import Tiles, Work, equal_shares, whole_items
 
 # With fewer tokens than this, the query heads of a KV head share tiles. With more, tiles are full without it, and the
 # queries need no transposition.
 _FOLD_BELOW = 512
-# With this many tiles per multiprocessor the load is even without splitting tiles.
-_EVEN = 4
+
+
+class MosaicGpuPlan(NamedTuple):
+    """Tables that follow from shapes and metadata alone."""
+
+    rows: tuple[Array, Array]  # (last position seen, segment) of the rows of each tile, [tiles, block_q] each
+    tokens: Array  # [2, Bm, S in whole blocks], positions and segments of the keys
+    work: Work
+    place: Array  # [B * T, heads of a tile], tile * block_q + row: where a token's rows are
 
 
 def mosaic_gpu_attention(
@@ -31,39 +41,77 @@ def mosaic_gpu_attention(
     scale: float,
     state: tuple[Array, Array] | None = None,
     out_dtype: DTypeLike = jnp.float32,
+    plan: MosaicGpuPlan | None = None,
 ) -> tuple[Array, Array]:
-    """As `xla_attention`, for 16-bit q, k and v and the head sizes that `selection.unsupported_reason` allows."""
+    """As `xla_attention`, for 16-bit q, k and v and the head sizes that `selection.unsupported_reason` allows.
+
+    `plan` is what `plan_mosaic_gpu` makes of the shapes of q and k, queries, keys and causal.
+    """
+    if plan is None:
+        plan = plan_mosaic_gpu(q.shape, k.shape, queries, keys, causal)
     batch, length, heads, head_size = q.shape
-    kv_heads = k.shape[-2]
-    group = heads // kv_heads
-    folded = group > 1 and length < _FOLD_BELOW
+    kv_heads, group = k.shape[-2], plan.place.shape[1]
     q, scale = with_positive_scale(q, scale)
-    if folded:
+    if group > 1:
         q = jnp.swapaxes(q.reshape(batch, length, kv_heads, group, head_size), 2, 3)
         q = q.reshape(batch, length * group, kv_heads, head_size)
-        queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries))
-    num_rows, row_heads = q.shape[1:3]
-    tile_config = TileConfig.choose(head_size, num_rows)
-    tiles, rows, tokens = make_tiles(batch, queries, keys, causal, tile_config, shared_keys=k.shape[-4] < batch)
-    num_tiles, num_sms = rows[0].shape[0], Device.target().num_multiprocessors
-    # Tiles are even only within one sequence: those of a batch may differ in length.
-    split = num_rows <= tile_config.block_q or num_tiles * row_heads < _EVEN * num_sms
-    work = equal_shares(tiles, max(1, num_sms // row_heads)) if split else one_worker_per_tile(tiles)
-    config = ForwardConfig(tile_config, scale, split)
-    wide = jnp.float32 if split or state is not None else out_dtype
-    out, lse = attention_forward(q, Contiguous(k, v, tokens), rows, work, config, wide)
-    if split:
-        out, lse = merge_pieces(out, lse, work)
-        seen = work.num_pieces > 0
-        out = jnp.where(seen[:, None, None, None], out, 0)
-        lse = jnp.where(seen[:, None], lse, -jnp.inf)
-    out = out.reshape(batch, -1, row_heads, head_size)[:, :num_rows]
-    lse = jnp.moveaxis(lse.reshape(row_heads, batch, -1)[:, :, :num_rows], 0, 2)
-    if folded:
-        out = jnp.swapaxes(out.reshape(batch, length, group, kv_heads, head_size), 2, 3)
-        lse = jnp.swapaxes(lse.reshape(batch, length, group, kv_heads), 2, 3)
+    block_q, pieces = plan.rows[0].shape[1], plan.work.pieces
+    config = ForwardConfig(TileConfig.choose(head_size, block_q), scale, split=pieces is not None)
+    wide = jnp.float32 if state is not None else out_dtype
+    contiguous = Contiguous(k, v, plan.tokens)
+    if pieces is not None:
+        out, lse = attention_forward(q, contiguous, plan.rows, plan.work, config, jnp.float32)
+        out, lse = merge_pieces(out, lse, pieces, plan.place, heads, wide)
+    else:
+        out, lse = attention_forward(q, contiguous, plan.rows, plan.work, config, wide)
+        out, lse = (x.reshape(batch, -1, *x.shape[2:])[:, : length * group] for x in (out, lse))
+        if group > 1:
+            out, lse = (x.reshape(batch, length, group, *x.shape[2:]) for x in (out, lse))
+            out, lse = (jnp.swapaxes(x, 2, 3) for x in (out, lse))
     out, lse = out.reshape(batch, length, heads, head_size), lse.reshape(batch, length, heads)
     return (out, lse) if state is None else merge_state(*state, out, lse)
+
+
+def plan_mosaic_gpu(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens, causal: bool
+) -> MosaicGpuPlan:
+    """Make tiles of the rows and assign them to workers."""
+    (batch, length, heads, head_size), (kv_batch, kv_length, kv_heads, _) = q_shape, k_shape[-4:]
+    group = heads // kv_heads if length < _FOLD_BELOW else 1
+    queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries)) if group > 1 else queries
+    num_rows, row_heads, num_sms = length * group, heads // group, Device.target().num_multiprocessors
+    config = TileConfig.choose(head_size, num_rows)
+    tiles, rows, tokens = make_tiles(batch, queries, keys, causal, config, shared_keys=kv_batch < batch)
+    per_entry = -(-num_rows // config.block_q)
+    # Tiles are of like length only within one sequence: those of a batch may differ.
+    lengths = _typical_lengths(per_entry, -(-kv_length // config.block_kv), causal and length <= kv_length)
+    if num_rows <= config.block_q or _splitting_pays(np.repeat(lengths, batch * row_heads), num_sms):
+        work = equal_shares(tiles, row_heads, num_sms)
+    else:
+        work = whole_items(tiles, row_heads, num_sms)
+    entry = jnp.arange(batch, dtype=jnp.int32)[:, None] * (per_entry * config.block_q)
+    place = (entry + jnp.arange(num_rows, dtype=jnp.int32)[None]).reshape(batch * length, group)
+    return MosaicGpuPlan(rows, tokens, work, place)
+
+
+def _typical_lengths(num_tiles: int, num_blocks: int, causal: bool) -> np.ndarray:
+    """Blocks of each tile, longest first, where the queries are the last tokens of one sequence."""
+    shortest = max(1, num_blocks - num_tiles) if causal else num_blocks
+    return np.linspace(num_blocks, shortest, num_tiles)
+
+
+def _splitting_pays(lengths: np.ndarray, num_workers: int) -> bool:
+    """Whether dividing items of these lengths (longest first) equally saves more than merging their pieces costs."""
+    rounds = -(-len(lengths) // num_workers)
+    if rounds > 8:
+        return False
+    dealt = np.zeros(rounds * num_workers)
+    dealt[: len(lengths)] = lengths
+    dealt = dealt.reshape(rounds, num_workers)
+    dealt[1::2] = dealt[1::2, ::-1]
+    lost = dealt.sum(0).max() - lengths.sum() / num_workers
+    # In blocks: a second kernel and the latency of its reads; writing and reading 128 rows of float32 an item.
+    return bool(lost > 2 + 3 * len(lengths) / num_workers)
 
 
 def make_tiles(
@@ -74,7 +122,7 @@ def make_tiles(
     tile_config: TileConfig,
     shared_rows: bool = False,
     shared_keys: bool = False,
-) -> tuple[Tiles, tuple[Array, ...], Array]:
+) -> tuple[Tiles, tuple[Array, Array], Array]:
     """Make tiles of the rows of a batch, whose sequences may share rows or keys.
 
     Returns:
@@ -118,6 +166,6 @@ def make_tiles(
     last = queries.positions if causal else jnp.full_like(queries.positions, jnp.iinfo(jnp.int32).max)
     # Padding has segment -1 in rows and -2 in keys, so that it never matches.
     segments = jnp.where(queries.segments < 0, -1, queries.segments)
-    rows = tuple(of_tiles(x.reshape(len(x), per_entry, tile_config.block_q)) for x in (last, segments))
+    last, segments = (of_tiles(x.reshape(len(x), per_entry, tile_config.block_q)) for x in (last, segments))
     tokens = jnp.stack([keys.positions, jnp.where(keys.segments < 0, -2, keys.segments)])
-    return tiles, rows, tokens
+    return tiles, (last, segments), tokens

@@ -62,8 +62,11 @@ def kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in out_types],
         thread_name="wg",
-        # jax 0.11 changes the default.
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # jax 0.11 changes the default
+            reduction_scratch_bytes=0,  # no kernel reduces across warps, and shared memory is short
+        ),
         interpret=interpreter and interpreter.params,
         **options,
     )

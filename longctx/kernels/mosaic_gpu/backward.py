@@ -145,7 +145,7 @@ def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **
     # Long tiles begin first: in most layouts the last queries and the first keys see, or are seen by, most.
     number = number if config.from_keys else tiles.shape[0] - 1 - number
     # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number, number))
+    tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
     first_head = lax.div(head * other_heads, jnp.int32(heads))
     steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
@@ -206,7 +206,7 @@ def _consume(
         before = (half, tile.q_batch) if len(x.shape) == 5 else (tile.q_batch,)
         copy_rows(x, before, first_row, head, scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
     row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
-    last, segments = (read(ref.at[tile.piece, own], ROW) for ref in seen_refs)
+    last, segments = (read(ref.at[tile.number, own], ROW) for ref in seen_refs)
     wait(scratch["rows_ready"].at[wg])
 
     def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
@@ -265,4 +265,4 @@ def _consume(
     if config.scores:
         accs[0] = accs[0] * config.scale
     for result, acc in zip(results, accs, strict=True):
-        result.at[tile.piece, own, head][...] = acc
+        result.at[tile.number, own, head][...] = acc

@@ -51,34 +51,35 @@ def with_positive_scale(q: Array, scale: float) -> tuple[Array, float]:
 def attention_forward(
     q: Array, keys: Contiguous | Paged, rows: tuple[Array, ...], work: Work, config: ForwardConfig, out_dtype: Any
 ) -> tuple[Array, Array]:
-    """Attention of tiles of rows; the results are pieces of tiles.
+    """Attention of the items of `work`, each a tile of rows of one head.
 
     Args:
       q: `[B, R, heads, H]`. KV head i serves `heads / K` heads, from `i * heads / K` on. Tiles begin at multiples of 8.
       keys: keys and values, in the dtype of q.
-      rows: the row arguments of `keys.seen`, int32 `[tiles, rows]` each.
+      rows: the row arguments of `keys.seen`, int32 `[tiles, block_q]` each.
 
     Returns:
-      out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]`, float32, natural log. Rows that
-      a tile does not own hold any finite values; unused pieces hold any values.
+      out and lse (float32, natural log): `[pieces, block_q, H]` and `[pieces, block_q]` if the work is split,
+      else `[tiles, block_q, heads, H]` and `[tiles, block_q, heads]`. Rows that a tile does not own hold any finite
+      values; pieces that nobody computes hold any values.
     """
     tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
-    num_workers = work.workers.shape[0]
-    num_pieces = work.tiles.shape[0] + (num_workers if config.split else 0)
+    block_q, num_tiles, num_workers = tile_config.block_q, work.tiles.shape[0], work.workers.shape[0]
+    if config.split:
+        num_pieces = heads * num_tiles + num_workers
+        shapes = (num_pieces, block_q, head_size), (num_pieces, block_q)
+    else:
+        shapes = (num_tiles, block_q, heads, head_size), (num_tiles, block_q, heads)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
     pipeline = schedule.Pipeline(tile_config.num_consumers, tile_config.num_stages, keys.copies(tile_config.block_kv))
     ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
         functools.partial(_kernel, config, pipeline, type(keys), len(rows), heads // kv_heads),
-        [
-            ((num_pieces, tile_config.block_q, heads, head_size), out_dtype),
-            ((heads, num_pieces, tile_config.block_q), jnp.float32),
-        ],
+        list(zip(shapes, (out_dtype, jnp.float32), strict=True)),
         like=q,
         kernel_name="attention",
-        # CUDA bounds all grid axes but the last one here to 65,535.
-        grid=(kv_heads, heads // kv_heads, num_workers),
-        grid_names=("kv_head", "group", "worker"),
+        grid=(num_workers,),
+        grid_names=("worker",),
         num_threads=tile_config.num_consumers + 1,
         scratch_types={
             "q": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
@@ -91,7 +92,7 @@ def attention_forward(
             },
         },
     )
-    return kernel(q, *keys, *rows, work.tiles, work.workers)
+    return kernel(q, *keys, *rows, work.tiles, work.items, work.workers)
 
 
 def _kernel(
@@ -99,38 +100,29 @@ def _kernel(
 ) -> None:
     q, refs = refs[0], refs[1:]
     num_keys = len(kind._fields)
-    keys, rows, tables, results = (
-        kind(*refs[:num_keys]),
-        refs[num_keys : num_keys + num_rows],
-        refs[-4:-2],
-        refs[-2:],
-    )
+    keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
+    tiles, items, workers, out, lse = refs[num_keys + num_rows :]
     worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
     # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    first_tile, stop_tile, first_unit, stop_unit = (tables[1][worker, i] + 0 for i in range(4))
-    kv_head = lax.axis_index("kv_head")
-    block = ThreadBlock(
-        config,
-        pipeline,
-        Operands(q, keys, rows, tables[0], *results),
-        scratch,
-        kv_head,
-        kv_head * group + lax.axis_index("group"),
-        lambda number: Tile.of(tables[0], number, worker, first_unit, stop_unit),
-    )
+    first_item, stop_item, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
+
+    def tile(position: Array) -> Tile:
+        return Tile.of(tiles, items, position, worker, first_unit, stop_unit)
+
+    block = ThreadBlock(config, pipeline, Operands(q, keys, rows, out, lse), scratch, group, tile)
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
 
     @pl.when(wg < num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.consumer, "increase")
-        schedule.consume(Consumer(block, wg), first_tile, stop_tile)
+        schedule.consume(Consumer(block, wg), first_item, stop_item)
 
     @pl.when(wg == num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.producer, "decrease")
-        schedule.produce(Producer(block), first_tile, stop_tile)
+        schedule.produce(Producer(block), first_item, stop_item)
 
 
 class Operands(NamedTuple):
@@ -139,7 +131,6 @@ class Operands(NamedTuple):
     q: Any
     keys: Contiguous | Paged
     rows: tuple[Any, ...]
-    tiles: Any
     out: Any
     lse: Any
 
@@ -151,8 +142,7 @@ class ThreadBlock(NamedTuple):
     pipeline: schedule.Pipeline
     operands: Operands
     shared: dict[str, Any]  # shared memory and barriers
-    kv_head: Array
-    head: Array
+    group: int  # heads that share a KV head
     tile: Callable[[Array], Tile]
 
 
@@ -198,14 +188,15 @@ class Producer(Machine):
     def copy_rows(self, tile: Tile, consumer: int) -> None:
         start = tile.q_row + consumer * WARPGROUP_ROWS
         to, ready = self.shared["q"].at[consumer], self.shared["q_ready"].at[consumer]
-        copy_rows(self.block.operands.q, (tile.q_batch,), start, self.block.head, to, ready)
+        copy_rows(self.block.operands.q, (tile.q_batch,), start, tile.head, to, ready)
 
     def find(self, tile: Tile, n: Array) -> None:
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
 
     def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
         to, ready = self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
-        self.keys.fetch("kv".index(name), tile, tile.block(n), self.block.kv_head, self.shared, to, ready)
+        kv_head = lax.div(tile.head, jnp.int32(self.block.group))
+        self.keys.fetch("kv".index(name), tile, tile.block(n), kv_head, self.shared, to, ready)
 
 
 class State(NamedTuple):
@@ -283,6 +274,6 @@ class Consumer(Machine):
             self._write(tile, zeros, cast(jnp.full((WARPGROUP_ROWS,), -jnp.inf, jnp.float32), ROW))
 
     def _write(self, tile: Tile, out: Array, lse: Array) -> None:
-        head, operands = self.block.head, self.operands
-        operands.out.at[tile.piece, self.own, head][...] = out.astype(operands.out.dtype)
-        operands.lse.at[head, tile.piece, self.own][...] = lse
+        at = (tile.piece, self.own) if self.block.config.split else (tile.number, self.own, tile.head)
+        self.operands.out.at[at][...] = out.astype(self.operands.out.dtype)
+        self.operands.lse.at[at][...] = lse

@@ -1,67 +1,121 @@
-"""Merges the pieces of tiles: `merge_states` where only the device knows which pieces each tile has."""
+"""Merges the pieces of items: `merge_states` where only the device knows which pieces each item has.
+
+A thread block computes one row, or a few if there are many; a thread has the same columns of every piece. Pieces are
+read in groups: all loads of a group are in flight before the first is used, so that a row takes the latency of a few
+reads, not of one for each piece. No piece is read that a row doesn't have. Groups come in a fixed order, so results
+repeat bit for bit.
+"""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, read
-from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
-from longctx.kernels.mosaic_gpu.work import Work
+from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
+
+# Pieces of a group; what remains of the rows' pieces takes at most one group of each other size.
+_GROUPS = (16, 8, 4, 2, 1)
+# With more rows than multiprocessors can hold at once, a thread block computes several.
+_ROWS_AT_ONCE = 12 * 132
 
 
-@kernel_jit()
-def merge_pieces(out: Array, lse: Array, work: Work) -> tuple[Array, Array]:
-    """Merge out `[pieces, rows, heads, H]` and lse `[heads, pieces, rows]` into the same arrays with tiles for pieces.
+@kernel_jit("heads", "out_dtype")
+def merge_pieces(
+    out: Array, lse: Array, pieces: Array, place: Array, heads: int, out_dtype: Any
+) -> tuple[Array, Array]:
+    """Merge pieces, and bring the rows of tiles to the order of tokens.
 
-    Pieces merge in a fixed order. A tile without pieces is not written.
+    Args:
+      out: `[pieces, block_q, H]` float32.
+      lse: `[pieces, block_q]` float32, natural log; -inf where a row saw nothing, and out is then finite.
+      pieces: `Work.pieces` `[row heads * tiles, 2]`.
+      place: `[tokens, group]` int32: tile * block_q + row, where a token's row of each head of a group is; negative: it
+        has none.
+      heads: row heads times group.
+
+    Returns:
+      out `[tokens, heads, H]` in `out_dtype` and lse `[tokens, heads]` float32. Rows without a place or a piece, or all
+      of whose pieces are empty, get 0 and -inf.
     """
-    _, rows, heads, head_size = out.shape
-    num_tiles = work.first_piece.shape[0]
+    (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
+    num_tiles = pieces.shape[0] * group // heads
+    num_rows = next(n for n in (4, 2, 1) if heads % n == 0 and (num_tokens * heads >= n * _ROWS_AT_ONCE or n == 1))
     kernel = adapter.kernel(
-        functools.partial(_kernel, head_size),
-        [((num_tiles, rows, heads, head_size), jnp.float32), ((heads, num_tiles, rows), jnp.float32)],
+        functools.partial(_kernel, _Sizes(heads, group, num_tiles, block_q, num_rows)),
+        [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
         like=out,
         kernel_name="merge_pieces",
-        grid=(heads, rows // WARPGROUP_ROWS, num_tiles),
-        grid_names=("head", "part", "tile"),
+        # CUDA bounds all grid axes but the last one here to 65,535.
+        grid=(heads // num_rows, num_tokens),
+        grid_names=("heads", "token"),
         num_threads=1,
     )
-    return kernel(out, lse, work.first_piece, work.num_pieces)
+    return kernel(out, lse, pieces, place)
 
 
-def _kernel(
-    head_size: int, outs: Any, lses: Any, first_piece: Any, num_pieces: Any, out_ref: Any, lse_ref: Any
-) -> None:
-    tile, head = lax.axis_index("tile"), lax.axis_index("head")
-    own = pl.ds(lax.axis_index("part") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    shape = (WARPGROUP_ROWS, head_size)
+class _Sizes(NamedTuple):
+    heads: int
+    group: int
+    num_tiles: int
+    block_q: int
+    num_rows: int
 
-    def absorb(piece: Array, carry: Any) -> Any:
-        acc, peak, total = carry
-        lse = read(lses.at[head, piece, own], ROW)
-        # The peak begins finite, so that an empty state, whose lse is -inf, has weight 0.
-        new_peak = jnp.maximum(peak, lse)
-        weight, decay = jnp.exp(lse - new_peak), jnp.exp(peak - new_peak)
-        out = read(outs.at[piece, own, head], TILE)
-        acc = acc * broadcast(decay, shape, 0) + out * broadcast(weight, shape, 0)
-        return acc, new_peak, total * decay + weight
 
-    @pl.when(num_pieces[tile] > 0)
-    def _() -> None:
-        carry = (
-            cast(jnp.zeros(shape, jnp.float32), TILE),
-            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
-        )
-        first = first_piece[tile] + 0
-        acc, peak, total = lax.fori_loop(first, first + num_pieces[tile], absorb, carry)
-        empty = total == 0
-        total = jnp.where(empty, jnp.float32(1), total)
-        out_ref.at[tile, own, head][...] = acc * broadcast(1 / total, shape, 0)
-        lse_ref.at[head, tile, own][...] = jnp.where(empty, jnp.float32(-jnp.inf), peak + jnp.log(total))
+class _State(NamedTuple):
+    """Of one row: `acc` `[H]` and `total` are sums of weights exp(lse - peak)."""
+
+    acc: Any
+    peak: Any
+    total: Any
+
+
+def _kernel(sizes: _Sizes, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any) -> None:
+    token, heads = lax.axis_index("token"), lax.axis_index("heads")
+    for i in range(sizes.num_rows):
+        head = heads * sizes.num_rows + i
+        at = place[token, lax.rem(head, jnp.int32(sizes.group))]
+        tile, row = (op(jnp.maximum(at, 0), jnp.int32(sizes.block_q)) for op in (lax.div, lax.rem))
+        item = lax.div(head, jnp.int32(sizes.group)) * sizes.num_tiles + tile
+        number = jnp.where(at >= 0, pieces[item, 1], 0)
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+        state = _merge_row(outs, lses, row, pieces[item, 0] + 0, number + 0)
+        empty = state.total == 0
+        total = jnp.where(empty, jnp.float32(1), state.total)
+        out_ref.at[token, head][...] = (state.acc * (1 / total)).astype(out_ref.dtype)
+        lse_ref.at[token, head][...] = jnp.where(empty, jnp.float32(-jnp.inf), state.peak + jnp.log(total))
+
+
+def _merge_row(outs: Any, lses: Any, row: Array, first: Array, number: Array) -> _State:
+    """Merge one row of the pieces [first, first + number)."""
+    head_size = outs.shape[-1]
+    # Fewer columns than threads need another layout, in which several threads have the same.
+    layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
+
+    def absorb(piece: Array, state: _State, size: int) -> _State:
+        lse = [lses[piece + n, row] for n in range(size)]
+        out = [read(outs.at[piece + n, row], layout) for n in range(size)]
+        # The peak begins finite, so that an empty piece, whose lse is -inf, has weight 0.
+        peak = functools.reduce(jnp.maximum, lse, state.peak)
+        decay = jnp.exp(state.peak - peak)
+        acc, total = state.acc * decay, state.total * decay
+        for n in range(size):
+            weight = jnp.exp(lse[n] - peak)
+            acc, total = acc + out[n] * weight, total + weight
+        return _State(acc, peak, total)
+
+    state = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
+    for size in _GROUPS:
+        num_groups = lax.div(number, jnp.int32(size))
+        step = functools.partial(_group_step, absorb, first, size)
+        state = lax.fori_loop(0, num_groups, step, state)
+        first, number = first + num_groups * size, number - num_groups * size
+    return state
+
+
+def _group_step(absorb: Any, first: Array, size: int, n: Array, state: _State) -> _State:
+    return absorb(first + n * size, state, size)

@@ -1,11 +1,14 @@
 """The assignment of work to multiprocessors: tiles of query rows, each over a range of key blocks.
 
-The blocks of all tiles are concatenated and divided into equal shares, one for each worker (a persistent thread block).
-So a chunk of a few tokens against a million cached ones fills the chip, and so does a batch of decodes of unequal
-lengths. A worker's part of one tile is a piece, and the pieces of a tile merge. Where there are many more tiles than
-multiprocessors, each tile is a worker of its own, and there is nothing to merge.
+An item is a tile of one row head. A worker is a persistent thread block; it takes several items. Two assignments exist:
 
-Source: the split over keys as in Flash-Decoding (Dao et al. 2023); equal shares as in Stream-K (Osama et al. 2023).
+- `equal_shares`: the blocks of all items are concatenated and divided into equal shares. So a chunk of a few tokens
+  against a million cached ones fills the chip, and so does a batch of decodes of unequal lengths. A worker's part of an
+  item is a piece, and the pieces of an item merge.
+- `whole_items`: where there are many items of similar length, each is computed whole, and there is nothing to merge.
+
+Source: the split over keys as in Flash-Decoding (Dao et al. 2023); equal shares as in Stream-K (Osama et al. 2023);
+longest first after Graham's list scheduling (1969).
 """
 
 from typing import Any, NamedTuple
@@ -31,71 +34,90 @@ class Tiles(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tables that a kernel reads."""
+    """The tables that a kernel reads, int32."""
 
-    tiles: Array  # [tiles, 10]: the fields of Tiles, the first unit, and the piece minus the worker's number
-    workers: Array  # [workers, 4]: tiles [first, stop) and units [start, stop); a unit is one block of one tile
-    first_piece: Array  # [tiles]
-    num_pieces: Array  # [tiles]
-
-
-def one_worker_per_tile(tiles: Tiles) -> Work:
-    """Assign each tile to a worker, the last tile first: in most layouts it sees most, and should not begin last."""
-    num_units, first_unit = _units(tiles)
-    number = jnp.arange(len(num_units), dtype=jnp.int32)
-    table = jnp.stack([*tiles, first_unit, 2 * number - (len(num_units) - 1)], 1)
-    workers = jnp.stack([number, number + 1, first_unit, first_unit + num_units], 1)[::-1]
-    return Work(table, workers, number, jnp.ones_like(number))
+    tiles: Array  # [tiles, 8]: the fields of Tiles
+    items: Array  # [items, 4], as they are taken: head, tile, first unit, and piece minus the worker's number
+    workers: Array  # [workers, 4]: positions [first, stop) in `items`, and units [start, stop)
+    pieces: Array | None  # [heads * tiles, 2]: the first piece of an item and how many it has; None: items are whole
 
 
-def equal_shares(tiles: Tiles, num_workers: int) -> Work:
-    """Divide the blocks of all tiles equally. At most `tiles + num_workers` pieces; no piece for an empty tile."""
-    num_units, first_unit = _units(tiles)
-    stop_unit = first_unit + num_units
-    total = stop_unit[-1]
+def equal_shares(tiles: Tiles, heads: int, num_workers: int) -> Work:
+    """Divide the blocks of all items equally. At most `items + num_workers` pieces; no piece for an empty item.
+
+    A unit is one block of one item; units are counted over the items of all heads, head by head.
+    """
+    num_tiles = tiles.start.shape[0]
+    num_units = jnp.tile(tiles.stop - tiles.start, heads)
+    stop_unit = jnp.cumsum(num_units, dtype=jnp.int32)
+    first_unit, total = stop_unit - num_units, stop_unit[-1]
     share = jnp.maximum(-(-total // num_workers), LEAST_SHARE)
     worker = jnp.arange(num_workers, dtype=jnp.int32)
     start = jnp.minimum(worker * share, total)
     stop = jnp.minimum(start + share, total)
-    first_tile = jnp.searchsorted(stop_unit, start, side="right", method="compare_all").astype(jnp.int32)
-    stop_tile = jnp.searchsorted(first_unit, stop, side="left", method="compare_all").astype(jnp.int32)
-    stop_tile = jnp.where(start < stop, stop_tile, first_tile)
+    first_item = jnp.searchsorted(stop_unit, start, side="right", method="compare_all").astype(jnp.int32)
+    stop_item = jnp.searchsorted(first_unit, stop, side="left", method="compare_all").astype(jnp.int32)
+    stop_item = jnp.where(start < stop, stop_item, first_item)
     first_worker = first_unit // share
     num_pieces = jnp.where(num_units > 0, (stop_unit - 1) // share - first_worker + 1, 0)
     first_piece = jnp.cumsum(num_pieces, dtype=jnp.int32) - num_pieces
-    table = jnp.stack([*tiles, first_unit, first_piece - first_worker], 1)
-    return Work(table, jnp.stack([first_tile, stop_tile, start, stop], 1), first_piece, num_pieces)
+    item = jnp.arange(heads * num_tiles, dtype=jnp.int32)
+    items = jnp.stack([item // num_tiles, item % num_tiles, first_unit, first_piece - first_worker], 1)
+    workers = jnp.stack([first_item, stop_item, start, stop], 1)
+    return Work(jnp.stack(tiles, 1), items, workers, jnp.stack([first_piece, num_pieces], 1))
 
 
-def _units(tiles: Tiles) -> tuple[Array, Array]:
-    num_units = tiles.stop - tiles.start
-    return num_units, jnp.cumsum(num_units, dtype=jnp.int32) - num_units
+def whole_items(tiles: Tiles, heads: int, num_workers: int) -> Work:
+    """Deal whole items to the workers, longest first, to and fro.
+
+    So the loads of two workers differ by at most one item, in blocks and in number. The heads of a tile are neighbours:
+    they run at the same time, and those that share keys find them in the cache.
+    """
+    num_tiles = tiles.start.shape[0]
+    num_items = heads * num_tiles
+    num_workers = min(num_workers, num_items)
+    num_rounds = -(-num_items // num_workers)
+    longest_first = jnp.argsort(tiles.start - tiles.stop, stable=True).astype(jnp.int32)
+    worker = jnp.arange(num_workers, dtype=jnp.int32)[:, None]
+    round_ = jnp.arange(num_rounds, dtype=jnp.int32)[None]
+    rank = round_ * num_workers + jnp.where(round_ % 2 == 0, worker, num_workers - 1 - worker)
+    num_own = jnp.sum(rank < num_items, 1, dtype=jnp.int32)
+    rank = jnp.minimum(rank, num_items - 1).ravel()
+    none = jnp.zeros_like(rank)
+    items = jnp.stack([rank % heads, longest_first[rank // heads], none, none], 1)
+    first = worker[:, 0] * num_rounds
+    everything = jnp.full_like(first, jnp.iinfo(jnp.int32).max)
+    workers = jnp.stack([first, first + num_own, jnp.zeros_like(first), everything], 1)
+    return Work(jnp.stack(tiles, 1), items, workers, None)
 
 
 class Tile(NamedTuple):
-    """A worker's part of a tile, as scalars: its row of `Work.tiles`, with blocks limited to the worker's units."""
+    """A worker's part of an item, as scalars: its row of `Work.tiles`, with blocks limited to the worker's units."""
 
-    q_batch: Array
-    q_row: Array
-    kv: Array
-    kv_tokens: Array
-    start: Array
-    full_start: Array
-    full_stop: Array
-    stop: Array
-    piece: Array
-    number: Array
+    q_batch: Any
+    q_row: Any
+    kv: Any
+    kv_tokens: Any
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+    number: Any  # of the tile
+    head: Any = None
+    piece: Any = None  # the place of the result, where items have pieces
 
     @classmethod
-    def of(cls, tiles: Any, number: Array, worker: Array, first_unit: Array, stop_unit: Array) -> "Tile":
+    def of(cls, tiles: Any, items: Any, position: Any, worker: Any, first_unit: Any, stop_unit: Any) -> "Tile":
+        """The item at a position of `Work.items`."""
         # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-        *fields, unit, piece = (tiles[number, i] + 0 for i in range(10))
-        q_batch, q_row, kv, kv_tokens, start, full_start, full_stop, stop = fields
+        head, number, unit, piece = (items[position, i] + 0 for i in range(4))
+        q_batch, q_row, kv, kv_tokens, start, full_start, full_stop, stop = (tiles[number, i] + 0 for i in range(8))
         first = start + jnp.maximum(first_unit - unit, 0)
-        stop = jnp.minimum(start + (stop_unit - unit), stop)
+        stop = start + jnp.minimum(stop_unit - unit, stop - start)
         full_start = jnp.clip(full_start, first, stop)
         full_stop = jnp.clip(full_stop, full_start, stop)
-        return cls(q_batch, q_row, kv, kv_tokens, first, full_start, full_stop, stop, piece + worker, number)
+        ranges = (first, full_start, full_stop, stop)
+        return cls(q_batch, q_row, kv, kv_tokens, *ranges, number, head, piece + worker)
 
     @property
     def num_full(self) -> Array:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from longctx.kernels.bits import from_bits
 from longctx.kernels.mosaic_gpu.device import Device
@@ -21,7 +22,7 @@ _ALIGNMENT = 8
 
 
 class MosaicGpuPlan(NamedTuple):
-    """Tables that follow from metadata alone, and are the same in all layers.
+    """Tables that follow from shapes and metadata alone, and are the same in all layers.
 
     The kernel's rows are those of q with the heads of a group folded in, sorted by sequence. Each sequence begins at a
     multiple of 8; the rows between repeat its last one.
@@ -29,44 +30,36 @@ class MosaicGpuPlan(NamedTuple):
 
     token: Array  # [rows], the row of q and the head of its group that a row of the kernel takes
     head: Array  # [rows]
-    seen: Array  # [T], number of slots of its sequence that a row of q sees
-    last: Array  # [tiles, rows], the last slot seen by the rows of each tile
+    last: Array  # [tiles, block_q], the last slot seen by the rows of each tile
     work: Work
-    tile: Array  # [T, G], tile and slot that hold the result of a row and head of a group
-    slot: Array  # [T, G]
+    place: Array  # [T, G], tile * block_q + row: where the rows of a row of q are; -1: it is padding
 
 
-def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: MosaicGpuPlan) -> tuple[Array, Array]:
+def mosaic_gpu_paged_attention(
+    operands: PagedOperands, scale: float, plan: MosaicGpuPlan, out_dtype: DTypeLike = jnp.float32
+) -> tuple[Array, Array]:
     """As `xla_paged_attention`, for 16-bit q and the head and page sizes that `selection.unsupported_reason` allows."""
     q, k_pages, v_pages = operands[:3]
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
-    tile_config = tile_config_of(operands)
     q, scale = with_positive_scale(q, scale)
     rows = q.reshape(length, kv_heads, heads // kv_heads, head_size)[plan.token, :, plan.head][None]
     pages = Paged(
         from_bits(k_pages, q.dtype), from_bits(v_pages, q.dtype), operands.page_table, operands.first_page[None]
     )
-    pieces = attention_forward(
-        rows, pages, (plan.last,), plan.work, ForwardConfig(tile_config, scale, True), jnp.float32
-    )
-    out, lse = merge_pieces(*pieces, plan.work)
-    out = out[plan.tile, plan.slot]  # [T, G, K, H]
-    lse = jnp.moveaxis(lse[:, plan.tile, plan.slot], 0, 2)
-    sees = (plan.seen > 0)[:, None, None]
-    out = jnp.where(sees[..., None], out, 0)
-    lse = jnp.where(sees, lse, -jnp.inf)
-    return jnp.swapaxes(out, 1, 2).reshape(q.shape), jnp.swapaxes(lse, 1, 2).reshape(q.shape[:2])
+    config = ForwardConfig(TileConfig.choose(head_size, plan.last.shape[1]), scale, split=True)
+    out, lse = attention_forward(rows, pages, (plan.last,), plan.work, config, jnp.float32)
+    assert plan.work.pieces is not None
+    return merge_pieces(out, lse, plan.work.pieces, plan.place, heads, out_dtype)
 
 
-def tile_config_of(operands: PagedOperands) -> TileConfig:
-    length, heads, head_size = operands.q.shape
-    return TileConfig.choose(head_size, length * heads // operands.k_pages.shape[2])
+def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None = None) -> MosaicGpuPlan:
+    """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers.
 
-
-def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
-    """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers."""
-    tile_config = tile_config_of(operands)
-    (length, heads, _), kv_heads = operands.q.shape, operands.k_pages.shape[2]
+    Tiles are no larger than `max_rows_per_sequence` rows of q need. A sequence with more has more tiles.
+    """
+    (length, heads, head_size), kv_heads = operands.q.shape, operands.k_pages.shape[2]
+    most = length if max_rows_per_sequence is None else min(length, max_rows_per_sequence)
+    tile_config = TileConfig.choose(head_size, most * heads // kv_heads)
     group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
     real = (operands.q_sequence >= 0) & (operands.q_sequence < num_sequences)
     sequence = jnp.where(real, operands.q_sequence, num_sequences)
@@ -112,13 +105,11 @@ def plan_mosaic_gpu(operands: PagedOperands) -> MosaicGpuPlan:
         full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
         stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
-    work = equal_shares(tiles, max(1, Device.target().num_multiprocessors // kv_heads))
+    work = equal_shares(tiles, kv_heads, Device.target().num_multiprocessors)
     sequence = jnp.minimum(sequence, num_sequences - 1)
     within = (place - first_token[sequence])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
-    at = first_tile[sequence][:, None] + within // tile_config.block_q
-    return MosaicGpuPlan(
-        token, head, seen, tile_seen - 1, work, jnp.where(real[:, None], at, 0), within % tile_config.block_q
-    )
+    place = first_tile[sequence][:, None] * tile_config.block_q + within
+    return MosaicGpuPlan(token, head, tile_seen - 1, work, jnp.where(real[:, None], place, -1))
 
 
 def max_rows(length: int, group: int, num_sequences: int) -> int:
