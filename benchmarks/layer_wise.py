@@ -126,7 +126,7 @@ class Case:
 
         thread = threading.Thread(target=place)
         thread.start()
-        programs = layered.programs(runner.mesh)
+        programs = layered.programs(runner.mesh, runner.state.cache.is_fp8)
 
         def layer(model: Any, mesh: Any, weights: Any, index: Any, x: Any, rope: Any, attend: Any, cache: Any) -> Any:
             cache, _ = runner._pages.write(cache, [placed.get()])

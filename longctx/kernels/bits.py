@@ -1,4 +1,4 @@
-"""16-bit floats stored as integers: caches, and on CPUs the weights.
+"""Floats of 16 and 8 bits stored as integers: caches, and on CPUs the weights.
 
 To update or slice a part of a bf16 array, XLA's CPU backend first converts the whole array to float32; of an integer
 array it touches only the part. On a GPU the casts are free.
@@ -14,7 +14,7 @@ from longctx.kernels.operand_dtype import operand_dtype
 def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype in which a cache of `dtype` is stored."""
     dtype = jnp.dtype(dtype)
-    return jnp.dtype(jnp.uint16) if dtype.itemsize == 2 else dtype
+    return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, dtype))
 
 
 def to_bits(x: Array) -> Array:

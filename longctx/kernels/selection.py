@@ -1,11 +1,12 @@
 """Chooses an implementation for a case and explains the choice."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
 
+from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 
@@ -22,6 +23,13 @@ class Case(NamedTuple):
     dtype: jnp.dtype
     head_size: int
     page_size: int | None = None  # None: keys are contiguous
+    is_fp8: bool = False  # the pages
+
+    @classmethod
+    def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> Self:
+        """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type."""
+        _, page_size, _, head_size = k_pages.shape
+        return cls(q_dtype, head_size, page_size, k_pages.dtype in (BITS, E4M3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +49,7 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
 
     Args:
       q: queries, `[*B, T, N, H]`: an array or a `jax.ShapeDtypeStruct`.
-      k: keys `[*B, S, K, H]`, or pages `[pages, page_size, K, H]`.
+      k: keys `[*B, S, K, H]`, or pages `[pages, page_size, K, H]`, of which those of 8 bits are FP8.
       paged: whether k are pages.
 
     Returns:
@@ -56,7 +64,8 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
             raise ValueError(f"{name} must have a shape as in attention or paged_attention, got {x.shape}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the head size of q, {q.shape[-1]}, got {k.shape[-1]}")
-    return select(Case(jnp.dtype(q.dtype), q.shape[-1], k.shape[-3] if paged else None))
+    dtype = jnp.dtype(q.dtype)
+    return select(Case.of_pages(dtype, k) if paged else Case(dtype, q.shape[-1]))
 
 
 def select(case: Case) -> Selection:
@@ -92,6 +101,8 @@ def unsupported_reason(case: Case) -> str | None:
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:
         return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, got {case.head_size}"
+    if case.is_fp8:
+        return "needs pages of 16 bits, got FP8 pages"
     page_size, block = case.page_size, TileConfig.choose(case.head_size, 1).block_kv
     if page_size is not None and (page_size % 16 or (block % page_size and page_size % block)):
         return f"needs a page size, a multiple of 16, that divides {block} or is a multiple of it, got {page_size}"

@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from longctx.kernels.fp8 import BITS, from_e4m3_bits
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import BITS, from_e4m3_bits
 from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts

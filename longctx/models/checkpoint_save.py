@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models.checkpoint_files import replacing_files, write_json
-from longctx.models.fp8 import E4M3
 from longctx.models.hf_names import Layout, layouts
 from longctx.models.layer_runs import layer_runs
 from longctx.models.layer_stacks import stacks_of, stages_of

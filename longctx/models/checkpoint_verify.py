@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models.checkpoint import TensorReader, tensor_problems
 from longctx.models.checksums import checksum_problems
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import E4M3
 from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.gguf_header import require_gguf

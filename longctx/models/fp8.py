@@ -3,9 +3,6 @@
 A weight is `values * scale` with one scale for each output; an activation is `values * scale` with one scale for each
 token. Products are of e4m3 values, summed in float32, and both scales multiply the sum. Source: the context parallelism
 paper, section 4.1 (FBGEMM's row-wise FP8). docs/fp8.md has the error.
-
-e4m3 values are stored as their bits, uint8: of an array of floats of 8 bits, XLA's CPU backend converts the whole stack
-of layers to read one layer. On a GPU the cast is free.
 """
 
 from __future__ import annotations
@@ -13,55 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of the finite e4m3 values
-BITS = jnp.uint8
+from longctx.kernels.fp8 import E4M3, RowMaximum, from_e4m3_bits, quantize_rows
 
-# A row of zeros has a scale too. FBGEMM's kernel has the same least maximum.
-_LEAST_MAXIMUM = 1e-12
-# A reciprocal, as XLA would turn a division by a constant into this product.
-_PER_LARGEST = np.float32(1 / LARGEST)
 # cuBLASLt multiplies FP8 in multiples of 16 only, else XLA converts the weights to wide floats.
 _LEAST_ROWS = 16
-
-RowMaximum = Callable[[Array], Array]
-"""The maximum of an array over the devices that share the input axis of a weight."""
-
-
-def quantize_rows(
-    x: Array, axes: int = 1, upper_bound: float | None = None, pmax: RowMaximum = lambda x: x
-) -> tuple[Array, Array]:
-    """Quantise each row, which is the last `axes` axes, by its largest absolute value.
-
-    Args:
-      x: floats `[*rows, *inputs]`.
-      upper_bound: the largest absolute value of a row counts as at most this; larger elements become the largest value.
-      pmax: the maximum over the devices among which the row is shared.
-
-    Returns:
-      (values e4m3, of x's shape; scales float32 `[*rows]`).
-    """
-    wide = x.astype(jnp.float32)
-    of_row = tuple(range(x.ndim - axes, x.ndim))
-    largest = pmax(jnp.max(jnp.abs(wide), of_row))
-    if upper_bound is not None:
-        largest = jnp.minimum(largest, jnp.float32(upper_bound))
-    scale = jnp.maximum(largest, jnp.float32(_LEAST_MAXIMUM)) * _PER_LARGEST
-    scaled = wide / jnp.expand_dims(scale, of_row)
-    return jnp.clip(scaled, -LARGEST, LARGEST).astype(E4M3), scale
-
-
-def from_e4m3_bits(bits: Array, dtype: DTypeLike) -> Array:
-    """Convert the bits of e4m3 values to a wider float. Floats of 16 and 32 bits have every e4m3 value."""
-    return lax.bitcast_convert_type(bits, E4M3).astype(dtype)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["upper_bound"])

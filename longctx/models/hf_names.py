@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import BITS
 from longctx.models.layer_stacks import LayerRuns
 from longctx.models.params import Axes, Param, param_shape, param_table
 

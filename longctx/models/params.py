@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import BITS, PartlyQuantized, RowQuantized
+from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import Layer, Run, layer_runs
 from longctx.models.layer_stacks import by_run
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from longctx.kernels.fp8 import BITS, quantize_rows
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import BITS, RowQuantized, quantize_rows
+from longctx.models.fp8 import RowQuantized
 from longctx.models.layer_runs import Run, layer_runs
 from longctx.models.layer_stacks import by_run, stacks_of
 from longctx.models.params import INPUT_AXES, Params

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import E4M3, PartlyQuantized, RowQuantized
+from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import Run, layer_runs
 from longctx.models.layer_stacks import by_run, stacks_of, stages_of
 from longctx.models.params import INPUT_AXES, Params

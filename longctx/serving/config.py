@@ -15,7 +15,8 @@ MAX_RUN_AHEAD = 8
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine. None of them changes an answer. `medha`, `sarathi` and `meta` are the papers' own.
+    """Sizes and rules of an engine. None but `kv_dtype` changes an answer. `medha`, `sarathi` and `meta` are of the
+    papers.
 
     Attributes:
       page_size: tokens of a page.
@@ -45,6 +46,8 @@ class EngineConfig:
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
+      kv_dtype: of keys and values in pages. None: the model's. `"float8_e4m3fn"`: e4m3 with a scale for each token and
+        KV head, about half of bfloat16's bytes; it is not exact (docs/kv_cache.md).
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
@@ -71,6 +74,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     transfers: bool = False
     verify_share: float = 0.0
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -104,6 +108,10 @@ class EngineConfig:
             raise TypeError(f"tiers must be a TierConfig, got {shown(self.tiers)}")
         if self.tiers is not None and not self.prefix_cache:
             raise ValueError("tiers need prefix_cache=True: pages are found there by the keys of prefixes")
+        if self.kv_dtype not in (None, "float8_e4m3fn"):
+            raise ValueError(
+                f'kv_dtype must be None, for the dtype of the model, or "float8_e4m3fn", got {shown(self.kv_dtype)}'
+            )
         if self.admission not in ("reserve", "optimistic"):
             raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
         if self.buckets is not None:

@@ -154,7 +154,8 @@ def check(case: Case) -> None:
 
     config = device_config(LlamaConfig.preset(case.model), mesh)
     width = config.num_kv_heads // mesh.shape["tensor"] * config.head_dim
-    cache = page_bytes(config.num_layers // mesh.shape["stage"] * width, PAGE_SIZE, jnp.bfloat16) * case.num_pages
+    rows = config.num_layers // mesh.shape["stage"] * config.num_kv_heads // mesh.shape["tensor"]
+    cache = page_bytes(rows, config.head_dim, PAGE_SIZE, jnp.bfloat16) * case.num_pages
     assert memory.alias_size_in_bytes >= cache
     assert opcodes_of_size(text, case.num_pages * PAGE_SIZE * width) <= IN_PLACE
     assert memory.temp_size_in_bytes <= case.temp << 20

@@ -12,10 +12,10 @@ import pytest
 from fuzz.mutate import NUM_INPUTS, mutate_bytes, mutate_json
 from safetensors.numpy import save_file
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models import CheckpointError, LlamaConfig, RopeConfig, RowwiseFp8
 from longctx.models.checkpoint import tensor_problems
 from longctx.models.checkpoint_verify import weight_problems
-from longctx.models.fp8 import E4M3
 from longctx.models.hf_names import Layout, layouts
 from longctx.models.rope import rope_table
 from longctx.models.rope_config import Llama3Scaling, YarnScaling

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from longctx.kernels.fp8 import E4M3, from_e4m3_bits, quantize_rows
 from longctx.models import Llama, RowwiseFp8, load_checkpoint, save_checkpoint
-from longctx.models.fp8 import E4M3, PartlyQuantized, RowQuantized, from_e4m3_bits, quantize_rows
+from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.quantize import quantize_params
 from longctx.parallel import make_mesh
 

@@ -47,7 +47,7 @@ class PageCase:
         """The payload of all pages as the devices have it; all copies of a KV head must be the same."""
         repeats = self._repeats
         found = np.zeros_like(self.payload)
-        for j, pool in enumerate(self.cache):
+        for j, pool in enumerate(self.cache[:2]):
             pages = np.asarray(pool)
             for (page, layer), row in self._rows().items():
                 heads = pages[row].reshape(PAGE_SIZE, -1, repeats, self.config.head_dim)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import ArrayLike, Float, Int, Shaped
+from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
 from longctx.kernels.kernel_jit import kernel_jit
@@ -32,6 +32,8 @@ def paged_attention(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: PagedPlan | None = None,
+    k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
+    v_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """Exact causal attention to keys and values in pages, with its state: prefill chunks and decodes in one call.
 
@@ -43,7 +45,7 @@ def paged_attention(
     Args:
       q: queries `[T, N, H]`, floating point.
       k_pages, v_pages: `[pages, page_size, K, H]`, N a multiple of K, in the dtype of q, or uint16: the bits of a
-        16-bit q.dtype. Unused slots may hold anything, including NaN.
+        16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold anything, including NaN.
       page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
         use that is outside the pool is an error under `jax.experimental.checkify` if no `plan` is given (a check is an
         effect, and JAX dispatches programs with effects slowly); otherwise some other page is read.
@@ -63,6 +65,8 @@ def paged_attention(
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.
+      k_scale, v_scale: float32 `[pages, K, page_size]`, both or neither, of FP8 pages: a key is `e4m3 values * scale`
+        of its token and KV head, rounded to q.dtype. Those of unused slots may be anything.
 
     Returns:
       out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
@@ -77,20 +81,20 @@ def paged_attention(
     Source: pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
     """
     operands = check_paged_operands(
-        q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page
+        q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale
     )
     check_implementation(implementation, IMPLEMENTATIONS)
     scale = check_scale(scale, operands.q.shape[-1])
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
-        implementation = choose_implementation(implementation, operands.q, operands.k_pages)
+        implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages)
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
         raise ValueError(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
         )
     else:
-        implementation = plan.implementation
+        implementation = choose_implementation(plan.implementation, operands.q.dtype, operands.k_pages)
     return _paged_attention(operands, plan, implementation, scale, out_dtype)
 
 

@@ -3,15 +3,19 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
 from longctx.kernels.arrays import check_array, check_int32
+from longctx.kernels.fp8 import BITS, E4M3
 
 
 class PagedOperands(NamedTuple):
-    """q `[T, N, H]` and pages `[pages, page_size, K, H]`; the rest int32, as `paged_attention` describes it."""
+    """q `[T, N, H]` and pages `[pages, page_size, K, H]`; metadata int32, as `paged_attention` describes them.
+
+    FP8 pages are uint8, and their scales `[pages, K, page_size]` float32; None: the pages are not FP8.
+    """
 
     q: Array
     k_pages: Array
@@ -22,6 +26,8 @@ class PagedOperands(NamedTuple):
     q_positions: Array  # [T]
     q_sequence: Array  # [T], negative: padding
     first_page: Array  # []
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 def check_paged_operands(
@@ -34,6 +40,8 @@ def check_paged_operands(
     q_positions: ArrayLike,
     q_sequence: ArrayLike,
     first_page: ArrayLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
 ) -> PagedOperands:
     """Check all arguments of `paged_attention`. Metadata of NumPy stay NumPy's.
 
@@ -43,14 +51,15 @@ def check_paged_operands(
     q = _check_shape("q", q, "[T, N, H]")
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise TypeError(f"q must be floating point of 16 bits or more, got {q.dtype}")
-    k_pages, v_pages = check_pages(k_pages, v_pages, q.dtype, "q")
+    k_pages, v_pages, k_scale, v_scale = check_pages(k_pages, v_pages, k_scale, v_scale, q.dtype, "q")
     heads, kv_heads = q.shape[1], k_pages.shape[2]
     if q.shape[2] != k_pages.shape[3]:
         raise ValueError(f"k_pages must have the head size of q, {q.shape[2]}, got {k_pages.shape[3]}")
     if heads == 0 or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k_pages' heads: {q.shape} and {k_pages.shape}")
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, q.shape[0])
-    return PagedOperands(q, k_pages, v_pages, *metadata, check_int32_of("first_page", first_page, ()))
+    scales = k_scale, v_scale
+    return PagedOperands(q, k_pages, v_pages, *metadata, check_int32_of("first_page", first_page, ()), *scales)
 
 
 def check_metadata(
@@ -74,14 +83,29 @@ def check_metadata(
     )
 
 
-def check_pages(k_pages: ArrayLike, v_pages: ArrayLike, dtype: jnp.dtype, of: str) -> tuple[Array, Array]:
-    """Check two arrays `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits."""
+def check_pages(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    k_scale: ArrayLike | None,
+    v_scale: ArrayLike | None,
+    dtype: jnp.dtype,
+    of: str,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Check pages, and scales where there are any.
+
+    Args:
+      k_pages, v_pages: `[pages, page_size, K, H]` of `dtype` (that of the argument named `of`) or of its bits; with
+        scales, of float8_e4m3fn or its bits.
+      k_scale, v_scale: float32 `[pages, K, page_size]`, or None.
+
+    Returns:
+      Pages and scales; FP8 pages as uint8.
+    """
     shape = "[pages, page_size, K, H]"
     k_pages, v_pages = _check_shape("k_pages", k_pages, shape), _check_shape("v_pages", v_pages, shape)
+    is_fp8 = k_scale is not None or v_scale is not None
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if x.dtype != dtype and not (x.dtype == jnp.uint16 and dtype.itemsize == 2):
-            bits = " or uint16, its bits" if dtype.itemsize == 2 else ""
-            raise TypeError(f"{name} must have the dtype of {of}, {dtype}{bits}; got {x.dtype}")
+        _check_page_dtype(name, x.dtype, dtype, of, is_fp8)
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"k_pages and v_pages must have one shape and dtype, got {k_pages.shape} of {k_pages.dtype} "
@@ -89,7 +113,39 @@ def check_pages(k_pages: ArrayLike, v_pages: ArrayLike, dtype: jnp.dtype, of: st
         )
     if 0 in k_pages.shape[1:]:
         raise ValueError(f"k_pages must have a page size, heads and a head size over 0, got {k_pages.shape}")
-    return k_pages, v_pages
+    if not is_fp8:
+        return k_pages, v_pages, None, None
+    scales = (_check_scale(name, x, k_pages.shape) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
+    return _bits(k_pages), _bits(v_pages), *scales  # type: ignore[return-value]
+
+
+def _check_page_dtype(name: str, found: jnp.dtype, dtype: jnp.dtype, of: str, is_fp8: bool) -> None:
+    if is_fp8:
+        if found not in (BITS, E4M3):
+            raise TypeError(f"{name} must be float8_e4m3fn, or uint8, its bits, where scales are given; got {found}")
+    elif found in (BITS, E4M3):
+        raise TypeError(f"{name} of {found} needs k_scale and v_scale")
+    elif found != dtype and not (found == jnp.uint16 and dtype.itemsize == 2):
+        bits = " or uint16, its bits" if dtype.itemsize == 2 else ""
+        raise TypeError(f"{name} must have the dtype of {of}, {dtype}{bits}; got {found}")
+
+
+def _check_scale(name: str, x: ArrayLike | None, pages: tuple[int, ...]) -> Array:
+    if x is None:
+        raise ValueError(f"{name} must be given where the other scale is: FP8 pages have both")
+    x, (num_pages, page_size, kv_heads, _) = check_array(name, x), pages
+    if x.shape != (num_pages, kv_heads, page_size):
+        raise ValueError(
+            f"{name} must have the shape [pages, K, page_size] of pages {pages}, {(num_pages, kv_heads, page_size)}, "
+            f"got {x.shape}"
+        )
+    if x.dtype != jnp.float32:
+        raise TypeError(f"{name} must be float32, got {x.dtype}")
+    return x
+
+
+def _bits(x: Array) -> Array:
+    return x if x.dtype == BITS else lax.bitcast_convert_type(x, BITS)
 
 
 def _check_shape(name: str, x: ArrayLike, shape: str) -> Array:

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.kernels import selection
 from longctx.kernels.attention.operands import check_implementation
+from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_metadata
 from longctx.kernels.paged_attention.reference import reference_paged_attention
@@ -62,6 +64,7 @@ def plan_paged_attention(
     q_positions: Int[ArrayLike, "T"],
     q_sequence: Int[ArrayLike, "T"],
     implementation: str | None = None,
+    q_dtype: DTypeLike | None = None,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
@@ -69,22 +72,24 @@ def plan_paged_attention(
 
     Args:
       num_heads: query heads N.
-      k_pages: the pool; only its shape and dtype are read (uint16 means the bits of bfloat16).
+      k_pages: the pool; only its shape and dtype are read.
       page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
+      q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
     """
     check_implementation(implementation, IMPLEMENTATIONS)
-    dtype = jnp.dtype(jnp.bfloat16) if k_pages.dtype == jnp.uint16 else k_pages.dtype
+    if q_dtype is None:
+        q_dtype = jnp.bfloat16 if k_pages.dtype in (jnp.uint16, BITS, E4M3) else k_pages.dtype
     pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
     num_rows = np.shape(q_positions)[0]
-    q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), dtype)
+    q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), jnp.dtype(q_dtype))
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, num_rows)
     if num_heads < 1 or num_heads % k_pages.shape[2]:
         raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
-    chosen = choose_implementation(implementation, q, pages)
+    chosen = choose_implementation(implementation, q.dtype, pages)
     return _plan(q, pages, chosen, metadata)
 
 
@@ -102,9 +107,9 @@ def make_plan(operands: PagedOperands, implementation: str) -> PagedPlan:
     return PagedPlan(implementation, shapes_of(operands), empty, data)
 
 
-def choose_implementation(implementation: str | None, q: Any, k_pages: Any) -> str:
-    """`selection.choose` for queries and pages: arrays, or their types."""
-    return selection.choose(implementation, selection.Case(q.dtype, q.shape[-1], k_pages.shape[1]))
+def choose_implementation(implementation: str | None, q_dtype: jnp.dtype, k_pages: Any) -> str:
+    """`selection.choose` for queries of a dtype and pages: an array, or its type."""
+    return selection.choose(implementation, selection.Case.of_pages(q_dtype, k_pages))
 
 
 def shapes_of(operands: PagedOperands) -> tuple[tuple[int, ...], ...]:

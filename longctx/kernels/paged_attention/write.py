@@ -1,12 +1,13 @@
 """Writes new keys and values into their pages."""
 
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import ArrayLike, Float, Int, Shaped
+from jax import Array, lax
+from jaxtyping import ArrayLike, Float, Float32, Int, Shaped, UInt8
 
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
+from longctx.kernels.fp8_rows import pack_rows, split_packed
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
 
 
@@ -17,24 +18,32 @@ def write_pages(
     v: Float[ArrayLike, "T K H"],
     page: Int[ArrayLike, "T"],
     offset: Int[ArrayLike, "T"],
-) -> tuple[Shaped[Array, "pages page_size K H"], Shaped[Array, "pages page_size K H"]]:
+    k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
+    v_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
+) -> tuple[Array, ...]:
     """Write the keys and values of some tokens to their slots, in place if the pages are donated or a loop carries
     them.
 
+    With scales the pages are FP8: the row of each token and KV head is rounded to `e4m3 values * scale`, where the
+    scale is its largest absolute value / 448. A row with NaN or infinity becomes NaN.
+
     Args:
-      k_pages, v_pages: `[pages, page_size, K, H]` in the dtype of k, or uint16: the bits of a 16-bit k.dtype.
+      k_pages, v_pages: `[pages, page_size, K, H]` in the dtype of k, or uint16: the bits of a 16-bit k.dtype. With
+        scales float8_e4m3fn, or uint8: its bits.
       k, v: `[T, K, H]`, floating point.
       page: `[T]` integers. A row whose page is outside 0..pages-1 (padding, or another rank's) is dropped.
       offset: `[T]` integers, the slot within the page, 0..page_size-1. If two rows name one slot, either may win.
+      k_scale, v_scale: float32 `[pages, K, page_size]`, both or neither.
 
     Returns:
-      k_pages and v_pages.
+      k_pages and v_pages, and if they were given, k_scale and v_scale.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
     """
     k, v = check_array("k", k), check_array("v", v)
-    k_pages, v_pages = check_pages(k_pages, v_pages, k.dtype, "k")
+    given = check_array("k_pages", k_pages).dtype
+    k_pages, v_pages, *scales = check_pages(k_pages, v_pages, k_scale, v_scale, k.dtype, "k")
     for name, x in (("k", k), ("v", v)):
         if x.ndim != 3 or x.shape[1:] != k_pages.shape[2:] or x.shape != k.shape:
             raise ValueError(f"{name} must have the shape [T, K, H] of k and of pages {k_pages.shape}, got {x.shape}")
@@ -43,10 +52,49 @@ def write_pages(
     page, offset = (
         jnp.asarray(check_int32_of(name, x, k.shape[:1])) for name, x in (("page", page), ("offset", offset))
     )
+    k_scale, v_scale = scales
+    if k_scale is not None and v_scale is not None:
+        if not jnp.issubdtype(k.dtype, jnp.floating) or k.dtype.itemsize < 2:
+            raise TypeError(f"k must be floating point of 16 bits or more, got {k.dtype}")
+        pages = (k_pages, v_pages, k_scale, v_scale)
+        k_pages, v_pages, k_scale, v_scale = write_packed(pages, pack_rows(k), pack_rows(v), page, offset)
+        return *(lax.bitcast_convert_type(x, given) for x in (k_pages, v_pages)), k_scale, v_scale
     k_pages, v_pages, k, v, page, offset = match_varying((k_pages, v_pages, k, v, page, offset))
-    page = jnp.where(page < 0, k_pages.shape[0], page)  # beyond the end, where mode="drop" drops it
+    page = _padding_out_of_bounds(page, k_pages)
 
     def write(pages: Array, rows: Array) -> Array:
         return pages.at[page, offset].set(to_bits(rows) if pages.dtype == jnp.uint16 else rows, mode="drop")
 
     return write(k_pages, k), write(v_pages, v)
+
+
+def write_packed(
+    pages: tuple[Array, Array, Array, Array],
+    k: UInt8[Array, "T K H_4"],
+    v: UInt8[Array, "T K H_4"],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> tuple[Array, Array, Array, Array]:
+    """Write packed rows (`fp8_rows`) to FP8 pages, as `write_pages`.
+
+    Args:
+      pages: k_pages and v_pages, uint8, and k_scale and v_scale.
+
+    Returns:
+      The same four.
+    """
+    pages, k, v, page, offset = match_varying((pages, k, v, page, offset))
+    k_pages, v_pages, k_scale, v_scale = pages
+    page = _padding_out_of_bounds(page, k_pages)
+    (k_bits, k_new), (v_bits, v_new) = split_packed(k), split_packed(v)
+    return (
+        k_pages.at[page, offset].set(k_bits, mode="drop"),
+        v_pages.at[page, offset].set(v_bits, mode="drop"),
+        k_scale.at[page, :, offset].set(k_new, mode="drop"),
+        v_scale.at[page, :, offset].set(v_new, mode="drop"),
+    )
+
+
+def _padding_out_of_bounds(page: Array, k_pages: Array) -> Array:
+    """Pages with negative ones beyond the end, where `mode="drop"` drops them."""
+    return jnp.where(page < 0, k_pages.shape[0], page)

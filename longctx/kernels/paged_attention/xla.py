@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
 from longctx.kernels.bits import from_bits
+from longctx.kernels.fp8_rows import dequantize_rows
 from longctx.kernels.operand_dtype import operand_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import Tiles, partition_rows
@@ -92,7 +93,8 @@ def _compute_tiles(
             if masked:
                 entry = jnp.minimum(entry, num_seen - 1)
             pages = operands.first_page + operands.page_table[sequence, entry]
-            k_block, v_block = (_block(x, pages, head, heads, q.dtype, operand) for x in operands[1:3])
+            k_block = _block(operands.k_pages, operands.k_scale, pages, head, heads, q.dtype, operand)
+            v_block = _block(operands.v_pages, operands.v_scale, pages, head, heads, q.dtype, operand)
             if not masked:
                 return softmax.absorb(q_rows, k_block, v_block, scale)
             page = entry if operands.page_index is None else operands.page_index[sequence, entry]
@@ -121,12 +123,20 @@ def _compute_tiles(
     return lax.fori_loop(_ZERO, tiles.num * (kv_heads // heads), compute_tile, state)
 
 
-def _block(x: Array, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, dtype: jnp.dtype) -> Array:
+def _block(
+    x: Array, scale: Array | None, pages: Array, head: Array, heads: int, kept_as: jnp.dtype, dtype: jnp.dtype
+) -> Array:
     """Some pages of x `[pages, page_size, K, H]` -> `[len(pages) * page_size, heads * H]`, sliced, then converted."""
+    _, page_size, _, head_size = x.shape
     at = jnp.stack([pages, jnp.full_like(pages, head)], 1)
     numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 2))
-    block = lax.gather(x, at, numbers, (1, x.shape[1], heads, x.shape[3]), mode="promise_in_bounds")
-    return from_bits(block.reshape(-1, heads * x.shape[3]), kept_as).astype(dtype)
+    block = lax.gather(x, at, numbers, (1, page_size, heads, head_size), mode="promise_in_bounds")
+    if scale is None:
+        return from_bits(block.reshape(-1, heads * head_size), kept_as).astype(dtype)
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    scales = lax.gather(scale, at, numbers, (1, heads, page_size), mode="promise_in_bounds")
+    rows = dequantize_rows(block, jnp.swapaxes(scales, 1, 2), kept_as)
+    return rows.reshape(-1, heads * head_size).astype(dtype)
 
 
 def _to_block_diagonal(q: Array) -> Array:

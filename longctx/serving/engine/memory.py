@@ -82,7 +82,7 @@ def estimate(
       max_length: tokens of the longest sequence.
       is_loaded: whether the parameters are loaded already; what a CPU's host has available excludes them then.
     """
-    page = page_bytes(kv_width(model, mesh), config.page_size, dtype)
+    page = page_bytes_of(model, config, mesh, dtype)
     params, steps = param_bytes(model, mesh, dtype), _step_bytes(model, config, mesh, max_length)
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
@@ -104,8 +104,14 @@ def default_pages(
       ValueError: there is no room for one.
     """
     most = config.max_running * -(-max_length // config.page_size)
-    width, device = kv_width(model, mesh), mesh.local_devices[0]
-    return default_num_pages(width, config.page_size, dtype, device, most, reserved_bytes)
+    page, device = page_bytes_of(model, config, mesh, dtype), mesh.local_devices[0]
+    return default_num_pages(page, config.page_size, device, most, reserved_bytes)
+
+
+def page_bytes_of(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Bytes of a page on a device; `dtype` is the model's."""
+    rows, head_dim = kv_rows(model, mesh), model.config.head_dim
+    return page_bytes(rows, head_dim, config.page_size, config.kv_dtype or dtype)
 
 
 def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, max_length: int) -> int:
@@ -133,11 +139,11 @@ def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def kv_width(model: Llama, mesh: Mesh) -> int:
-    """Numbers that a device keeps of a token's keys: layers of the largest stage * KV heads * head size."""
+def kv_rows(model: Llama, mesh: Mesh) -> int:
+    """Rows that a device keeps of a token's keys: layers of the largest stage * KV heads."""
     local = device_config(model.config, mesh)
     layers = layers_per_stage(local.num_layers, mesh.shape["stage"])
-    return layers * (local.num_kv_heads // mesh.shape["tensor"]) * local.head_dim
+    return layers * (local.num_kv_heads // mesh.shape["tensor"])
 
 
 def available_bytes(device: jax.Device) -> int | None:

@@ -30,6 +30,7 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
+from longctx.serving.runner.paged_cache import row_bytes
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
@@ -105,8 +106,12 @@ class DeviceExecutor:
         max_length: int,
         store: PageKeeper | None = None,
     ) -> Self:
-        make = functools.partial(MeshModelRunner, model, params, mesh, num_pages, config.page_size)
-        executor = cls(model.config, config, plan, num_pages, max_length, make, params["embed"].dtype.itemsize)
+        make = functools.partial(
+            MeshModelRunner, model, params, mesh, num_pages, config.page_size, kv_dtype=config.kv_dtype
+        )
+        head_dim = model.config.head_dim
+        element_bytes = row_bytes(head_dim, config.kv_dtype or params["embed"].dtype) / head_dim
+        executor = cls(model.config, config, plan, num_pages, max_length, make, element_bytes)
         executor.move_pages(store)
         return executor
 

@@ -6,6 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Int, Shaped
 
 from longctx.kernels import paged_attention, plan_paged_attention
@@ -44,6 +45,7 @@ class PagedAttend:
         shape: Shape,
         num_heads: int,
         pool: Shaped[Array, "pages page_size K H"],
+        dtype: DTypeLike,
     ) -> Self:
         """Derive what all layers of a step share.
 
@@ -52,26 +54,27 @@ class PagedAttend:
           shape: static sizes of the step.
           num_heads: query heads on this device.
           pool: the key pages; only its shape and dtype are used.
+          dtype: of queries.
         """
         has_unsharded = shape.replicated or shape.local
         sharded: KeyRing | GatheredKeys | None = None
         if shape.sharded and shape.exchange == "pass_kv":
             sharded = KeyRing.make(inputs, tables, shape)
         elif shape.sharded:
-            sharded = GatheredKeys.make(inputs, tables, shape, num_heads, pool)
+            sharded = GatheredKeys.make(inputs, tables, shape, num_heads, pool, dtype)
         return cls(
             tables,
             inputs.pages,
             inputs.offsets,
             sharded,
-            _UnshardedRows.make(inputs, tables, shape, num_heads, pool) if has_unsharded else None,
+            _UnshardedRows.make(inputs, tables, shape, num_heads, pool, dtype) if has_unsharded else None,
             shape,
         )
 
     def __call__(self, cache: PagedCache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, PagedCache]:
         sharded, first_page = self.shape.sharded, layer * self.shape.num_pages
         pages = jnp.where(self.pages >= 0, self.pages + first_page, -1)
-        new = NewKeys(jnp.stack(_finite_values(k, v), 1), pages, self.offsets)
+        new = NewKeys.of(cache, *_finite_values(k, v), pages, self.offsets)
         outs = []
         # Rows of the other kinds come last: what reads the cache after all have written needs no copy of it.
         if self.sharded is None:
@@ -105,12 +108,14 @@ class _UnshardedRows:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array) -> Self:
+    def make(
+        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+    ) -> Self:
         slots, positions = inputs.slots[shape.sharded :], inputs.positions[shape.sharded :]
         empty = jnp.zeros_like(tables.table[:, 0])
         lengths = empty.at[jnp.maximum(slots, 0)].max(jnp.where(slots >= 0, positions + 1, 0))
         metadata = (lengths, positions, slots)
-        plan = plan_paged_attention(num_heads, pool, *tables, *metadata)
+        plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype)
         return cls(inputs.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
 
     def __call__(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> Array:
@@ -118,7 +123,7 @@ class _UnshardedRows:
         # Partial states stay float32 until they are merged.
         dtype = jnp.float32 if replicated else None
         arguments = (*tables, *self.metadata, first_page)
-        out, lse = paged_attention(q, cache.k, cache.v, *arguments, plan=self.plan, out_dtype=dtype)
+        out, lse = paged_attention(q, cache.k, cache.v, *arguments, plan=self.plan, out_dtype=dtype, **cache.scales)
         if self.groups is None:
             return out
         merged, _ = merge_over_ranks(out[:replicated], lse[:replicated], self.groups, out_dtype=q.dtype)

@@ -73,9 +73,12 @@ class CachedPages(NamedTuple):
         return Tokens(*(x.reshape(*x.shape[:-2], -1) for x in (positions, segments)))
 
     def key_values(self, cache: PagedCache, first_page: Array, dtype: DTypeLike) -> Array:
-        """Their keys and values in one array `[2, 1, pages * page_size, K, H]`, 0 where nothing is cached."""
+        """Their keys and values in one array `[2, 1, pages * page_size, K, width]`, 0 where nothing is cached.
+
+        They are floats of `dtype`, or packed rows of FP8 pages: `as_floats` makes floats of either.
+        """
         is_cached = jnp.arange(cache.k.shape[1], dtype=jnp.int32)[None] < self.num_cached[:, None]
         # Unwritten tokens of a page may hold NaN, and an attention weight of 0 times NaN is NaN.
-        blocks = [from_bits(x[first_page + self.pages], dtype) for x in cache]
-        blocks = [jnp.where(is_cached[..., None, None], x, jnp.zeros_like(x)) for x in blocks]
-        return jnp.stack([x.reshape(1, -1, *x.shape[2:]) for x in blocks])
+        block = from_bits(cache.read_pages(first_page + self.pages), dtype)
+        block = jnp.where(is_cached[..., None, None], block, jnp.zeros_like(block))
+        return block.reshape(2, 1, -1, *block.shape[3:])

@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention
 from longctx.kernels.attention.kernel import Operands
@@ -15,7 +16,7 @@ from longctx.kernels.paged_attention import PagedPlan
 from longctx.parallel.pass_q import pass_q_forward
 from longctx.parallel.ring import ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
-from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
+from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables, as_floats
 from longctx.serving.runner.step_inputs import RowInputs, Shape
 
 State = tuple[Array, Array]
@@ -52,7 +53,9 @@ class GatheredKeys:
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array) -> Self:
+    def make(
+        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+    ) -> Self:
         """As `PagedAttend.make`."""
         positions, slots, order = inputs.sharded_positions, inputs.sharded_slots, inputs.sharded_order
         firsts = first_new_positions(inputs, tables.table.shape[0])
@@ -61,8 +64,10 @@ class GatheredKeys:
         if shape.exchange == "pass_q":
             for hop in range(shape.ranks):
                 source = ring_source("context", hop)
-                metadata = (firsts, *(x.reshape(shape.ranks, -1)[source] for x in (positions, slots)))
-                hops.append((metadata, plan_paged_attention(num_heads, pool, *tables, *metadata)))
+                at, whose = (x.reshape(shape.ranks, -1)[source] for x in (positions, slots))
+                metadata = firsts, at, whose
+                plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype)
+                hops.append((metadata, plan))
         elif shape.message:
             own = CachedPages.of(inputs, tables, shape, firsts)
             cached = own.of_all_ranks()
@@ -92,7 +97,7 @@ class GatheredKeys:
         sharded, others = jnp.split(new.kv, [self.shape.sharded])
         gathered = lax.all_gather(sharded, "context", tiled=True)
         cache = new.write(cache, jnp.concatenate([gathered, others]), 0)
-        kv = gathered[self.order]
+        kv = as_floats(gathered[self.order], q.dtype)
         tokens = (self.queries.positions, self.keys.positions, self.queries.segments, self.keys.segments)
         state = attention(q, kv[:, 0], kv[:, 1], *tokens, out_dtype=jnp.float32)
         if self.hops:
@@ -105,7 +110,8 @@ class GatheredKeys:
         def attend_to_local_pages(q: Array, queries: tuple[RowMetadata, PagedPlan]) -> State:
             metadata, plan = queries
             arguments = (*tables, *metadata, first_page)
-            out, lse = paged_attention(q[0], cache.k, cache.v, *arguments, plan=plan, out_dtype=jnp.float32)
+            options: Any = {"plan": plan, "out_dtype": jnp.float32} | cache.scales
+            out, lse = paged_attention(q[0], cache.k, cache.v, *arguments, **options)
             return out[None], lse[None]
 
         out, lse = pass_q_forward(q[None], self.hops.__getitem__, attend_to_local_pages, axis_name="context")
@@ -116,12 +122,13 @@ class GatheredKeys:
         assert own is not None
         assert cached is not None
         kernel = check_kernel(q, True, None, None)
-        rows, queries = q[None], Tokens(*(x[None] for x in self.queries))
+        own_rows, queries = q[None], Tokens(*(x[None] for x in self.queries))
 
         def attend_to_block(state: State, block: Any) -> tuple[State, None]:
-            kv, labels = block
+            rows, labels = block
+            kv = as_floats(rows, q.dtype)
             keys = Tokens(*(x[None] for x in labels.tokens(self.shape.page_size)))
-            return kernel.forward(match_varying(Operands(rows, kv, kv, queries, keys)), state), None
+            return kernel.forward(match_varying(Operands(own_rows, kv, kv, queries, keys)), state), None
 
         def attend_to_round(number: int | Array, carry: tuple[State, PagedCache]) -> tuple[State, PagedCache]:
             state, cache = carry

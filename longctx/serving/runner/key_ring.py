@@ -15,7 +15,7 @@ from longctx.kernels.bits import from_bits
 from longctx.parallel.mesh import index_of
 from longctx.parallel.ring import fold_ring, ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
-from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables
+from longctx.serving.runner.paged_cache import NewKeys, PagedCache, PageTables, as_floats
 from longctx.serving.runner.step_inputs import RowInputs, Shape
 
 
@@ -105,16 +105,17 @@ class KeyRing:
         return state[0][0].astype(q.dtype), new.write(cache, jnp.concatenate([gathered, others]), 0)
 
     def _attend(self, kernel: Kernel, q: Array, kv: Array, keys: Tokens, state: Any) -> tuple[Array, Array]:
+        kv = as_floats(kv, q.dtype)
         return kernel.forward(match_varying(Operands(q, kv, kv, self.queries, keys)), state)
 
     def _first_block(self, cache: PagedCache, first_page: Array, new: Array) -> Array:
-        """`[2, 1, length, K, H]`, from the new keys and values `[2, rows, K, H]`."""
+        """`[2, 1, length, K, width]`, from the new keys and values `[2, rows, K, width]`."""
         if self.own is None:
             return new[:, None]
         size, num_cached = self.shape.page_size, self.shape.message * self.shape.page_size
         page, offset = jnp.divmod(jnp.minimum(self.source, num_cached - 1), size)
         page = first_page + self.own.pages[page]
-        cached = from_bits(jnp.stack([x[page, offset] for x in cache]), new.dtype)
+        cached = from_bits(cache.read_rows(page, offset), new.dtype)
         fresh = new[:, jnp.clip(self.source - num_cached, 0, new.shape[1] - 1)]
         is_cached, is_padding = (self.source < num_cached), (self.source == self.source.size)
         block = jnp.where(is_cached[:, None, None], cached, fresh)

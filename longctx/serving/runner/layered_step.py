@@ -57,10 +57,10 @@ class Programs(NamedTuple):
 
 
 @functools.cache
-def programs(mesh: Mesh) -> Programs:
-    """The programs of a mesh. Of the state each donates what it returns."""
+def programs(mesh: Mesh, is_fp8: bool) -> Programs:
+    """The programs of a mesh, for FP8 pages or others. Of the state each donates what it returns."""
     each, ranks, replicated = (named_sharding(mesh, spec) for spec in (_EACH, P("context"), P()))
-    state = state_shardings(mesh)
+    state = state_shardings(mesh, is_fp8)
     tokens = (state.last_token, state.seen)
     return Programs(
         jax.jit(
@@ -87,7 +87,7 @@ def layered_step(
     sections: tuple[int, int],
 ) -> tuple[DeviceState, SampledTokens, Float[Array, "stages_ranks rows D"]]:
     """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
-    begin, layer, end, sample = programs(mesh)
+    begin, layer, end, sample = programs(mesh, state.cache.is_fp8)
     outer, static, cache = params | {"layers": ()}, (model, mesh, shape, sections), state.cache
     tables = PageTables(state.table, state.page_index)
     x, rope, attend = begin(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
@@ -125,7 +125,7 @@ def compile_layered_step(
         compiled()
         return program
 
-    begin, layer, end, sample = programs(mesh)
+    begin, layer, end, sample = programs(mesh, state.cache.is_fp8)
     outer, static = params | {"layers": ()}, (model, mesh, shape, sections)
     tables, tokens = PageTables(state.table, state.page_index), (state.last_token, state.seen)
     first = begin.lower(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
@@ -181,7 +181,7 @@ def _step_layer(
         x, cache = model.layer(_squeeze(weights), index, x, rope, attend, cache, lambda x: psum(x, "tensor"))
         return x[None], cache
 
-    cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"]).cache
+    cache_specs = state_specs(mesh.shape["stage"], mesh.shape["context"], cache.is_fp8).cache
     specs = layer_specs(weights, model.config, mesh), P(), _EACH, cache_specs
     return shard_map(on_device, mesh, specs, (_EACH, cache_specs))(weights, index, (x, rope, attend), cache)
 

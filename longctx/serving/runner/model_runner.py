@@ -3,13 +3,16 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from longctx.kernels.fp8 import E4M3
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
@@ -22,7 +25,7 @@ from longctx.serving.runner.layered_step import Programs, compile_layered_step, 
 from longctx.serving.runner.page_transfer import DevicePageRead, PageTransfer, PlacedBlock
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
-from longctx.serving.runner.step import DeviceState, state_specs, step_program
+from longctx.serving.runner.step import DeviceState, state_shardings, state_specs, step_program
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
 
 
@@ -128,6 +131,7 @@ class MeshModelRunner:
       num_pages: pages of each rank.
       slots, entries: sequences that run at a time, and pages of the longest.
       sections: the largest bucket of each kind of rows.
+      kv_dtype: dtype of the cache, float8_e4m3fn for FP8 pages; None: the parameters'.
     """
 
     def __init__(
@@ -140,22 +144,25 @@ class MeshModelRunner:
         slots: int,
         entries: int,
         sections: tuple[int, int, int],
+        kv_dtype: DTypeLike | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh
         self._num_pages, self._page_size = num_pages, page_size
         self._sections = (sections[0], sections[0] + sections[1])
         self.params = shard_params(params, model.config, mesh)
-        program = step_program(mesh, model.config.quantization is not None)
+        dtype = self.params["embed"].dtype
+        self._kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
+        is_fp8 = self._kv_dtype == E4M3
+        program = step_program(mesh, model.config.quantization is not None, is_fp8)
         self.run_step: Any = layered_step if isinstance(self.params["layers"], tuple) else program
         stages, ranks = mesh.shape["stage"], mesh.shape["context"]
-        each, dtype = stages * ranks, self.params["embed"].dtype
-        specs: Any = state_specs(stages, ranks)
+        each, specs = stages * ranks, cast(Any, state_specs(stages, ranks, is_fp8))
         page_index = np.full((each, slots, entries), state_updates.unused_page_index(page_size), np.int32)
-        pages = named_sharding(mesh, specs.cache.k)
+        pools, places = device_config(model.config, mesh), state_shardings(mesh, is_fp8).cache
         no_bias = LogitBias.row(SamplingParams())
         # All arrays are committed to devices: an uncommitted one would compile the first step twice.
         self.state = DeviceState(
-            PagedCache.empty(device_config(model.config, mesh), num_pages, page_size, dtype, pages, ranks, stages),
+            PagedCache.empty(pools, num_pages, page_size, self._kv_dtype, places, ranks, stages),
             self._put(np.zeros((each, slots, entries), np.int32), specs.table),
             None if specs.page_index is None else self._put(page_index, specs.page_index),
             None
@@ -179,7 +186,8 @@ class MeshModelRunner:
         self._update(state_updates.set_bias, np.int32(slot), bias)
 
     def _update(self, update: Any, *arguments: Any, **static: Any) -> None:
-        self.state = state_updates.update_program(update, self.mesh, *static)(self.state, *arguments, **static)
+        program = state_updates.update_program(update, self.mesh, self.state.cache.is_fp8, *static)
+        self.state = program(self.state, *arguments, **static)
 
     @property
     def num_programs(self) -> int:
@@ -212,7 +220,7 @@ class MeshModelRunner:
 
     @functools.cached_property
     def _pages(self) -> PageTransfer:
-        return PageTransfer(self.mesh, self.model.config, self._num_pages, self._page_size, self.params["embed"].dtype)
+        return PageTransfer(self.mesh, self.model.config, self._num_pages, self._page_size, self._kv_dtype)
 
     @property
     def page_layout(self) -> PageLayout:

@@ -170,7 +170,7 @@ class PageTransfer:
           The cache, and arrays that are there once CPUs have read the blocks' memory, which must not change before.
         """
         order = {device: index for index, device in enumerate(self.devices)}
-        pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache]
+        pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache[:2]]
         k, v = ([shard.data for shard in shards] for shards in pools)
         done = []
         for block in blocks:

@@ -1,21 +1,27 @@
 """The paged cache on devices, and how many pages fit into their memory."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Int, Shaped
+from jaxtyping import Float32, Int, Shaped
 
 from longctx.kernels import write_pages
-from longctx.kernels.bits import bits_dtype
+from longctx.kernels.bits import bits_dtype, from_bits
+from longctx.kernels.fp8 import BITS, E4M3
+from longctx.kernels.fp8_rows import SCALE_BYTES, join_packed, pack_rows, unpack_rows
+from longctx.kernels.paged_attention.write import write_packed
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
 
 
 class PagedCache(NamedTuple):
-    """Keys and values `[layers * pages, page_size, K, H]`, 16-bit floats as their bits.
+    """Keys and values `[layers * pages, page_size, K, H]`, floats of 8 and 16 bits as their bits.
+
+    FP8 pages have scales beside them, float32 `[layers * pages, K, page_size]`: a key is `e4m3 values * scale`.
 
     Layer i of a stage has the pages from `i * pages` on. Layers share one pool because XLA's CPU backend would copy the
     whole pool to slice a layer out of it. Over a mesh, every stage holds the pages of as many layers as the largest
@@ -24,6 +30,17 @@ class PagedCache(NamedTuple):
 
     k: Shaped[Array, "layers_pages page_size K H"]
     v: Shaped[Array, "layers_pages page_size K H"]
+    k_scale: Float32[Array, "layers_pages K page_size"] | None = None
+    v_scale: Float32[Array, "layers_pages K page_size"] | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.k_scale is not None
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """Arguments of `paged_attention`."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     @classmethod
     def empty(
@@ -32,34 +49,73 @@ class PagedCache(NamedTuple):
         num_pages: int,
         page_size: int,
         dtype: DTypeLike,
-        device: Any = None,
+        devices: "PagedCache | None" = None,
         num_ranks: int = 1,
         num_stages: int = 1,
     ) -> Self:
-        """Zeros on a device or in a sharding, with `num_pages` on each of `num_ranks` ranks of each stage."""
+        """Zeros, with `num_pages` on each of `num_ranks` ranks of each stage.
+
+        Args:
+          dtype: of keys and values; float8_e4m3fn for FP8 pages.
+          devices: the sharding of each array; None: the default device.
+        """
         layers = num_stages * layers_per_stage(config.num_layers, num_stages)
         shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
-        k, v = (jnp.zeros(shape, bits_dtype(dtype), device=device) for _ in range(2))
-        return cls(k, v)
+        types: list[tuple[tuple[int, ...], jnp.dtype]] = [(shape, bits_dtype(dtype))] * 2
+        if dtype == E4M3:
+            types += [((shape[0], shape[2], shape[1]), jnp.dtype(jnp.float32))] * 2
+        places = (None,) * 4 if devices is None else devices
+        return cls(*(jnp.zeros(*each, device=place) for each, place in zip(types, places, strict=False)))
+
+    def read_pages(self, pages: Int[Array, "n"]) -> Shaped[Array, "2 n page_size K width"]:
+        """Keys and values of some pages as they travel: the bits of 16-bit floats, packed rows of FP8 pages."""
+        return self._read(lambda x: x[pages], lambda scale: jnp.swapaxes(scale[pages], 1, 2))
+
+    def read_rows(self, page: Int[Array, "n"], offset: Int[Array, "n"]) -> Shaped[Array, "2 n K width"]:
+        """Keys and values of some slots, as `read_pages`."""
+        return self._read(lambda x: x[page, offset], lambda scale: scale[page, :, offset])
+
+    def _read(self, rows_of: Callable[[Array], Array], scale_of: Callable[[Array], Array]) -> Array:
+        rows = [rows_of(self.k), rows_of(self.v)]
+        if self.k_scale is not None and self.v_scale is not None:
+            scales = scale_of(self.k_scale), scale_of(self.v_scale)
+            rows = [join_packed(*each) for each in zip(rows, scales, strict=True)]
+        return jnp.stack(rows)
 
 
 class NewKeys(NamedTuple):
     """A layer's new keys, and where this rank keeps those that it keeps.
 
     Attributes:
-      kv: keys and values of this rank's rows, `[rows, 2, K, H]`, sharded rows first.
+      kv: keys and values of this rank's rows, `[rows, 2, K, width]`, sharded rows first: H floats, or the `H + 4` bytes
+        of packed rows for FP8 pages.
       pages, offsets: `[written]` int32, page of the pool and token in it, of the sharded rows of all ranks, rank after
         rank, then of this rank's other rows; page -1: another rank keeps it.
     """
 
-    kv: Shaped[Array, "rows 2 K H"]
+    kv: Shaped[Array, "rows 2 K width"]
     pages: Int[Array, "written"]
     offsets: Int[Array, "written"]
 
-    def write(self, cache: PagedCache, kv: Shaped[Array, "count 2 K H"], first: int | Array) -> PagedCache:
+    @classmethod
+    def of(cls, cache: PagedCache, k: Array, v: Array, pages: Array, offsets: Array) -> Self:
+        """From keys and values `[rows, K, H]`, which are quantised here, once, if the cache has FP8 pages."""
+        if cache.is_fp8:
+            k, v = pack_rows(k), pack_rows(v)
+        return cls(jnp.stack([k, v], 1), pages, offsets)
+
+    def write(self, cache: PagedCache, kv: Shaped[Array, "count 2 K width"], first: int | Array) -> PagedCache:
         """Write such rows, of which the first one is number `first` among `pages`."""
         pages, offsets = (lax.dynamic_slice_in_dim(x, first, kv.shape[0]) for x in (self.pages, self.offsets))
-        return PagedCache(*write_pages(*cache, kv[:, 0], kv[:, 1], pages, offsets))
+        if cache.k_scale is not None and cache.v_scale is not None:
+            pools = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+            return PagedCache(*write_packed(pools, kv[:, 0], kv[:, 1], pages, offsets))
+        return PagedCache(*write_pages(cache.k, cache.v, kv[:, 0], kv[:, 1], pages, offsets))
+
+
+def as_floats(rows: Shaped[Array, "*rows width"], dtype: DTypeLike) -> Shaped[Array, "*rows H"]:
+    """Keys and values as they travel, in the dtype of queries."""
+    return unpack_rows(rows, dtype) if rows.dtype == BITS else from_bits(rows, dtype)
 
 
 class PageTables(NamedTuple):
@@ -82,18 +138,29 @@ class PageTables(NamedTuple):
         return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
 
 
-def page_bytes(width: int, page_size: int, dtype: DTypeLike) -> int:
-    """Bytes of the keys and values of one page on a device; `width` is its layers * KV heads * head size."""
-    return 2 * width * page_size * jnp.dtype(dtype).itemsize
+def page_bytes(num_rows: int, head_dim: int, page_size: int, dtype: DTypeLike) -> int:
+    """Bytes of the keys and values of one page on a device.
+
+    Args:
+      num_rows: rows of a token's keys on the device: its layers * KV heads.
+      dtype: as for `PagedCache.empty`.
+    """
+    return 2 * num_rows * page_size * row_bytes(head_dim, dtype)
+
+
+def row_bytes(head_dim: int, dtype: DTypeLike) -> int:
+    """Bytes of the key, or the value, of one token and KV head, with its scale if it is FP8."""
+    dtype = jnp.dtype(dtype)
+    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == E4M3 else 0)
 
 
 def default_num_pages(
-    width: int, page_size: int, dtype: DTypeLike, device: jax.Device, max_pages: int, reserved_bytes: int = 0
+    bytes_of_page: int, page_size: int, device: jax.Device, max_pages: int, reserved_bytes: int = 0
 ) -> int:
     """How many pages fit into 1 GiB on a CPU, or nine tenths of an accelerator's free memory; at most `max_pages`.
 
     Args:
-      width, page_size, dtype: as in `page_bytes`.
+      bytes_of_page: as `page_bytes` says.
       reserved_bytes: memory that is free now, and that arrays still to be placed will take.
 
     Raises:
@@ -101,7 +168,7 @@ def default_num_pages(
     """
     memory = device.memory_stats() if device.platform != "cpu" else None
     free = (1 << 30) if memory is None else int(0.9 * (memory["bytes_limit"] - memory["bytes_in_use"] - reserved_bytes))
-    fit = free // page_bytes(width, page_size, dtype)
+    fit = free // bytes_of_page
     if fit < 1:
         raise ValueError(f"num_pages: {device} has no memory left for a page of {page_size} tokens")
     return min(fit, max_pages)

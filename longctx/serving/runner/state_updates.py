@@ -36,9 +36,10 @@ def unused_page_index(page_size: int) -> int:
 
 
 @functools.cache
-def update_program(update: Callable[..., DeviceState], mesh: Mesh, *static_argnames: str) -> Any:
-    """One of the functions below, jitted for a mesh."""
-    return jax.jit(update, donate_argnums=0, static_argnames=static_argnames, out_shardings=state_shardings(mesh))
+def update_program(update: Callable[..., DeviceState], mesh: Mesh, is_fp8: bool, *static_argnames: str) -> Any:
+    """One of the functions below, jitted for a mesh, and for FP8 pages or others."""
+    shardings = state_shardings(mesh, is_fp8)
+    return jax.jit(update, donate_argnums=0, static_argnames=static_argnames, out_shardings=shardings)
 
 
 def clear_slot(state: DeviceState, slot: Int[Array, ""], page_size: int) -> DeviceState:

@@ -51,30 +51,35 @@ class DeviceState(NamedTuple):
     bias: LogitBias  # of each slot; the same on all devices
 
 
-def state_specs(stages: int, ranks: int) -> DeviceState:
-    """A PartitionSpec for each array of the state, on a mesh of so many stages and context ranks."""
+def state_specs(stages: int, ranks: int, is_fp8: bool = False) -> DeviceState:
+    """A PartitionSpec for each array of the state, on a mesh of so many stages and context ranks.
+
+    Args:
+      is_fp8: whether the cache has FP8 pages.
+    """
     each, pages = P(("stage", "context")), P(("stage", "context"), None, "tensor")
     several_ranks, several_stages = (each if ranks > 1 else None), (each if stages > 1 else None)
-    cache, bias = PagedCache(pages, pages), LogitBias(P(), P())  # type: ignore[arg-type]
+    scales = (P(("stage", "context"), "tensor"),) * 2 if is_fp8 else ()
+    cache, bias = PagedCache(pages, pages, *scales), LogitBias(P(), P())  # type: ignore[arg-type]
     specs: Any = (cache, each, several_ranks, several_stages, P(), P(), bias)
     return DeviceState(*specs)
 
 
 @functools.cache
-def state_shardings(mesh: Mesh) -> DeviceState:
+def state_shardings(mesh: Mesh, is_fp8: bool) -> DeviceState:
     """The sharding of each array of the state.
 
     Every program returns exactly these: left to itself, JAX returns equivalent ones, for which it compiles again.
     """
-    specs = state_specs(mesh.shape["stage"], mesh.shape["context"])
+    specs = state_specs(mesh.shape["stage"], mesh.shape["context"], is_fp8)
     return jax.tree.map(functools.partial(named_sharding, mesh), specs, is_leaf=lambda leaf: isinstance(leaf, P))
 
 
 @functools.cache
-def step_program(mesh: Mesh, is_quantized: bool = False) -> Any:
-    """`step`, jitted for a mesh; `is_quantized`: for a model with FP8 weights."""
+def step_program(mesh: Mesh, is_quantized: bool = False, is_fp8: bool = False) -> Any:
+    """`step`, jitted for a mesh; `is_quantized`: for a model with FP8 weights; `is_fp8`: for FP8 pages."""
     outputs = named_sharding(mesh, P()), named_sharding(mesh, P(("stage", "context")))
-    shardings = (state_shardings(mesh), *outputs)
+    shardings = (state_shardings(mesh, is_fp8), *outputs)
     return jax.jit(
         step,
         static_argnums=(0, 1, 6, 7),
@@ -107,7 +112,7 @@ def step(
       (state; sampled tokens, ranks one after another; hidden states `[stage * context, rows, D]` after the last norm,
       valid in the last stage only).
     """
-    specs = state_specs(mesh.shape["stage"], mesh.shape["context"])
+    specs = state_specs(mesh.shape["stage"], mesh.shape["context"], state.cache.is_fp8)
     return shard_map(
         functools.partial(_step_on_device, model, mesh, shape, sections),
         mesh,
@@ -149,7 +154,7 @@ def begin_step(
     if state.rows is not None:
         x = enter_stage(_read_rows(state.rows[0], shape, sections), x)
     local_heads = model.config.num_heads // mesh.shape["tensor"]
-    attend = PagedAttend.make(inputs, tables, shape, local_heads, state.cache.k)
+    attend = PagedAttend.make(inputs, tables, shape, local_heads, state.cache.k, x.dtype)
     return x, model.rope(inputs.positions), attend
 
 
