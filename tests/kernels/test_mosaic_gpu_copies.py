@@ -19,7 +19,7 @@ from longctx.kernels.attention import mosaic_gpu as contiguous
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.mosaic_gpu import adapter, keys
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
-from longctx.kernels.mosaic_gpu.work import Tile
+from longctx.kernels.mosaic_gpu.work import Tile, Tiles
 from longctx.kernels.paged_attention import mosaic_gpu as paged
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
@@ -181,7 +181,7 @@ def test_queries_of_rows_over_pages_arrive(group: int, q_sequence: np.ndarray) -
                 copied = tma_copy(rows[q_batch, :, head], q_row + part, WARPGROUP_ROWS)
                 arrived[tile, part : part + WARPGROUP_ROWS, head] = copied
     real = np.flatnonzero(q_sequence >= 0)
-    found = arrived[np.asarray(plan.tile)[real], np.asarray(plan.slot)[real]]  # [real, G, K, H]
+    found = arrived.reshape(-1, *arrived.shape[2:])[np.asarray(plan.place)[real]]  # [real, G, K, H]
     np.testing.assert_array_equal(found[..., 0], np.broadcast_to(1 + real[:, None, None], found.shape[:3]))
     heads = np.arange(KV_HEADS) * group + np.arange(group)[:, None]
     np.testing.assert_array_equal(found[..., 1], np.broadcast_to(heads, found.shape[:3]))
@@ -209,14 +209,14 @@ def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: 
     operands = jax.tree.map(lambda x: np.asarray(x, np.float32), operands.pad_to_block(block_kv))
     blocks = set()
     for row in np.asarray(work.tiles):
-        tile = Tile.of(row[None], 0, 0, jnp.int32(0), jnp.int32(2**30))
-        for start in range(int(tile.q_row), int(tile.q_row) + block_q, WARPGROUP_ROWS):
+        tiles = Tiles(*row)
+        for start in range(tiles.q_row, tiles.q_row + block_q, WARPGROUP_ROWS):
             for head in range(q.shape[2]):
-                rows = q[int(tile.q_batch), :, head]
+                rows = q[tiles.q_batch, :, head]
                 np.testing.assert_array_equal(
                     tma_copy(rows, start, WARPGROUP_ROWS), rows_of(rows, start, WARPGROUP_ROWS)
                 )
-        blocks |= {(int(tile.kv), block) for block in range(int(tile.start), int(tile.stop))}
+        blocks |= {(tiles.kv, block) for block in range(tiles.start, tiles.stop)}
     for entry, block in blocks:
         tile = Tile(*[jnp.int32(0)] * len(Tile._fields))._replace(kv=jnp.int32(entry))
         for half, x in enumerate((k, v)):
