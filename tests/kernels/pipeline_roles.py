@@ -40,7 +40,8 @@ class Recorder:
         self.operations: list[Operation] = []
         self.products: list[tuple[list[Product], Product]] = []  # in flight: accumulators, in the order of issue
         self.current = Tile(0, 0)
-        self.next_scores = iter([(tile.position, n) for tile in tiles for n in range(tile.num_blocks)])
+        blocks = [(tile.position, n) for tile in tiles for n in range(tile.num_blocks)]
+        self.next_scores, self.next_converted = iter(blocks), iter([block for block in blocks for _ in "kv"])
 
     # Both roles
 
@@ -83,8 +84,18 @@ class Recorder:
             self.operations.append(Copy((f"{name}_ready", stage), slot, (tile.position, n)))
 
     def parts(self, name: str, stage: int) -> list[Slot]:
-        """The slots of a block, each filled by one copy."""
-        return [(name, stage, copy) for copy in range(self.pipeline.copies)]
+        """The slots of a block, each filled by one copy; of what is converted, one."""
+        return [
+            (name, stage, part) for part in range(self.pipeline.copies if name in self.pipeline.copied.names else 1)
+        ]
+
+    # The converter
+
+    def convert(self, source: str, source_stage: int, name: str, stage: int) -> None:
+        block = next(self.next_converted)
+        parts = self.parts(source, source_stage)
+        self.operations += [Read(slot, block) for slot in parts] + [Done(slot) for slot in parts]
+        self.operations += [Write(slot, ..., block) for slot in self.parts(name, stage)]
 
     # A consumer. The state is the blocks of a tile whose softmax and whose product with the values is done.
 
@@ -150,6 +161,10 @@ def roles_of(
     producer = Recorder(pipeline, tiles)
     module.produce(producer, 0, len(tiles))
     roles = {"producer": producer.operations}
+    if pipeline.num_fp8_stages:
+        converter = Recorder(pipeline, tiles)
+        module.convert(converter, 0, len(tiles))
+        roles["converter"] = converter.operations
     for number in range(pipeline.num_consumers):
         consumer = Recorder(pipeline, tiles, number)
         module.consume(consumer, 0, len(tiles))

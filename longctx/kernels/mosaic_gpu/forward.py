@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -23,6 +24,7 @@ from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter, schedule
 from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, copy_rows, read
+from longctx.kernels.mosaic_gpu.convert import convert_block
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
@@ -71,58 +73,79 @@ def attention_forward(
     else:
         shapes = (num_tiles, block_q, heads, head_size), (num_tiles, block_q, heads)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
-    pipeline = schedule.Pipeline(tile_config.num_consumers, tile_config.num_stages, keys.copies(tile_config.block_kv))
+    pipeline = schedule.Pipeline(
+        tile_config.num_consumers,
+        tile_config.num_stages,
+        keys.copies(tile_config.block_kv),
+        tile_config.num_fp8_stages,
+    )
+    key_arrays, structure = jax.tree.flatten(keys)
     ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
-        functools.partial(_kernel, config, pipeline, type(keys), len(rows), heads // kv_heads),
+        functools.partial(_kernel, config, pipeline, structure, len(rows), heads // kv_heads),
         list(zip(shapes, (out_dtype, jnp.float32), strict=True)),
         like=q,
         kernel_name="attention",
         grid=(num_workers,),
         grid_names=("worker",),
-        num_threads=tile_config.num_consumers + 1,
+        num_threads=tile_config.num_consumers + 1 + bool(tile_config.num_fp8_stages),
         scratch_types={
             "q": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
             "k": ring,
             "v": ring,
-            **keys.found(tile_config.block_kv),
+            **keys.shared(tile_config),
             **{
                 name: plgpu.Barrier(num_arrivals=spec.arrivals, num_barriers=spec.number)
                 for name, spec in pipeline.barriers.items()
             },
         },
     )
-    return kernel(q, *keys, *rows, work.tiles, work.items, work.workers)
+    return kernel(q, *key_arrays, *rows, work.tiles, work.items, work.workers)
 
 
 def _kernel(
-    config: ForwardConfig, pipeline: schedule.Pipeline, kind: Any, num_rows: int, group: int, *refs: Any, **scratch: Any
+    config: ForwardConfig,
+    pipeline: schedule.Pipeline,
+    structure: Any,
+    num_rows: int,
+    group: int,
+    *refs: Any,
+    **scratch: Any,
 ) -> None:
     q, refs = refs[0], refs[1:]
-    num_keys = len(kind._fields)
-    keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
+    num_keys = structure.num_leaves
+    keys, rows = jax.tree.unflatten(structure, refs[:num_keys]), refs[num_keys : num_keys + num_rows]
     tiles, items, workers, out, lse = refs[num_keys + num_rows :]
     worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
-    # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-    first_item, stop_item, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
-
-    def tile(position: Array) -> Tile:
-        return Tile.of(tiles, items, position, worker, first_unit, stop_unit)
-
-    block = ThreadBlock(config, pipeline, Operands(q, keys, rows, out, lse), scratch, group, tile)
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
+
+    def run(role: Callable[..., None], machine: Callable[[ThreadBlock], Any], number: int | None, action: str) -> None:
+        """Run a role of `schedule` with a number of registers."""
+        if number is not None:
+            adapter.set_registers(number, action)
+        # Read here, not once for all roles: the compiler would keep it in local memory from there to here.
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+        first_item, stop_item, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
+
+        def tile(position: Array) -> Tile:
+            return Tile.of(tiles, items, position, worker, first_unit, stop_unit)
+
+        block = ThreadBlock(config, pipeline, Operands(q, keys, rows, out, lse), scratch, group, tile)
+        role(machine(block), first_item, stop_item)
 
     @pl.when(wg < num_consumers)
     def _() -> None:
-        if registers:
-            adapter.set_registers(registers.consumer, "increase")
-        schedule.consume(Consumer(block, wg), first_item, stop_item)
+        run(schedule.consume, lambda block: Consumer(block, wg), registers and registers.consumer, "increase")
 
     @pl.when(wg == num_consumers)
     def _() -> None:
-        if registers:
-            adapter.set_registers(registers.producer, "decrease")
-        schedule.produce(Producer(block), first_item, stop_item)
+        run(schedule.produce, Producer, registers and registers.producer, "decrease")
+
+    if pipeline.num_fp8_stages:
+
+        @pl.when(wg == num_consumers + 1)
+        def _() -> None:
+            run(schedule.convert, Converter, registers and registers.converter, "decrease")
 
 
 class Operands(NamedTuple):
@@ -194,9 +217,16 @@ class Producer(Machine):
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
 
     def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
-        to, ready = self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
         kv_head = lax.div(tile.head, jnp.int32(self.block.group))
-        self.keys.fetch("kv".index(name), tile, tile.block(n), kv_head, self.shared, to, ready)
+        self.keys.fetch(name, tile, tile.block(n), kv_head, self.shared, stage)
+
+
+class Converter(Machine):
+    """Converts blocks of FP8 pages."""
+
+    def convert(self, source: str, source_stage: Array, name: str, stage: Array) -> None:
+        scales = self.shared[f"{name}_scale"].at[source_stage]
+        convert_block(self.shared[source].at[source_stage], scales, self.shared[name].at[stage])
 
 
 class State(NamedTuple):
