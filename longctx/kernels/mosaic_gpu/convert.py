@@ -6,7 +6,6 @@ Keys lie as wgmma wants its second operand of 8 bits, values don't. So both are 
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 

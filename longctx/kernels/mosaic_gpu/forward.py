@@ -217,15 +217,18 @@ class Producer(Machine):
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
 
     def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
-        kv_head = lax.div(tile.head, jnp.int32(self.block.group))
-        self.keys.fetch(name, tile, tile.block(n), kv_head, self.shared, stage)
+        half, to, ready = "kv".index(name[0]), self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
+        what = half, tile, tile.block(n), lax.div(tile.head, jnp.int32(self.block.group)), self.shared
+        self.keys.fetch(*what, to, ready)
+        if isinstance(self.keys, Paged) and self.pipeline.num_fp8_stages:
+            self.keys.fetch_scales(*what, self.shared["scales"].at[half, stage], ready)
 
 
 class Converter(Machine):
     """Converts blocks of FP8 pages."""
 
     def convert(self, source: str, source_stage: Array, name: str, stage: Array) -> None:
-        scales = self.shared[f"{name}_scale"].at[source_stage]
+        scales = self.shared["scales"].at["kv".index(name), source_stage]
         convert_block(self.shared[source].at[source_stage], scales, self.shared[name].at[stage])
 
 

@@ -1,6 +1,7 @@
 """Keys and values as the kernels see them, contiguous or in pages: how to copy a block, and its mask."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,12 +42,13 @@ class Contiguous(NamedTuple):
     def find(self, tile: Tile, block: Array, size: int, shared: dict[str, Any]) -> None:
         """Nothing to look up."""
 
-    def fetch(self, name: str, tile: Tile, block: Array, head: Array, shared: dict[str, Any], stage: Array) -> None:
-        """Copy a block of one head to a stage of the ring `name`."""
-        half, to = "kv".index(name), shared[name].at[stage]
+    def fetch(
+        self, half: int, tile: Tile, block: Array, head: Array, shared: dict[str, Any], to: Any, barrier: Any
+    ) -> None:
+        """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
         x = (self.k, self.v)[half]
         before = (half, tile.kv) if len(x.shape) == 5 else (tile.kv,)
-        copy_rows(x, before, block * to.shape[0], head, to, shared[f"{name}_ready"].at[stage])
+        copy_rows(x, before, block * to.shape[0], head, to, barrier)
 
     def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
         """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
@@ -89,8 +91,11 @@ class Paged(NamedTuple):
         refs = {"pages": plgpu.SMEM((self.pages_of(block),), jnp.int32)}
         if self.k_scale is not None:
             ring = adapter.tiled((tile_config.num_fp8_stages, block, self.k.shape[-1]), self.k.dtype)
-            scales = plgpu.SMEM((tile_config.num_fp8_stages, block), jnp.float32)
-            refs |= {"k_fp8": ring, "v_fp8": ring, "k_scale": scales, "v_scale": scales}
+            refs |= {
+                "k_fp8": ring,
+                "v_fp8": ring,
+                "scales": plgpu.SMEM((2, tile_config.num_fp8_stages, block), jnp.float32),
+            }
         return refs
 
     def load(self) -> "Paged":
@@ -107,23 +112,41 @@ class Paged(NamedTuple):
             page = self.table[tile.kv, entry] + self.first_page
             shared["pages"][n] = jnp.clip(page, 0, self.k.shape[0] - 1)
 
-    def fetch(self, name: str, tile: Tile, block: Array, head: Array, shared: dict[str, Any], stage: Array) -> None:
-        """Copy a block of one head, and its scales if there are any, to a stage of the ring `name`."""
-        half, ready, to = "kv".index(name[0]), shared[f"{name}_ready"].at[stage], shared[name].at[stage]
-        x, scale = ((self.k, self.k_scale), (self.v, self.v_scale))[half]
-        size, page_size = to.shape[0], x.shape[1]
+    def fetch(
+        self, half: int, tile: Tile, block: Array, head: Array, shared: dict[str, Any], to: Any, barrier: Any
+    ) -> None:
+        """Copy a block of keys (half 0) or values (half 1) of one head to shared memory."""
+        x = (self.k, self.v)[half]
+
+        def fetch_page(page: Array, first: Array, part: Any) -> None:
+            copy_rows(x, (page,), first, head, to.at[part], barrier)
+
+        self._for_each_page(block, to.shape[0], shared, fetch_page)
+
+    def fetch_scales(
+        self, half: int, tile: Tile, block: Array, head: Array, shared: dict[str, Any], to: Any, barrier: Any
+    ) -> None:
+        """Copy the scales of a block of keys (half 0) or values (half 1) of one head to shared memory."""
+        x = (self.k_scale, self.v_scale)[half]
+
+        def fetch_page(page: Array, first: Array, part: Any) -> None:
+            plgpu.copy_gmem_to_smem(x.at[page, head, pl.ds(first, part.size)], to.at[part], barrier)
+
+        self._for_each_page(block, to.shape[0], shared, fetch_page)
+
+    def _for_each_page(
+        self, block: Array, size: int, shared: dict[str, Any], fetch_page: Callable[[Array, Array, Any], None]
+    ) -> None:
+        """Call `fetch_page(page, first slot of the page, slots of the block)` for each page that `find` found."""
+        page_size = self.k.shape[1]
         step = min(page_size, size)
-        first = lax.rem(block * size, jnp.int32(page_size)) if page_size > size else 0
+        first = lax.rem(block * size, jnp.int32(page_size)) if page_size > size else jnp.int32(0)
 
         # A loop, as unrolled copies of many small pages need more registers than this warpgroup has.
-        def fetch_page(n: Array, _: None) -> None:
-            page, part = shared["pages"][n], pl.ds(pl.multiple_of(n * step, 8), step)
-            copy_rows(x, (page,), first, head, to.at[part], ready)
-            if scale is not None:
-                to_scale = shared[f"{name[0]}_scale"].at[stage]
-                plgpu.copy_gmem_to_smem(scale.at[page, head, pl.ds(first, step)], to_scale.at[part], ready)
+        def body(n: Array, _: None) -> None:
+            fetch_page(shared["pages"][n], first, pl.ds(pl.multiple_of(n * step, 8), step))
 
-        lax.fori_loop(0, size // step, fetch_page, None)
+        lax.fori_loop(0, size // step, body, None)
 
     def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
         """The mask of a block: bool `shape`, rows by slots. `rows` holds the last slot that each row sees."""
