@@ -45,7 +45,7 @@ def write_in_scan(k: jax.Array, v: jax.Array, slab: jax.Array, pages: jax.Array)
     def layer(pools: tuple[jax.Array, jax.Array], index: jax.Array) -> Any:
         data = jax.device_put(lax.dynamic_index_in_dim(slab, index, keepdims=False), jax.memory.Space.Device)
         rows, zero = index * num_pages + pages, np.int32(0)
-        k, v, _ = write_rows(True, *pools, rows, np.int32(len(pages)), zero, data)
+        (k, v), _ = write_rows(True, pools, rows, np.int32(len(pages)), zero, data)
         return (k, v), None
 
     return lax.scan(layer, (k, v), jnp.arange(slab.shape[0], dtype=np.int32))[0]

@@ -36,15 +36,19 @@ def abstract_state(
     config: LlamaConfig = CONFIG,
     num_pages: int = NUM_PAGES,
     sections: tuple[int, int, int] = (64, 64, 64),
+    kv_dtype: object = None,
 ) -> DeviceState:
+    is_fp8 = kv_dtype == "float8_e4m3fn"
     stages, ranks = mesh.shape["stage"], mesh.shape["context"]
-    specs, each = state_specs(stages, ranks), stages * ranks
+    specs, each = state_specs(stages, ranks, is_fp8), stages * ranks
     sharded = device_config(config, mesh)
     layers = stages * layers_per_stage(config.num_layers, stages)
     pool = (ranks * layers * num_pages, PAGE_SIZE, sharded.num_kv_heads, config.head_dim)
+    pools = (jax.ShapeDtypeStruct(pool, jnp.uint8 if is_fp8 else bits_dtype(dtype)),) * 2
+    scales = (jax.ShapeDtypeStruct((pool[0], pool[2], pool[1]), jnp.float32),) * 2 if is_fp8 else ()
     entries = config.max_positions // PAGE_SIZE
     shapes: DeviceState = DeviceState(
-        PagedCache(*(jax.ShapeDtypeStruct(pool, bits_dtype(dtype)),) * 2),  # type: ignore[arg-type]
+        PagedCache(*pools, *scales),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32),
         jax.ShapeDtypeStruct((each, SLOTS, entries), jnp.int32) if ranks > 1 else None,
         jax.ShapeDtypeStruct((each, sum(sections), config.hidden_size), dtype) if stages > 1 else None,  # type: ignore
@@ -82,6 +86,7 @@ def compile_step(
     config: LlamaConfig = CONFIG,
     layered: bool = False,
     sections: tuple[int, int, int] = (64, 64, 64),
+    kv_dtype: object = None,
 ) -> Any:
     """Compile the step for the devices of a mesh: one program, or those of `layered_step`."""
     inputs = [
@@ -91,10 +96,10 @@ def compile_step(
             ((SampleInputs.length(shape),), P()),
         )
     ]
-    state = abstract_state(mesh, dtype, config, shape.num_pages, sections)
+    state = abstract_state(mesh, dtype, config, shape.num_pages, sections, kv_dtype)
     params = abstract_params(mesh, dtype, config, layered)
     starts = (sections[0], sections[0] + sections[1])
     arguments = (Llama(config), mesh, params, state, *inputs, shape, starts)
     if layered:
         return compile_layered_step(*arguments)
-    return step_program(mesh, config.quantization is not None).lower(*arguments).compile()
+    return step_program(mesh, config.quantization is not None, kv_dtype is not None).lower(*arguments).compile()

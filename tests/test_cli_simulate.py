@@ -195,6 +195,7 @@ WRONG = [
     (["--baseline", "orca"], "--baseline must be one of medha"),
     (["--baseline", "vllm", "--instances", "2"], "--baseline has instances of its own"),
     (["--baseline", "vllm", "--trace", "t.json"], "--trace contradicts --baseline"),
+    (["--baseline", "vllm", "--kv-dtype", "float8_e4m3fn"], "--kv-dtype must be None with a --baseline"),
     (["--users", "2", "--qps", "1"], "--users contradicts --rate"),
     (["--window", "nan"], "--window must be seconds"),
     (["--window", "0"], "--window must be seconds, above 0"),

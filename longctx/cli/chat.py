@@ -83,6 +83,7 @@ def _config(
         token_budget=options.chunk_size,
         buckets=tuple({1, options.chunk_size, *short}),
         max_logprobs=0,
+        kv_dtype=options.kv_dtype,
     )
     num_pages = check_memory(console, model, config, plan, mesh, dtype, _LOWER)
     longest = min(wanted or context, num_pages * PAGE_SIZE * plan.context)

@@ -47,7 +47,7 @@ def _generate(
     if not tokens:
         raise ValueError("the prompt is empty")
     model, dtype = read_model(options.model, options.dtype)
-    config = _config(model, len(tokens), sampling, options.chunk_size)
+    config = _config(model, len(tokens), sampling, options.chunk_size, options.kv_dtype)
     mesh = make_parameter_mesh(options, plan, group, console)
     check_memory(console, model, config, plan, mesh, dtype, _LOWER)
     model, params = load_checkpoint(options.model, mesh, dtype)
@@ -80,7 +80,9 @@ def _generate(
     return 0
 
 
-def _config(model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size: int) -> EngineConfig:
+def _config(
+    model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size: int, kv_dtype: str | None
+) -> EngineConfig:
     """Two step sizes, for prefill and for decodes, and the pages that this request needs."""
     longest, context = num_tokens + sampling.max_tokens, model.config.max_positions
     if longest > context:
@@ -100,6 +102,7 @@ def _config(model: Llama, num_tokens: int, sampling: SamplingParams, chunk_size:
         buckets=tuple({sampling.n, budget}),
         prefix_cache=False,
         max_logprobs=0,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
                 bar.total = bar.n + 1 + left
                 bar.update()
 
-            found = search(model, topology, options.gpus, goal, options.host_gpus, progress)
+            found = search(model, topology, options.gpus, goal, options.host_gpus, progress, options.kv_dtype)
     best = best_of_each(found.plans)[: options.best]
     served: list[dict[str, Any] | None] = [None] * len(best)
     if requests:  # those first that keep most promises
@@ -84,6 +84,7 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
         flags |= {} if plan.rank_tokens is None else {"rank_tokens": plan.rank_tokens}
     if plan.num_devices > 1:
         flags["topology"] = options.topology
+    flags |= {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
     flags |= {name: getattr(config, name) for name in ("page_size", "max_length", "token_budget", "chunking")}
     flags |= {"tpot": config.slo.tpot, "step_seconds": config.slo.step_seconds}
     words = ["longctx", "serve", "--model", options.model]

@@ -91,6 +91,7 @@ def _gap(
         token_budget=header.config.token_budget,
         prefix_cache=False,
         max_logprobs=2,
+        kv_dtype=header.config.kv_dtype,
     )
     engine = Engine(model, params, config, tokenizer=tokenizer, plan=plan)
     (output,) = engine.generate([mismatch.before], SamplingParams(max_tokens=1, logprobs=2))

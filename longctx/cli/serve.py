@@ -41,7 +41,7 @@ from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.admission_control import AdmissionLimits
-from longctx.serving.engine.memory import page_bytes_of
+from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.server.settings import ServerSettings
 
@@ -175,7 +175,7 @@ def _num_pages(
     """Pages on each context rank: as given, or as many as fit, but on CPUs no more than a small part of memory."""
     plan = parallel_plan(options)
     if config.num_pages is None and jax.default_backend() == "cpu":
-        page = page_bytes_of(model, config, mesh or make_mesh(), dtype)
+        page = page_bytes(model, config, mesh or make_mesh(), dtype)
         longest = -(-config.longest_sequence(model.config.max_positions) // (config.page_size * plan.context))
         most = max(longest, _CPU_CACHE // page)
         fit = check_memory(Console(True), model, config, plan, mesh, dtype)

@@ -29,7 +29,7 @@ _HEEDED = {
 }
 _DEPLOYED = (
     *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
-    *("prefix_cache", "roles_change", "bandwidth", "latency"),
+    *("prefix_cache", "roles_change", "bandwidth", "latency", "kv_dtype"),
 )
 _SET = ("overlap", "first_token", "report_seconds", "event_seconds", "call_seconds", "least_retry", "swaps")
 

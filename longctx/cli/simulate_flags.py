@@ -80,7 +80,7 @@ def make_deployment(options: argparse.Namespace, longest: int | None = None) -> 
         raise ValueError(f"--instances and --plan must have at most {MAX_DEVICES:,} devices together, got {devices:,}")
     config = engine_config(options, max_length=longest)
     names = {"plan's ": "--plan's ", "instances must": "--instances must", "baseline": "--baseline"}
-    with naming_flags(names), naming_flags(list(SIZES)):
+    with naming_flags(names), naming_flags([*SIZES, "kv_dtype"]):
         if options.baseline is not None:
             return BaselineDeployment(model, topology, plan, config, options.instances, baseline=options.baseline)
         measured = None if options.profile is None else _read_profile(options.profile, model, config, plan)
@@ -92,7 +92,7 @@ def _read_profile(path: Path, model: LlamaConfig, config: EngineConfig, plan: Pa
     predictor, subject = read_profile(path)
     given = dataclasses.asdict(model) | dataclasses.asdict(config) | {"buckets": list(config.row_buckets)}
     sizes = dataclasses.asdict(plan) if plan.num_devices > 1 else None
-    for name, value in subject.items():
+    for name, value in ({"kv_dtype": None} | subject).items():
         if name == "plan":
             there, here = value, None if sizes is None else {axis: sizes[axis] for axis in value}
         else:

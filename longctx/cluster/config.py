@@ -24,7 +24,7 @@ _MOST = 1024  # instances
 _CONDUCTOR = tuple(each.name for each in fields(ConductorConfig) if each.name != "roles")
 _TABLES = ("cluster", "engine", "roles", "audit", "ray", "simulation")
 _NUMBERS = {"report_seconds": 1e-3, "bandwidth": 1.0, "latency": 0.0}  # of [cluster], and the least that they may be
-_SIMULATED = ("model", "topology", "plan", "overlap", "first_token")  # texts of [simulation]
+_SIMULATED = ("model", "topology", "plan", "overlap", "first_token", "kv_dtype")  # texts of [simulation]
 _COUNTS = ("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes")
 _SECONDS = ("bandwidth", "latency", "report_seconds", "event_seconds", "call_seconds", "least_retry")
 _SWITCHES = ("prefix_cache", "roles_change", "swaps")

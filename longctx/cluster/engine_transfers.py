@@ -87,7 +87,7 @@ class EngineTransfers:
             raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
         layout, fingerprint = engine.page_identity
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
-        self._fingerprint = fingerprint.hex()
+        self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
         self._exporter = EngineExporter(engine, layout)
         self.host = advertised or ip
         self._peers = Peers(peers, self.host)
@@ -132,6 +132,7 @@ class EngineTransfers:
             "remote_host": self.host,
             "remote_port": self.port,
             "fingerprint": self._fingerprint,
+            "kv_dtype": self._kv_dtype,
             "handoff": Handoff.of(outputs).to_dict(),
         }
 
@@ -141,6 +142,9 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
             raise ApiError(400, f"{_NAME} must have handoff, remote_host and remote_port, as a prefill answers", _NAME)
+        if params.kv_dtype not in (None, self._kv_dtype):
+            message = f"{_NAME}: its pages have kv_dtype {params.kv_dtype}, those of this server {self._kv_dtype}"
+            raise ApiError(409, message, _NAME)
         if params.fingerprint != self._fingerprint:
             raise ApiError(
                 409, f"{_NAME}: they are of another model than this server's, or of pages of another kind", _NAME
@@ -236,7 +240,7 @@ class EngineTransfers:
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
         info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
-        info |= {"fingerprint": self._fingerprint, "answers": dict(self.named.answers)}
+        info |= {"fingerprint": self._fingerprint, "kv_dtype": self._kv_dtype, "answers": dict(self.named.answers)}
         return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ SCALE_BYTES = 4
 def dequantize_rows(
     bits: UInt8[Array, "*rows H"], scale: Float32[Array, "*rows"], dtype: DTypeLike
 ) -> Float[Array, "*rows H"]:
-    """`values * scale` in float32 (in float64 for float64), rounded to `dtype`."""
+    """`values * scale` in float32 (in float64 for float64), rounded to `dtype`, whose subnormals are 0."""
     wide = jnp.promote_types(dtype, jnp.float32)
     rows = from_e4m3_bits(bits, wide) * scale[..., None].astype(wide)
     if jnp.dtype(dtype) == wide:

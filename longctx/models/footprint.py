@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_runs import layer_runs, layers_per_stage
 
+FP8_KV = "float8_e4m3fn"
+"""The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
+KV_SCALE_BYTES = 4
+_Bytes = TypeVar("_Bytes", int, float)
 _SCALE = 4  # bytes; a quantised weight itself has 1
 
 
@@ -45,7 +50,38 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
     return total + (vocab // tensor + head) * hidden * dtype_bytes
 
 
-def cache_bytes(config: LlamaConfig, tokens: int, stage: int = 1, tensor: int = 1, dtype_bytes: int = 2) -> int:
-    """Bytes of the keys and values of `tokens` tokens on each of `stage * tensor` devices, as `weight_bytes` counts."""
+def cache_bytes(
+    config: LlamaConfig,
+    tokens: int,
+    stage: int = 1,
+    tensor: int = 1,
+    dtype_bytes: int = 2,
+    kv_dtype: str | None = None,
+) -> int:
+    """Bytes of the keys and values of `tokens` tokens on each of `stage * tensor` devices, as `weight_bytes` counts.
+
+    Args:
+      dtype_bytes: of a number of the cache, unless `kv_dtype` says.
+      kv_dtype: of the cache, as of `EngineConfig`.
+    """
     layers, kv_heads = layers_per_stage(config.num_layers, stage), max(1, config.num_kv_heads // tensor)
-    return 2 * layers * kv_heads * config.head_dim * dtype_bytes * tokens
+    return 2 * layers * kv_heads * kv_row_bytes(config.head_dim, dtype_bytes, kv_dtype) * tokens
+
+
+def kv_row_bytes(head_dim: int, dtype_bytes: _Bytes, kv_dtype: str | None = None) -> _Bytes:
+    """Bytes of a token's key, or of its value, in one KV head of a cache; the arguments are those of `cache_bytes`.
+
+    Raises:
+      ValueError: kv_dtype is not known.
+    """
+    check_kv_dtype(kv_dtype)
+    return head_dim * dtype_bytes if kv_dtype is None else head_dim + KV_SCALE_BYTES
+
+
+def check_kv_dtype(kv_dtype: str | None) -> str | None:
+    """The dtype of a cache's keys and values; None: that of the parameters. ValueError: it is not known."""
+    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == FP8_KV):
+        raise ValueError(
+            f"kv_dtype must be None, the dtype of the parameters, or {FP8_KV!r}, got {str(kv_dtype)[:60]!r}"
+        )
+    return kv_dtype

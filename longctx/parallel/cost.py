@@ -74,6 +74,7 @@ class Hardware:
         table 5 fits 2.)
       collective_bandwidth, collective_latency: of a collective, which nothing runs beside; None: as of a hop.
       contention: which share of the seconds of a hop the attention that hides it loses to it.
+      key_bytes_per_element: of keys and values, where they are not those of queries.
 
     Raises:
       ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite).
@@ -88,6 +89,7 @@ class Hardware:
     collective_bandwidth: float | None = None
     collective_latency: float | None = None
     contention: float = 0.0
+    key_bytes_per_element: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -124,7 +126,8 @@ class LayerCost:
 
     @functools.cached_property
     def key_bytes(self) -> float:
-        return 2 * self.model.num_kv_heads * self.model.head_size * self.hardware.bytes_per_element
+        element = self.hardware.key_bytes_per_element or self.hardware.bytes_per_element
+        return 2 * self.model.num_kv_heads * self.model.head_size * element
 
     @functools.cached_property
     def query_bytes(self) -> float:

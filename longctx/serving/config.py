@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from longctx.models.footprint import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
@@ -15,8 +16,9 @@ MAX_RUN_AHEAD = 8
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and rules of an engine. None but `kv_dtype` changes an answer. `medha`, `sarathi` and `meta` are of the
-    papers.
+    """Sizes and rules of an engine. None but `kv_dtype` changes an answer.
+
+    `medha`, `sarathi` and `meta` are the papers' own.
 
     Attributes:
       page_size: tokens of a page.
@@ -46,8 +48,9 @@ class EngineConfig:
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
       verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
-      kv_dtype: of keys and values in pages. None: the model's. `"float8_e4m3fn"`: e4m3 with a scale for each token and
-        KV head, about half of bfloat16's bytes; it is not exact (docs/kv_cache.md).
+      kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
+        each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
+        answers: keys and values are rounded (docs/fp8.md).
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
@@ -74,7 +77,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     transfers: bool = False
     verify_share: float = 0.0
-    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_length", "token_budget", "run_ahead"):
@@ -83,6 +86,7 @@ class EngineConfig:
                 object.__setattr__(self, name, check_integer(name, value, 1))
         for name in ("seed", "max_logprobs"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 0))
+        check_kv_dtype(self.kv_dtype)
         check_bool("prefix_cache", self.prefix_cache)
         check_bool("transfers", self.transfers)
         if not isinstance(self.tenant_weights, Mapping):
@@ -108,10 +112,6 @@ class EngineConfig:
             raise TypeError(f"tiers must be a TierConfig, got {shown(self.tiers)}")
         if self.tiers is not None and not self.prefix_cache:
             raise ValueError("tiers need prefix_cache=True: pages are found there by the keys of prefixes")
-        if self.kv_dtype not in (None, "float8_e4m3fn"):
-            raise ValueError(
-                f'kv_dtype must be None, for the dtype of the model, or "float8_e4m3fn", got {shown(self.kv_dtype)}'
-            )
         if self.admission not in ("reserve", "optimistic"):
             raise ValueError(f'admission must be "reserve" or "optimistic", got {self.admission!r}')
         if self.buckets is not None:

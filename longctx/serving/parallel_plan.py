@@ -117,14 +117,21 @@ class ParallelPlan:
         except ValueError as error:
             raise ValueError(f"{about}: {error}") from None
 
-    def check(self, model: LlamaConfig, num_devices: int, device_bytes: float | None = None, tokens: int = 0) -> None:
+    def check(
+        self,
+        model: LlamaConfig,
+        num_devices: int,
+        device_bytes: float | None = None,
+        tokens: int = 0,
+        kv_dtype: str | None = None,
+    ) -> None:
         """Check that a model and a number of devices suit this plan, before there is either.
 
         Args:
           device_bytes: memory of a device that weights and cache may take; None: not checked. What a step computes with
             comes on top: an engine, which knows its shapes, estimates that itself.
-          tokens: tokens of all requests whose keys and values shall fit. Like weights that are not quantised, they have
-            16 bits.
+          tokens: tokens of all requests whose keys and values shall fit.
+          kv_dtype: of these, as of `EngineConfig`; None: 16 bits, like weights that are not quantised.
 
         Raises:
           TypeError, ValueError: they don't, and the message has the numbers; or an argument is out of range.
@@ -148,13 +155,14 @@ class ParallelPlan:
                 f"got {self.tensor}"
             )
         if device_bytes is not None:
-            self._check_memory(model, device_bytes, tokens)
+            self._check_memory(model, device_bytes, tokens, kv_dtype)
 
-    def _check_memory(self, model: LlamaConfig, device_bytes: float, tokens: int) -> None:
+    def _check_memory(self, model: LlamaConfig, device_bytes: float, tokens: int, kv_dtype: str | None) -> None:
         from longctx.models.footprint import cache_bytes, weight_bytes
 
         weights = weight_bytes(model, self.stage, self.tensor)
-        cache = cache_bytes(model, math.ceil(tokens / self.context), self.stage, self.tensor)
+        local_tokens = math.ceil(tokens / self.context)
+        cache = cache_bytes(model, local_tokens, self.stage, self.tensor, kv_dtype=kv_dtype)
         if weights + cache > device_bytes:
             raise ValueError(
                 f"plan needs {weights / 1e9:.1f} GB of weights and {cache / 1e9:.1f} GB for the keys and values of "

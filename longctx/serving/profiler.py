@@ -38,6 +38,7 @@ def subject(model: Llama, params: Params, config: EngineConfig, plan: ParallelPl
     found: dict[str, Any] = {name: shape[name] for name in names} | {
         "dtype": str(params["embed"].dtype),
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} threads",
+        "kv_dtype": config.kv_dtype,
         "page_size": config.page_size,
         "max_running": config.max_running,
         "buckets": list(config.row_buckets),

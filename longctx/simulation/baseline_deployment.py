@@ -21,7 +21,7 @@ class BaselineDeployment(Deployment):
         is the system's own.
 
     Raises:
-      ValueError: there is no such system, or several instances.
+      ValueError: there is no such system, or several instances, or a `kv_dtype`.
     """
 
     baseline: str = "medha"
@@ -31,6 +31,10 @@ class BaselineDeployment(Deployment):
             raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {self.baseline!r}")
         if self.instances != 1:
             raise ValueError(f"baseline has instances of its own: instances must be 1, got {self.instances}")
+        if self.config.kv_dtype is not None:
+            raise ValueError(
+                f"kv_dtype must be None with a baseline, whose systems had none, got {self.config.kv_dtype!r}"
+            )
         super().__post_init__()
 
     def run(

@@ -57,16 +57,18 @@ class Deployment:
         if self.config.num_pages is not None:
             return self.config.num_pages
         rows, page = self.config.token_budget, self.config.page_size
-        pages = max_tokens(self.model, self.plan, self.topology.device, rows) // self.plan.context // page
+        made, kv_dtype = (self.model, self.plan, self.topology.device), self.config.kv_dtype
+        pages = max_tokens(*made, rows, kv_dtype=kv_dtype) // self.plan.context // page
         if not pages:
-            device_memory(self.model, self.plan, self.topology.device, page * self.plan.context, rows).check()
+            device_memory(*made, page * self.plan.context, rows, kv_dtype=kv_dtype).check()
         return pages
 
     def predictor(self) -> Predictor:
         """Predicts the batches of an instance, of one stage."""
         if self.measured is not None:
             return self.measured
-        return predictor(self.model, self.topology, self.plan, max_rows=self.config.token_budget)
+        config = self.config
+        return predictor(self.model, self.topology, self.plan, max_rows=config.token_budget, kv_dtype=config.kv_dtype)
 
     def run(
         self,

@@ -25,6 +25,7 @@ def predictor(
     max_rows: int = 4096,
     overhead: float = 0.0,
     gpus_per_host: int = GPUS_PER_HOST,
+    kv_dtype: str | None = None,
 ) -> CurvePredictor:
     """Seconds of the steps of a model on a cluster.
 
@@ -35,6 +36,7 @@ def predictor(
       plan: None: one device.
       max_rows: rows of the largest batch that is predicted exactly.
       overhead: seconds of each step on the host, of an engine that doesn't hide them.
+      kv_dtype: of the cache, as of `EngineConfig`.
 
     Raises:
       ValueError: the plan doesn't suit the model, tensor spans part of a host, the topology lacks a link or is not
@@ -57,6 +59,7 @@ def predictor(
         tensor=plan.tensor,
         context=plan.context,
         overhead=overhead,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 
 from longctx.models.config import LlamaConfig
-from longctx.models.footprint import cache_bytes, weight_bytes
+from longctx.models.footprint import cache_bytes, kv_row_bytes, weight_bytes
 from longctx.parallel.device_tables import Device
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import layer_weights
@@ -46,7 +46,11 @@ def model_flops(model: LlamaConfig, work: Totals | Work, causal: bool = True) ->
 
 
 def model_bytes(
-    model: LlamaConfig, work: Totals | Work, plan: ParallelPlan | None = None, element_bytes: float = 2
+    model: LlamaConfig,
+    work: Totals | Work,
+    plan: ParallelPlan | None = None,
+    element_bytes: float = 2,
+    kv_dtype: str | None = None,
 ) -> float:
     """Bytes of memory that all devices of a plan have to read for some work: weights in each step, and keys and values.
 
@@ -55,12 +59,14 @@ def model_bytes(
 
     Args:
       plan: None: one device.
+      kv_dtype: of the cache, as of `EngineConfig`.
     """
     plan = plan or ParallelPlan()
     steps = work.steps if isinstance(work, Totals) else 1
     full, quantized = (model.num_layers * weights for weights in layer_weights(model))
     weights = (full + model.vocab_size * model.hidden_size) * element_bytes + quantized
-    key = 2 * model.num_layers * max(model.num_kv_heads, plan.tensor) * model.head_dim * element_bytes
+    heads = model.num_layers * max(model.num_kv_heads, plan.tensor)
+    key = 2 * heads * kv_row_bytes(model.head_dim, element_bytes, kv_dtype)
     return steps * plan.context * weights + work.keys * key
 
 
@@ -83,16 +89,24 @@ def mfu(
 
 
 def mbu(
-    model: LlamaConfig, work: Totals, device: Device, plan: ParallelPlan | None = None, seconds: float | None = None
+    model: LlamaConfig,
+    work: Totals,
+    device: Device,
+    plan: ParallelPlan | None = None,
+    seconds: float | None = None,
+    kv_dtype: str | None = None,
 ) -> float:
     """The share of the data sheet's memory bandwidth that reading weights, keys and values makes up.
+
+    Args:
+      kv_dtype: of the cache, as of `EngineConfig`.
 
     Raises:
       ValueError: seconds are not positive.
     """
     plan = plan or ParallelPlan()
     busy = gpu_seconds(work.busy if seconds is None else seconds, plan.num_devices)
-    return model_bytes(model, work, plan) / device.memory_bandwidth / busy
+    return model_bytes(model, work, plan, kv_dtype=kv_dtype) / device.memory_bandwidth / busy
 
 
 def gpu_seconds(seconds: float, devices: int) -> float:
@@ -147,12 +161,14 @@ def device_memory(
     tokens: int,
     rows: int = 2048,
     usable_share: float = USABLE_SHARE,
+    kv_dtype: str | None = None,
 ) -> DeviceMemory:
     """Memory on each device.
 
     Args:
       tokens: of all requests whose keys and values shall fit, evenly spread over context ranks.
       rows: of a step on one rank; their activations count as those of one layer.
+      kv_dtype: of the cache, as of `EngineConfig`.
 
     Raises:
       ValueError: the plan doesn't suit the model, or the device's memory is not known.
@@ -160,7 +176,7 @@ def device_memory(
     plan.check(model, plan.num_devices)
     if device.memory_bytes is None:
         raise ValueError(f"device must have memory_bytes, {device.name} has none")
-    cache = cache_bytes(model, math.ceil(tokens / plan.context), plan.stage, plan.tensor)
+    cache = cache_bytes(model, math.ceil(tokens / plan.context), plan.stage, plan.tensor, kv_dtype=kv_dtype)
     wide = 3 * (model.intermediate_size + model.num_heads * model.head_dim) / plan.tensor
     return DeviceMemory(
         weight_bytes(model, plan.stage, plan.tensor),
@@ -171,9 +187,17 @@ def device_memory(
 
 
 def max_tokens(
-    model: LlamaConfig, plan: ParallelPlan, device: Device, rows: int = 2048, usable_share: float = USABLE_SHARE
+    model: LlamaConfig,
+    plan: ParallelPlan,
+    device: Device,
+    rows: int = 2048,
+    usable_share: float = USABLE_SHARE,
+    kv_dtype: str | None = None,
 ) -> int:
-    """Tokens whose keys and values fit beside the weights, over all context ranks; 0 if not even the weights fit."""
+    """Tokens whose keys and values fit beside the weights, over all context ranks; 0 if not even the weights fit.
+
+    The arguments are those of `device_memory`.
+    """
     empty = device_memory(model, plan, device, 0, rows, usable_share)
-    per_token = cache_bytes(model, 1, plan.stage, plan.tensor)
+    per_token = cache_bytes(model, 1, plan.stage, plan.tensor, kv_dtype=kv_dtype)
     return max(0, math.floor((empty.usable - empty.total) / per_token)) * plan.context

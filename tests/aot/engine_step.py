@@ -11,17 +11,19 @@ from h100 import h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models import LlamaConfig
-from longctx.serving.runner.paged_cache import page_bytes
+from longctx.models.footprint import cache_bytes
 
 
 def check_step(config: LlamaConfig, dtype: Any) -> str:
-    rows = config.num_layers * config.num_kv_heads
-    layer = NUM_PAGES * PAGE_SIZE * config.num_kv_heads * config.head_dim
+    width = config.num_kv_heads * config.head_dim
+    layer = NUM_PAGES * PAGE_SIZE * width
     mesh = h100_mesh(stage=1, context=1, tensor=1)
     with jax.set_mesh(mesh):  # on one device no `jax.shard_map` gives the kernels their mesh
         compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config)
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory.alias_size_in_bytes >= NUM_PAGES * page_bytes(rows, config.head_dim, PAGE_SIZE, dtype)
+    assert memory.alias_size_in_bytes >= cache_bytes(
+        config, NUM_PAGES * PAGE_SIZE, dtype_bytes=jnp.dtype(dtype).itemsize
+    )
     assert memory.temp_size_in_bytes < layer * jnp.dtype(dtype).itemsize
     assert opcodes_of_size(text, layer) <= IN_PLACE
     assert not collectives(text, 1)

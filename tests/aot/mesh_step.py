@@ -17,10 +17,10 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 from jax.sharding import Mesh
 
 from longctx.models import LlamaConfig
+from longctx.models.footprint import cache_bytes
 from longctx.models.sharded_params import device_config
 from longctx.parallel.mesh import AXES
 from longctx.serving.distributed.mesh import arrange_devices
-from longctx.serving.runner.paged_cache import page_bytes
 from longctx.serving.runner.step_inputs import Shape
 
 # With more than 80 % of a device's 85 GB in use, XLA's scheduler has too little memory left to overlap messages.
@@ -154,8 +154,7 @@ def check(case: Case) -> None:
 
     config = device_config(LlamaConfig.preset(case.model), mesh)
     width = config.num_kv_heads // mesh.shape["tensor"] * config.head_dim
-    rows = config.num_layers // mesh.shape["stage"] * config.num_kv_heads // mesh.shape["tensor"]
-    cache = page_bytes(rows, config.head_dim, PAGE_SIZE, jnp.bfloat16) * case.num_pages
+    cache = cache_bytes(config, case.num_pages * PAGE_SIZE, mesh.shape["stage"], mesh.shape["tensor"])
     assert memory.alias_size_in_bytes >= cache
     assert opcodes_of_size(text, case.num_pages * PAGE_SIZE * width) <= IN_PLACE
     assert memory.temp_size_in_bytes <= case.temp << 20

@@ -8,7 +8,11 @@ from jax.sharding import PartitionSpec as P
 from paged_step import arguments, check_in_place, step
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_a_step_of_several_layers_is_in_place(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_fp8"),
+    [("bfloat16", False), ("bfloat16", True), pytest.param("float32", False, marks=pytest.mark.slow)],
+)
+def test_a_step_of_several_layers_is_in_place(dtype: str, is_fp8: bool) -> None:
     there = NamedSharding(h100_mesh(context=1), P())
-    check_in_place(step.lower(*arguments(jnp.dtype(dtype), there)).compile(), jnp.dtype(dtype))
+    compiled = step.lower(*arguments(jnp.dtype(dtype), there, is_fp8)).compile()
+    check_in_place(compiled, jnp.dtype(dtype), is_fp8)

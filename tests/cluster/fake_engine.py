@@ -102,7 +102,7 @@ class Taker:
         self._woken = threading.Event()
         self.part = part or layout.whole
         (layer, last_layer), (head, last_head) = self.part
-        shape = (len(keys), last_layer - layer, 2, layout.page_size, last_head - head, layout.head_dim)
+        shape = (len(keys), last_layer - layer, 2, layout.page_size, last_head - head, layout.row_size)
         self.pages = np.zeros(shape, layout.bits)
         self.fetch: PageFetch = source.fetch(keys, self._woken.set)
 

@@ -1,5 +1,6 @@
 """Transfers of pages, in every way: what comes is what was sent, as much as was asked for, and in order."""
 
+import re
 import time
 from typing import Any
 
@@ -198,15 +199,18 @@ def test_pages_of_another_prompt_are_refused(way_name: str) -> None:
         LAYOUT._replace(page_size=8),
         LAYOUT._replace(num_layers=6),
         LAYOUT._replace(dtype="float16"),
+        LAYOUT._replace(dtype="float8_e4m3fn"),
         LAYOUT._replace(num_kv_heads=8, head_dim=4),
     ],
-    ids=["page_size", "num_layers", "dtype", "same bytes"],
+    ids=["page_size", "num_layers", "dtype", "float8", "same bytes"],
 )
 def test_another_layout_is_refused(way_name: str, layout: PageLayout, caplog: pytest.LogCaptureFixture) -> None:
     with open_way(way_name, layout=layout) as way:
         lease, _ = way.engine.add(5)
         ends(way, Taker(way.source(lease.lease_id), lease.keys, layout), "refused", 0)
         assert "another layout" in caplog.text
+        if layout.dtype != LAYOUT.dtype:
+            assert {layout.dtype, LAYOUT.dtype} <= set(re.split(r"[ ,\n]", caplog.text)), "both are named"
         assert way.sent.blocks == 0
 
 

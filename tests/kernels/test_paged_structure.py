@@ -15,10 +15,10 @@ from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_
 from longctx.kernels.paged_attention.tiles import partition_rows
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_step_of_several_layers_is_in_place(dtype: Any) -> None:
-    compiled = step.lower(*arguments(jnp.dtype(dtype))).compile()
-    check_in_place(compiled, dtype)
+@pytest.mark.parametrize(("dtype", "is_fp8"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)])
+def test_a_step_of_several_layers_is_in_place(dtype: Any, is_fp8: bool) -> None:
+    compiled = step.lower(*arguments(jnp.dtype(dtype), is_fp8=is_fp8)).compile()
+    check_in_place(compiled, dtype, is_fp8)
     check_tiles_are_cut_once(compiled)
 
 

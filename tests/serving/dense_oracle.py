@@ -3,8 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from longctx.kernels import attention
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens, sample_tokens
@@ -28,18 +30,29 @@ def make_model(num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, i
     return Llama(config)
 
 
-class Oracle:
-    """The completions that a model gives to one sequence alone."""
+def attend_fp8(cache: None, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+    """Dense attention to keys and values in FP8, a scale for each token and KV head."""
 
-    def __init__(self, model: Llama) -> None:
+    def rounded(x: jax.Array) -> jax.Array:
+        scale = jnp.max(jnp.abs(x), -1, keepdims=True) * np.float32(1 / 448)
+        return (x / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
+
+    return attention(q, rounded(k), rounded(v))[0], cache
+
+
+class Oracle:
+    """The completions that a model gives to one sequence alone, with keys and values in FP8 or in its dtype."""
+
+    def __init__(self, model: Llama, kv_dtype: str | None = None) -> None:
         self.model = model
+        self.run = jax.jit(functools.partial(model, attend=attend_fp8)) if kv_dtype else model
         self.params = model.init(jax.random.key(0), initializer_range=0.4)
         self.logits_after = functools.cache(self._logits_after)
 
     def _logits_after(self, tokens: tuple[int, ...]) -> np.ndarray:
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(self.model(self.params, padded))[len(tokens) - 1]
+        return np.asarray(self.run(self.params, padded))[len(tokens) - 1]
 
     def expected_tokens(
         self, prompt: list[int], params: SamplingParams, completion: int = 0, eos: int | None = EOS

@@ -25,7 +25,7 @@ class PageCase:
     """A mesh whose pools have random pages.
 
     Attributes:
-      payload: of all pages, `[pages, layers, 2, page_size, K, H]`.
+      payload: of all pages, `[pages, layers, 2, page_size, K, row_size]`.
     """
 
     def __init__(self, sizes: tuple[int, int, int], config: LlamaConfig, dtype: str = "float32", seed: int = 0) -> None:
@@ -36,7 +36,8 @@ class PageCase:
 
     def fill(self, seed: int = 0) -> None:
         layout, random = self.transfer.layout, np.random.default_rng(seed)
-        self.payload = random.integers(0, 2**16, (self.num_pages, *layout.shape)).astype(layout.bits)
+        most = 2 ** min(16, 8 * layout.bits.itemsize)
+        self.payload = random.integers(0, most, (self.num_pages, *layout.shape)).astype(layout.bits)
         self.cache = self._put(self.payload)
 
     def zeros(self) -> None:
@@ -47,10 +48,14 @@ class PageCase:
         """The payload of all pages as the devices have it; all copies of a KV head must be the same."""
         repeats = self._repeats
         found = np.zeros_like(self.payload)
-        for j, pool in enumerate(self.cache[:2]):
-            pages = np.asarray(pool)
-            for (page, layer), row in self._rows().items():
-                heads = pages[row].reshape(PAGE_SIZE, -1, repeats, self.config.head_dim)
+        pools = [np.asarray(pool) for pool in self.cache if pool is not None]
+        for (page, layer), row in self._rows().items():
+            for j in range(2):
+                heads = pools[j][row]
+                if self.transfer.layout.has_scales:
+                    scales = np.ascontiguousarray(pools[2 + j][row].T)[..., None].view(np.uint8)
+                    heads = np.concatenate([heads, scales], -1)
+                heads = heads.reshape(PAGE_SIZE, -1, repeats, heads.shape[-1])
                 assert (heads == heads[:, :, :1]).all(), "copies of a KV head differ"
                 found[page, layer, j] = heads[:, :, 0]
         return found
@@ -76,12 +81,18 @@ class PageCase:
         stages, ranks, _ = self.mesh.devices.shape
         rows, repeats = self._rows(), self._repeats
         count = stages * ranks * layers_per_stage(self.config.num_layers, stages) * NUM_PAGES
-        pools: list[Any] = []
+        pools: list[np.ndarray] = []
         for j in range(2):
             pool = np.zeros((count, PAGE_SIZE, payload.shape[4] * repeats, payload.shape[5]), payload.dtype)
             for (page, layer), row in rows.items():
                 pool[row] = np.repeat(payload[page, layer, j], repeats, 1)
-            spec: Any = state_specs(stages, ranks).cache.k
-            # The memory of a numpy array is not the device's to donate.
-            pools.append(jnp.copy(jax.device_put(pool, named_sharding(self.mesh, spec))))
-        return PagedCache(*pools)
+            pools.append(pool)
+        specs: Any = state_specs(stages, ranks, self.transfer.layout.has_scales).cache
+        shardings = [named_sharding(self.mesh, spec) for spec in specs if spec is not None]
+        if self.transfer.layout.has_scales:
+            size = self.config.head_dim
+            scales = [np.ascontiguousarray(pool[..., size:]).view(np.float32)[..., 0] for pool in pools]
+            pools = [*(np.ascontiguousarray(pool[..., :size]) for pool in pools), *(x.swapaxes(1, 2) for x in scales)]
+        # The memory of a numpy array is not the device's to donate.
+        arrays = [jnp.copy(jax.device_put(x, sharding)) for x, sharding in zip(pools, shardings, strict=True)]
+        return PagedCache(*arrays)

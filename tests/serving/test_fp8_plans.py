@@ -12,9 +12,11 @@ from dense_oracle import LENGTH, Oracle, make_engine, make_model
 from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.models.footprint import cache_bytes, weight_bytes
 from longctx.models.llama import Llama
+from longctx.models.sharded_params import device_config
 from longctx.parallel import make_mesh
 from longctx.serving import EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.engine.memory import estimate, kv_rows, param_bytes
+from longctx.serving.engine.memory import estimate, param_bytes
+from longctx.serving.runner.paged_cache import PagedCache
 
 PROMPTS = [list(np.random.default_rng(i).integers(8, 50, size=length)) for i, length in enumerate((40, 13, 27))]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -62,8 +64,15 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
     for stage, tensor, dtype in itertools.product((1, 2, 3, 4), (1, 2), (np.float32, jax.numpy.bfloat16)):
         mesh, size = make_mesh(stage, 1, tensor), np.dtype(dtype).itemsize
         assert weight_bytes(config, stage, tensor, size) == param_bytes(Llama(config), mesh, dtype)
-        rows = kv_rows(Llama(config), mesh)
-        assert cache_bytes(config, 10, stage, tensor, size) == 2 * 10 * size * rows * config.head_dim
+        local = device_config(config, mesh)
+        for kv_dtype in (None, "float8_e4m3fn"):
+            of = kv_dtype or dtype
+            cache = jax.eval_shape(lambda: PagedCache.empty(local, 3, 10, of, num_stages=stage))  # noqa: B023
+            assert cache_bytes(config, 30, stage, tensor, size, kv_dtype) == _bytes(cache) // (stage * tensor)
+
+
+def _bytes(arrays: object) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def test_405b_in_fp8_and_its_cache_of_128k_fit_8_gpus_of_80_gb() -> None:

@@ -1,114 +1,33 @@
 """Engines on meshes of CPU devices: every plan gives the tokens of one device, in float32."""
 
-import functools
 import itertools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from dense_oracle import LENGTH, Oracle, make_engine, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mesh_workload import ALL, STRATEGIES, UNEVEN, ChunkRecorder, check_tokens, make_mesh_engine, oracle_of
 from workload import Workload
 
 from longctx.parallel import tensor
-from longctx.serving import Engine, ParallelPlan, Request, SamplingParams
-from longctx.serving.scheduler.batch import Batch, Chunk
+from longctx.serving import ParallelPlan, Request, SamplingParams
 
-POWERS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(sizes) <= 8]
-ODD = [(3, 1, 1), (5, 1, 1), (1, 3, 1), (1, 5, 1), (1, 1, 3), (1, 1, 5)]
-STRATEGIES = [("grow", "kvp"), ("grow", "auto"), ("interleave", "pass_q"), ("interleave", "pass_kv")]
-ALL = [(sizes, strategy) for sizes in POWERS + ODD for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])]
-ALL += [
-    ((1, 2, 1), ("interleave", "auto")),
-    ((2, 2, 1), ("interleave", "algorithm_5")),
-    ((1, 4, 1), ("grow", "all_gather")),
-]
-# 5 layers: no stage has as many as the others.
-UNEVEN = [
-    (sizes, strategy)
-    for sizes in ((2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 2), (3, 2, 1))
-    for strategy in (STRATEGIES if sizes[1] > 1 else STRATEGIES[:1])
-]
 # The other cases are slow. Random workloads below use all three axes at once, and sessions use "auto".
 SOME = [((1, 3, 1), ("interleave", "pass_kv"))]
-
-
-@functools.cache
-def oracle_of(layers: int, tensor: int) -> Oracle:
-    """The oracle of a model whose heads a size divides: 2 KV heads, repeated on more devices, or one for each."""
-    heads = {3: (6, 3, 48), 5: (5, 1, 60)}.get(tensor, (8, 2, 48))
-    return Oracle(make_model(layers, *heads))
-
-
-def make_mesh_engine(plan: ParallelPlan, layers: int | None = None, **options: object) -> Engine:
-    """An engine of a model with so many layers, by default one for each stage."""
-    shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
-    return make_engine(None, oracle_of(layers or plan.stage, plan.tensor), plan, **(shapes | options))
-
-
-class ChunkRecorder:
-    """Records the chunks of an engine's steps."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.chunks: list[Chunk] = []
-        submit = engine._executor.submit
-
-        def record(batch: Batch) -> Any:
-            self.chunks += batch.chunks
-            return submit(batch)
-
-        engine._executor.submit = record  # type: ignore[method-assign]
-
-    def grew(self, decodes: bool) -> bool:
-        """Whether a sequence grew onto one more rank during its prefill, or during its decodes."""
-        ranks: dict[str, tuple[int, ...]] = {}
-        for chunk in self.chunks:
-            name = chunk.sequence.name
-            before = ranks.get(name)
-            if chunk.decodes == decodes and before is not None and len(chunk.ranks) > len(before):
-                return True
-            ranks[name] = chunk.ranks
-        return False
-
-
-def check(
-    sizes: tuple[int, int, int],
-    strategy: tuple[str, str],
-    seed: int = 0,
-    events: int = 150,
-    layers: int | None = None,
-) -> None:
-    placement, exchange = strategy
-    plan = ParallelPlan(*sizes, exchange=exchange, placement=placement, rank_tokens=16)  # type: ignore[arg-type]
-    engine = make_mesh_engine(plan, layers)
-    recorded = ChunkRecorder(engine)
-    Workload(engine, seed, oracle_of(layers or plan.stage, plan.tensor).expected_tokens).run(events)
-    kinds = {
-        "sharded" if chunk.sharded else "replicated" if len(chunk.ranks) > 1 else "local" for chunk in recorded.chunks
-    }
-    if plan.context == 1:
-        assert kinds == {"local"}
-    elif placement == "interleave":
-        # Decodes beside a prompt whose keys travel are replicated.
-        assert kinds == {"sharded"} if exchange == "pass_q" else {"sharded"} <= kinds <= {"sharded", "replicated"}
-    else:
-        assert kinds >= {"local", "replicated"}
-        assert recorded.grew(decodes=True)
-        assert recorded.grew(decodes=False) or exchange == "auto"
 
 
 @pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
 def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
     """Prompts and decodes mixed, sessions, shared prefixes, several completions, cancels."""
-    check(sizes, strategy, events=25)
+    check_tokens(sizes, strategy, events=25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
 def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
-    check(sizes, strategy)
+    check_tokens(sizes, strategy)
 
 
 @pytest.mark.slow
@@ -116,7 +35,7 @@ def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, i
 def test_tokens_with_uneven_stages_equal_those_of_one_device(
     sizes: tuple[int, int, int], strategy: tuple[str, str]
 ) -> None:
-    check(sizes, strategy, layers=5)
+    check_tokens(sizes, strategy, layers=5)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from page_cases import NUM_PAGES, PAGE_SIZE, PageCase, make_config
 
 from longctx.serving.kv_cache.connector import PageBlock, assemble
-from longctx.serving.kv_cache.page_layout import PageSlice
-from longctx.serving.runner.page_programs import compile_read, compile_write
+from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
+from longctx.serving.runner.page_programs import PoolShape, compile_read, compile_write
 from longctx.serving.runner.paged_cache import PagedCache
 
 MESHES = [sizes for sizes in itertools.product((1, 2, 3, 4, 5, 8), repeat=3) if np.prod(sizes) <= 8]
@@ -38,7 +38,7 @@ def parts(draw: st.DrawFn, size: int) -> tuple[int, int]:
     source=st.sampled_from(MESHES),
     target=st.sampled_from(MESHES),
     kv_heads=st.sampled_from([2, 4]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
     layers=parts(5),
     seed=st.integers(0, 2**20),
     count=st.integers(1, NUM_PAGES),
@@ -87,6 +87,7 @@ def test_pages_are_the_same_on_another_mesh(
 @given(
     target=st.sampled_from(MESHES),
     kv_heads=st.sampled_from([2, 4]),
+    dtype=st.sampled_from(["float32", "float8_e4m3fn"]),
     layers=parts(5),
     heads=st.data(),
     first=st.integers(0, 5),
@@ -96,6 +97,7 @@ def test_pages_are_the_same_on_another_mesh(
 def test_any_part_of_pages_is_written(
     target: tuple[int, int, int],
     kv_heads: int,
+    dtype: str,
     layers: tuple[int, int],
     heads: st.DataObject,
     first: int,
@@ -103,31 +105,34 @@ def test_any_part_of_pages_is_written(
     is_jax: bool,
 ) -> None:
     """Other layers, heads and pages stay as they are."""
-    case = make_case(target, kv_heads, "float32")
+    case = make_case(target, kv_heads, dtype)
+    layout = case.transfer.layout
     case.zeros()
     part = PageSlice(layers, heads.draw(parts(kv_heads)))
     random = np.random.default_rng(seed)
     pages = random.permutation(case.num_pages)[:9].tolist()
-    shape = 9 - first, part.layers[1] - layers[0], 2, PAGE_SIZE, part.heads[1] - part.heads[0], 2
-    data = random.normal(size=shape).astype(np.float32)
+    shape = 9 - first, part.layers[1] - layers[0], 2, PAGE_SIZE, part.heads[1] - part.heads[0], layout.row_size
+    data = random.integers(0, 256, shape).astype(layout.bits)
     block = PageBlock(first, part, jax.device_put(data, jax.devices()[7]) if is_jax else data)
     case.cache, _ = case.transfer.write(case.cache, [case.transfer.place(pages, block)])
     expected = np.zeros_like(case.payload)
     assemble(
         [PageBlock(0, part, data)],
-        view := np.zeros((9 - first, *case.transfer.layout.shape), np.float32),
-        case.transfer.layout.whole,
+        view := np.zeros((9 - first, *layout.shape), layout.bits),
+        layout.whole,
     )
     expected[pages[first:]] = view
     np.testing.assert_array_equal(case.on_devices(), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_the_pool_stays_where_it_is(sizes: tuple[int, int, int]) -> None:
-    case = PageCase(sizes, make_config())
+def test_the_pool_stays_where_it_is(sizes: tuple[int, int, int], dtype: str) -> None:
+    case = PageCase(sizes, make_config(), dtype)
+    pools = 4 if dtype == "float8_e4m3fn" else 2
 
     def addresses() -> list[int]:
-        return [shard.data.unsafe_buffer_pointer() for pool in case.cache for shard in pool.addressable_shards]
+        return [shard.data.unsafe_buffer_pointer() for pool in case.cache[:pools] for shard in pool.addressable_shards]
 
     before, sharding = addresses(), case.cache.k.sharding
     for pages in ([3], [5, 6, 7, 0, 1, 2, 9, 8, 4]):
@@ -138,18 +143,16 @@ def test_the_pool_stays_where_it_is(sizes: tuple[int, int, int]) -> None:
     assert case.cache.k.sharding == sharding
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_the_programs_make_no_array_of_the_pools_size(dtype: str) -> None:
     """The bytes that they use besides their arguments and results do not depend on the pool."""
-    device, pool, bucket = jax.devices()[0], (3 * 4096, 16, 2, 8), 24
-    size = np.prod(pool)
-    read = compile_read(device, pool, dtype, bucket)
-    for program in (read, *(compile_write(device, pool, dtype, bucket, heads, True) for heads in (1, 2))):
+    device, pool, bucket = jax.devices()[0], PoolShape(PageLayout(1, 2, 8, 16, dtype), 3 * 4096, 2), 24
+    size, row_bytes = pool.rows * 16 * 2 * 8, pool.layout.page_bytes
+    read = compile_read(device, pool, bucket)
+    for program in (read, *(compile_write(device, pool, bucket, heads, True) for heads in (1, 2))):
         memory, text = program.memory_analysis(), program.as_text()
-        written = 0 if program is read else 2 * size * np.dtype(dtype).itemsize
-        assert memory.alias_size_in_bytes == written
-        rows = bucket * 2 * np.prod(pool[1:]) * np.dtype(dtype).itemsize
-        assert memory.temp_size_in_bytes <= 2 * rows + 4096
+        assert memory.alias_size_in_bytes == (0 if program is read else pool.rows * row_bytes)
+        assert memory.temp_size_in_bytes <= 2 * bucket * row_bytes + 4096
         assert opcodes_of_size(text, int(size)) <= {
             "parameter",
             "tuple",

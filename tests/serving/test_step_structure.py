@@ -12,15 +12,18 @@ import pytest
 from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state, compile_step, make_shape
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
+from longctx.models.footprint import cache_bytes
 from longctx.parallel import make_mesh
 from longctx.serving import SamplingParams
 from longctx.serving.runner import state_updates
-from longctx.serving.runner.paged_cache import page_bytes
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 
 VOCAB_SIZE = 5_024  # no other array is as wide
-ROWS = CONFIG.num_layers * CONFIG.num_kv_heads, CONFIG.head_dim
+
+
+def pool_bytes(dtype: Any) -> int:
+    return cache_bytes(CONFIG, NUM_PAGES * PAGE_SIZE, dtype_bytes=np.dtype(dtype).itemsize)
 
 
 @functools.cache
@@ -34,9 +37,8 @@ def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> No
     compiled = compiled_step(dtype, layered)
     programs = compiled if layered else (compiled,)
     with_table, with_cache = (compiled.begin, compiled.layer) if layered else (compiled, compiled)
-    cache_bytes = NUM_PAGES * page_bytes(*ROWS, PAGE_SIZE, dtype)
     table_bytes = SLOTS * CONFIG.max_positions // PAGE_SIZE * 4
-    assert with_cache.memory_analysis().alias_size_in_bytes >= cache_bytes + (0 if layered else table_bytes)
+    assert with_cache.memory_analysis().alias_size_in_bytes >= pool_bytes(dtype) + (0 if layered else table_bytes)
     assert with_table.memory_analysis().alias_size_in_bytes >= table_bytes
     for program in programs:
         assert program.memory_analysis().temp_size_in_bytes < LAYER * jnp.dtype(dtype).itemsize / 4
@@ -58,7 +60,7 @@ def test_every_exchange_updates_the_cache_in_place(exchange: str, message: int, 
     mesh = make_mesh(context=2)
     shape = make_shape(mesh, (16, 8, 8), exchange=exchange, message=message, rounds=rounds)
     layer = compile_step(mesh, shape, jnp.float32, layered=True).layer
-    assert layer.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(*ROWS, PAGE_SIZE, jnp.float32)
+    assert layer.memory_analysis().alias_size_in_bytes >= pool_bytes(jnp.float32)
     assert layer.memory_analysis().temp_size_in_bytes < LAYER * 4 / 4
     assert opcodes_of_size(layer.as_text(), LAYER) <= IN_PLACE
 
@@ -98,7 +100,7 @@ def test_state_updates_copy_no_cache(dtype: object) -> None:
         (state_updates.set_bias, scalar, bias),
     ):
         compiled = state_updates.update_program(update, mesh, False).lower(state, *arguments).compile()
-        assert compiled.memory_analysis().alias_size_in_bytes >= NUM_PAGES * page_bytes(*ROWS, PAGE_SIZE, dtype)
+        assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes(dtype)
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
         assert opcodes_of_size(compiled.as_text(), LAYER) <= IN_PLACE
 

@@ -19,7 +19,13 @@ SIZES: dict[str, int | None] = {
     "token_budget": 512,
     "run_ahead": 2,
 }
-CHOICES: dict[str, Any] = {"admission": "reserve", "policy": "ilrs", "chunking": "static", "max_share": 0.5}
+CHOICES: dict[str, Any] = {
+    "admission": "reserve",
+    "policy": "ilrs",
+    "chunking": "static",
+    "max_share": 0.5,
+    "kv_dtype": None,
+}
 SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2, "step_seconds": 0.1}
 PRESETS: dict[str, dict[str, Any]] = {
     "medha": {
@@ -49,11 +55,20 @@ def flag(name: str) -> str:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = False) -> None:
-    """`--model`, by default the built-in one unless it `is_required`, and `--dtype`."""
+    """`--model`, by default the built-in one unless it `is_required`, and `--dtype` of it and of its cache."""
     default = {"required": True} if is_required else {"default": TINY}
     about = MODEL if is_required else f"{MODEL}; default: the built-in one"
     parser.add_argument("--model", metavar="MODEL", help=about, **default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
+    add_kv_dtype_argument(parser)
+
+
+def add_kv_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-dtype",
+        choices=["float8_e4m3fn"],
+        help="of the cache: twice the tokens in as much memory, and not exact; default: that of the model",
+    )
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:

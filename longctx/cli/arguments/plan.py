@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from longctx.cli.arguments.engine import add_kv_dtype_argument
+
 SUMMARY = "Search the parallel plan of a model on so many GPUs: what meets a target, and why others don't."
 
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help="devices and links: h100-rdma (the default), h100-tcp, medha-a100 and others, or a JSON file",
     )
+    add_kv_dtype_argument(parser)
     goal = parser.add_argument_group("target")
     goal.add_argument(
         "--context", required=True, metavar="N", help="tokens of the prompt: 131072, 128K or 10M (decimal)"

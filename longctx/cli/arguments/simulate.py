@@ -3,7 +3,12 @@
 import argparse
 from pathlib import Path
 
-from longctx.cli.arguments.engine import add_engine_arguments, add_plan_arguments, add_scheduling_arguments
+from longctx.cli.arguments.engine import (
+    add_engine_arguments,
+    add_kv_dtype_argument,
+    add_plan_arguments,
+    add_scheduling_arguments,
+)
 from longctx.cli.arguments.workload import add_workload_arguments
 
 SUMMARY = "Serve a workload in virtual time, on devices that need not be there."
@@ -45,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--jitter", type=float, metavar="X", help="let requests come up to X seconds later, at random")
     more.add_argument("--window", type=float, metavar="X", help="end after X seconds, whatever has not ended")
 
+    add_kv_dtype_argument(parser)
     add_engine_arguments(parser)
     add_plan_arguments(parser, topology=TOPOLOGY)
     more = parser.add_argument_group("more about the devices")

@@ -60,9 +60,11 @@ class PredictorCosts:
         plan: ParallelPlan | None = None,
         dtype_bytes: int = 2,
         prompt_seconds: Callable[[int, int], float] | None = None,
+        kv_dtype: str | None = None,
     ) -> "PredictorCosts":
-        """Of a model whose KV cache has numbers of `dtype_bytes` bytes."""
-        return cls(predictor, chunk, cache_bytes(model, 1, 1, 1, dtype_bytes), plan or _ONE_DEVICE, prompt_seconds)
+        """Of a model whose KV cache has numbers of `dtype_bytes` bytes, or is of a `kv_dtype` as of `EngineConfig`."""
+        token_bytes = cache_bytes(model, 1, 1, 1, dtype_bytes, kv_dtype)
+        return cls(predictor, chunk, token_bytes, plan or _ONE_DEVICE, prompt_seconds)
 
     def prefill_seconds(self, cached: int, prompt: int) -> float:
         """Seconds of tokens `cached` to `prompt`, alone; 0 if there are none."""

@@ -35,6 +35,7 @@ class InstanceSpec:
     Attributes:
       name: no other instance of the cluster has it.
       fingerprint: of its weights and of the form of its pages: only equal ones exchange pages.
+      kv_dtype: of keys and values in its pages; empty: not known.
       block_size: tokens of a block, one key each; the same in the whole cluster.
       decode_tokens: tokens of KV cache that fit where it decodes.
       max_running: requests that decode at a time, at most.
@@ -53,6 +54,7 @@ class InstanceSpec:
     bandwidth: float
     latency: float = 0.0
     fingerprint: str = ""
+    kv_dtype: str = ""
     cache_blocks: tuple[int, int, int] = (0, 0, 0)
 
 

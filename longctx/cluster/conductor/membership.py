@@ -32,7 +32,7 @@ def check_joins(spec: InstanceSpec, instances: Iterable[InstanceState]) -> None:
     for other in instances:
         if other.name == spec.name:
             raise ValueError(f"name must be of no other instance, got {spec.name!r}")
-        for what in ("block_size", "fingerprint"):
+        for what in ("block_size", "kv_dtype", "fingerprint"):
             here, there = getattr(spec, what), getattr(other.spec, what)
             if here != there:
                 raise ValueError(

@@ -43,9 +43,10 @@ class KvEventsInfo(msgspec.Struct):
 
 
 class KvTransferInfo(msgspec.Struct):
-    """`fingerprint`: of weights and form of pages."""
+    """`fingerprint`: of weights and form of pages. `kv_dtype`: of keys and values in them."""
 
     fingerprint: str
+    kv_dtype: str
 
 
 class PlanInfo(msgspec.Struct):

@@ -198,6 +198,7 @@ class Instances:
             bandwidth=self._bandwidth,
             latency=self._latency,
             fingerprint=info.kv_transfer.fingerprint,
+            kv_dtype=info.kv_transfer.kv_dtype,
             cache_blocks=info.cache_blocks,
         )
         try:

@@ -88,7 +88,7 @@ class Stream:
                 f"a block that nobody asked for: pages from {message.first}, {message.pages} of them, {part}"
             )
         (layer, last_layer), (head, last_head) = part
-        shape = (message.pages, last_layer - layer, 2, layout.page_size, last_head - head, layout.head_dim)
+        shape = (message.pages, last_layer - layer, 2, layout.page_size, last_head - head, layout.row_size)
         if int(np.prod(shape)) * layout.bits.itemsize > block_bytes:
             raise Malformed(f"a block of shape {shape}, which is over {block_bytes} bytes")
         self.num_come += 1

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
@@ -53,7 +53,7 @@ def build_core(
       num_pages: of each context rank.
       max_length: prompt and output of the longest sequence, in tokens.
       topology: by which exchanges are chosen, unless the predictor knows them. None: then they are not predicted.
-      element_bytes: of keys and values.
+      element_bytes: of a number that is not quantised.
 
     Raises:
       ValueError: the plan chooses exchanges by a rule that needs a topology, and there is none.
@@ -110,8 +110,9 @@ def _exchange_rule(
     if link is None:
         costs = None
         if topology is not None:
-            sizes = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
-            found = roofline(model, topology, config.token_budget, element_bytes=element_bytes, **sizes)
+            sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
+            rows, kv_dtype = config.token_budget, config.kv_dtype
+            found = roofline(model, topology, rows, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
             costs, link = found, found.exchange
     if isinstance(predictor, MeshPredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
         known = [name for name in SHARDED if name in predictor.kinds]

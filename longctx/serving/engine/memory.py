@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from longctx.models import Llama
-from longctx.models.layer_runs import layers_per_stage
-from longctx.models.sharded_params import abstract_sharded_params, device_config
+from longctx.models.footprint import cache_bytes
+from longctx.models.sharded_params import abstract_sharded_params
 from longctx.serving.config import EngineConfig
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
-from longctx.serving.runner.paged_cache import default_num_pages, page_bytes
+from longctx.serving.runner.paged_cache import default_num_pages
 
 LOWER = {
     "params": "give plan a larger stage or tensor, or the parameters a smaller dtype",
@@ -82,7 +82,7 @@ def estimate(
       max_length: tokens of the longest sequence.
       is_loaded: whether the parameters are loaded already; what a CPU's host has available excludes them then.
     """
-    page = page_bytes_of(model, config, mesh, dtype)
+    page = page_bytes(model, config, mesh, dtype)
     params, steps = param_bytes(model, mesh, dtype), _step_bytes(model, config, mesh, max_length)
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
@@ -104,14 +104,7 @@ def default_pages(
       ValueError: there is no room for one.
     """
     most = config.max_running * -(-max_length // config.page_size)
-    page, device = page_bytes_of(model, config, mesh, dtype), mesh.local_devices[0]
-    return default_num_pages(page, config.page_size, device, most, reserved_bytes)
-
-
-def page_bytes_of(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
-    """Bytes of a page on a device; `dtype` is the model's."""
-    rows, head_dim = kv_rows(model, mesh), model.config.head_dim
-    return page_bytes(rows, head_dim, config.page_size, config.kv_dtype or dtype)
+    return default_num_pages(page_bytes(model, config, mesh, dtype), mesh.local_devices[0], most, reserved_bytes)
 
 
 def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, max_length: int) -> int:
@@ -139,11 +132,10 @@ def head_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def kv_rows(model: Llama, mesh: Mesh) -> int:
-    """Rows that a device keeps of a token's keys: layers of the largest stage * KV heads."""
-    local = device_config(model.config, mesh)
-    layers = layers_per_stage(local.num_layers, mesh.shape["stage"])
-    return layers * (local.num_kv_heads // mesh.shape["tensor"])
+def page_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Of the keys and values of a page on each device; `dtype`: of the parameters."""
+    sizes, itemsize = mesh.shape, np.dtype(dtype).itemsize
+    return cache_bytes(model.config, config.page_size, sizes["stage"], sizes["tensor"], itemsize, config.kv_dtype)
 
 
 def available_bytes(device: jax.Device) -> int | None:

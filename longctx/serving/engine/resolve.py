@@ -1,6 +1,6 @@
 """What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ class Resolved(NamedTuple):
         """What pages are known by beyond the engine; None if they stay in it."""
         if params is None or not (self.config.tiers or self.config.transfers):
             return None
-        model, dtype = self.model.config, str(params["embed"].dtype)
+        model, dtype = self.model.config, self.config.kv_dtype or str(params["embed"].dtype)
         layout = PageLayout(model.num_layers, model.num_kv_heads, model.head_dim, self.config.page_size, dtype)
         return PageIdentity(layout, page_fingerprint(model, params, layout))
 
@@ -130,8 +130,15 @@ def resolve(
     is_profiled = predictor is not None
     element_bytes = element_bytes_of(None if params is None else str(params["embed"].dtype), topology)
     if predictor is None:
-        sizes = {axis: getattr(plan, axis) for axis in AXES}
-        predictor = roofline(model.config, topology, config.token_budget, element_bytes=element_bytes, **sizes)
+        sizes: Any = {axis: getattr(plan, axis) for axis in AXES}
+        predictor = roofline(
+            model.config,
+            topology,
+            config.token_budget,
+            element_bytes=element_bytes,
+            kv_dtype=config.kv_dtype,
+            **sizes,
+        )
     check_predictor(predictor, config.token_budget)
     if is_profiled:
         check_slo(config.slo, predictor)

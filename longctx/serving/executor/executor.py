@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx.models import Llama, LlamaConfig
+from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
@@ -30,7 +31,6 @@ from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.request.sampling_params import SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
-from longctx.serving.runner.paged_cache import row_bytes
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
@@ -110,7 +110,7 @@ class DeviceExecutor:
             MeshModelRunner, model, params, mesh, num_pages, config.page_size, kv_dtype=config.kv_dtype
         )
         head_dim = model.config.head_dim
-        element_bytes = row_bytes(head_dim, config.kv_dtype or params["embed"].dtype) / head_dim
+        element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
         executor = cls(model.config, config, plan, num_pages, max_length, make, element_bytes)
         executor.move_pages(store)
         return executor

@@ -67,7 +67,7 @@ class PageBlock(NamedTuple):
     Attributes:
       first: number of the first of them within the load.
       part: the layers and KV heads that they are of.
-      data: `[pages, layers, 2, page_size, heads, head_dim]` in the layout's `bits`; a numpy array, or one of JAX's,
+      data: `[pages, layers, 2, page_size, heads, row_size]` in the layout's `bits`; a numpy array, or one of JAX's,
         which is on some devices already.
     """
 
@@ -176,7 +176,7 @@ class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
 
 
 def assemble(blocks: list[PageBlock], out: np.ndarray, whole: PageSlice) -> None:
-    """Copy blocks into an array `[pages, layers, 2, page_size, heads, head_dim]` of the layers and heads of `whole`."""
+    """Copy blocks into an array `[pages, layers, 2, page_size, heads, row_size]` of the layers and heads of `whole`."""
     for block in blocks:
         found = block.common_with(whole)
         if found is None:

@@ -1,13 +1,16 @@
 """What the bytes of a page are, and which part of them somebody has: how engines of different plans understand pages.
 
 A page's payload is `[layers, 2, page_size, K, H]`, keys before values, of all layers and KV heads of the model, so it
-does not depend on a mesh. 16-bit floats travel as their bits.
+does not depend on a mesh. 16-bit floats travel as their bits. Of float8 pages it is `[layers, 2, page_size, K, H + 4]`
+bytes: the H bytes of a row, then its scale, a little-endian float32.
 """
 
 import math
 from typing import NamedTuple, Self
 
 import numpy as np
+
+from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
 
 
 class PageLayout(NamedTuple):
@@ -26,13 +29,25 @@ class PageLayout(NamedTuple):
 
     @property
     def bits(self) -> np.dtype:
-        """The dtype in which pages lie in memory: unsigned integers for 16-bit floats, which numpy may not know."""
+        """The dtype in which pages lie in memory: unsigned integers for short floats, which numpy may not know."""
+        if self.dtype == FP8_KV:
+            return np.dtype(np.uint8)
         return np.dtype(np.uint16) if self.dtype in ("bfloat16", "float16") else np.dtype(self.dtype)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether each row of a token and KV head has a scale."""
+        return self.dtype == FP8_KV
+
+    @property
+    def row_size(self) -> int:
+        """Elements of `bits` of a row of a token and KV head: H, and where it has a scale, that."""
+        return self.head_dim + KV_SCALE_BYTES * self.has_scales
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of one page: `(layers, 2, page_size, K, H)`."""
-        return self.num_layers, 2, self.page_size, self.num_kv_heads, self.head_dim
+        """Of one page: `(layers, 2, page_size, K, row_size)`."""
+        return self.num_layers, 2, self.page_size, self.num_kv_heads, self.row_size
 
     @property
     def page_bytes(self) -> int:

@@ -3,10 +3,12 @@
 Source: Mnemosyne, section 3.1 (equations 1 to 4: FLOPs and bytes of attention and of the rest).
 """
 
+import dataclasses
 import math
 from typing import Any
 
 from longctx.models import LlamaConfig
+from longctx.models.footprint import kv_row_bytes
 from longctx.models.layer_runs import layers_per_stage
 from longctx.parallel.cost import Hardware, ModelShape, as_float, check_count
 from longctx.parallel.device_tables import DEVICES, LINKS
@@ -55,6 +57,7 @@ def roofline(
     efficiency: float | None = None,
     overhead: float = 0.0,
     element_bytes: float | None = None,
+    kv_dtype: str | None = None,
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
@@ -73,6 +76,7 @@ def roofline(
         of its own.
       overhead: further seconds of each batch.
       element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
+      kv_dtype: of cached keys and values, as of `EngineConfig`; they are exchanged as they are cached.
 
     Raises:
       ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
@@ -132,9 +136,9 @@ def roofline(
         tuple(rows),
         tuple(map(linear, rows)),
         per_pair=4 * layers * heads * model.head_dim / device.reached_attention(element),
-        per_key=2 * layers * kv_heads * model.head_dim * element / device.reached_key_bandwidth,
+        per_key=2 * layers * kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype) / device.reached_key_bandwidth,
         per_sample=2 * head / flops,
-        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial),
+        exchange=exchange_cost(model, topology, stage, context, tensor, element, partial, kv_dtype),
         overlap=device.attention_overlap,
     )
 
@@ -158,6 +162,7 @@ def exchange_cost(
     tensor: int,
     element_bytes: float = 2,
     partial_bytes: float = 4,
+    kv_dtype: str | None = None,
 ) -> ExchangeCost | None:
     """What rows exchange over `context`; None for one rank.
 
@@ -168,6 +173,9 @@ def exchange_cost(
         return None
     shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(tensor)
     hardware = topology.hardware("context", element_bytes, partial_bytes)
+    if kv_dtype is not None:
+        key_bytes = kv_row_bytes(model.head_dim, element_bytes, kv_dtype) / model.head_dim
+        hardware = dataclasses.replace(hardware, key_bytes_per_element=key_bytes)
     return ExchangeCost(layers_per_stage(model.num_layers, stage), context, shape, hardware)
 
 

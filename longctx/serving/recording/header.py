@@ -65,7 +65,7 @@ class Header:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a number of keys and values."""
+        """Bytes of a number that is not quantised."""
         return element_bytes_of(self.dtype, self.topology)
 
     def write(self, directory: Path) -> None:

@@ -12,7 +12,6 @@ pages, layers and heads never waits for XLA in the thread that runs steps.
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,13 +20,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from longctx.kernels.bits import bits_dtype
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
 from longctx.serving.kv_cache.connector import PageBlock
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.runner.page_parts import device_parts
-from longctx.serving.runner.page_programs import compile_read, compile_write, cut_block, slice_pages
+from longctx.serving.runner.page_programs import PoolShape, compile_read, compile_write, cut_block, slice_pages
 from longctx.serving.runner.paged_cache import PagedCache
 
 _BUCKETS = (1, 8, 64)  # pages
@@ -70,7 +68,7 @@ class DevicePageRead:
         return sum(block.rows.nbytes for block in self._blocks)
 
     def result(self) -> list[PageBlock]:
-        """Wait for the pages; blocks of consecutive ones, in numpy arrays `[pages, layers, 2, page_size, K, H]`."""
+        """Wait for the pages: blocks of consecutive ones, numpy arrays `[pages, layers, 2, page_size, K, row_size]`."""
         found = []
         for numbers, part, rows in self._blocks:
             data = _as_pages(np.asarray(rows), len(numbers), part)
@@ -92,7 +90,7 @@ class PageTransfer:
 
     Args:
       num_pages: of each rank.
-      dtype: of keys and values.
+      dtype: of keys and values in pages.
     """
 
     def __init__(self, mesh: Mesh, config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> None:
@@ -105,8 +103,7 @@ class PageTransfer:
         self._is_cpu = mesh.devices.flat[0].platform == "cpu"
         self._layers = layers_per_stage(config.num_layers, mesh.shape["stage"])
         heads = next(iter(parts.values())).part.heads
-        row = 2 * page_size * (heads[1] - heads[0]) * config.head_dim
-        row_bytes = row * bits_dtype(dtype).itemsize
+        row_bytes = 2 * page_size * (heads[1] - heads[0]) * self.layout.row_size * self.layout.bits.itemsize
         rows = [pages * self._layers for pages in _BUCKETS]
         self._buckets = [*reversed([n for n in rows if n == rows[0] or n * row_bytes <= _MAX_BUCKET_BYTES])]
         self._programs: dict[Any, Any] = {}
@@ -119,7 +116,7 @@ class PageTransfer:
             raise ValueError(f"layers must be a part of 0 to {self.layout.num_layers}, got {layers}")
         asked = PageSlice(layers, (0, self.layout.num_kv_heads))
         blocks = []
-        for shards in zip(cache.k.addressable_shards, cache.v.addressable_shards, strict=True):
+        for shards in zip(*(pool.addressable_shards for pool in _pools(cache)), strict=True):
             device = self.devices[shards[0].device]
             part, here = device.part.intersect(asked), np.flatnonzero(numbers // self._num_pages == device.rank)
             if part is None or not here.size or not device.is_first:
@@ -127,7 +124,7 @@ class PageTransfer:
             for at, bucket in self._split(here, part):
                 rows = _pad(device.rows(numbers[at] % self._num_pages, part.layers, self._num_pages), bucket)
                 program = self._program(shards[0].device, bucket)
-                found = program(*(shard.data for shard in shards), jax.device_put(rows, shards[0].device))
+                found = program(tuple(shard.data for shard in shards), jax.device_put(rows, shards[0].device))
                 found.copy_to_host_async()
                 blocks.append(_DeviceBlock(at, part, found))
         return DevicePageRead(blocks)
@@ -170,15 +167,19 @@ class PageTransfer:
           The cache, and arrays that are there once CPUs have read the blocks' memory, which must not change before.
         """
         order = {device: index for index, device in enumerate(self.devices)}
-        pools = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in cache[:2]]
-        k, v = ([shard.data for shard in shards] for shards in pools)
+        pools = _pools(cache)
+        shards = [sorted(pool.addressable_shards, key=lambda shard: order[shard.device]) for pool in pools]
+        devices = [tuple(shard.data for shard in each) for each in zip(*shards, strict=True)]
         done = []
         for block in blocks:
             for index, program, arguments in block.parts:
-                k[index], v[index], written = program(k[index], v[index], *arguments)
+                devices[index], written = program(devices[index], *arguments)
                 done.append(written)
-        make = partial(jax.make_array_from_single_device_arrays, cache.k.shape, cache.k.sharding)
-        return PagedCache(make(k), make(v)), done if self._is_cpu else []
+        arrays = [
+            jax.make_array_from_single_device_arrays(pool.shape, pool.sharding, list(data))
+            for pool, data in zip(pools, zip(*devices, strict=True), strict=True)
+        ]
+        return PagedCache(*arrays), done if self._is_cpu else []
 
     def needed(self, pages: List[int]) -> np.ndarray:
         """The parts of pages that devices of this process have: bool `[pages, layers, KV heads]`."""
@@ -217,10 +218,8 @@ class PageTransfer:
 
     def _compile(self, device: jax.Device, bucket: int, heads: int) -> Any:
         own, layout = self.devices[device].part.heads, self.layout
-        pool = self._layers * self._num_pages, layout.page_size, own[1] - own[0], layout.head_dim
-        if heads:
-            return compile_write(device, pool, layout.bits, bucket, heads, self._is_cpu)
-        return compile_read(device, pool, layout.bits, bucket)
+        pool = PoolShape(layout, self._layers * self._num_pages, own[1] - own[0])
+        return compile_write(device, pool, bucket, heads, self._is_cpu) if heads else compile_read(device, pool, bucket)
 
     def _check_pages(self, pages: List[int]) -> np.ndarray:
         numbers = np.asarray(pages, np.int64).reshape(-1)
@@ -232,7 +231,7 @@ class PageTransfer:
         layout, part = self.layout, block.part
         if part.intersect(layout.whole) != part:
             raise ValueError(f"block must be of a part of {layout.whole}, got {part}")
-        shape = part.layers[1] - part.layers[0], 2, layout.page_size, part.heads[1] - part.heads[0], layout.head_dim
+        shape = part.layers[1] - part.layers[0], 2, layout.page_size, part.heads[1] - part.heads[0], layout.row_size
         if block.data.shape[1:] != shape or block.data.dtype != layout.bits:
             got = f"{block.data.dtype}{list(block.data.shape[1:])}"
             raise ValueError(f"block must have pages {layout.bits}{list(shape)}, got {got}")
@@ -243,13 +242,18 @@ class PageTransfer:
             )
 
 
+def _pools(cache: PagedCache) -> list[Array]:
+    """The arrays that a cache has."""
+    return [pool for pool in cache if pool is not None]
+
+
 def _pad(rows: np.ndarray, bucket: int) -> np.ndarray:
     """Rows up to a program's number: the last one again, which reads need not look at, and writes do not write."""
     return np.pad(rows, (0, bucket - len(rows)), mode="edge")
 
 
 def _cut(data: Any, pages: np.ndarray, within: tuple[slice, slice], bucket: int) -> Any:
-    """Rows `[bucket, 2, page_size, heads, head_dim]` of some pages, layers and heads of a block."""
+    """Rows `[bucket, 2, page_size, heads, row_size]` of some pages, layers and heads of a block."""
     layers, heads = within
     if not isinstance(data, np.ndarray):
         count, width = layers.stop - layers.start, heads.stop - heads.start

@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int, Shaped
 from longctx.kernels import write_pages
 from longctx.kernels.bits import bits_dtype, from_bits
 from longctx.kernels.fp8 import BITS, E4M3
-from longctx.kernels.fp8_rows import SCALE_BYTES, join_packed, pack_rows, unpack_rows
+from longctx.kernels.fp8_rows import join_packed, pack_rows, unpack_rows
 from longctx.kernels.paged_attention.write import write_packed
 from longctx.models import LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
@@ -62,7 +62,7 @@ class PagedCache(NamedTuple):
         layers = num_stages * layers_per_stage(config.num_layers, num_stages)
         shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
         types: list[tuple[tuple[int, ...], jnp.dtype]] = [(shape, bits_dtype(dtype))] * 2
-        if dtype == E4M3:
+        if jnp.dtype(dtype) == E4M3:
             types += [((shape[0], shape[2], shape[1]), jnp.dtype(jnp.float32))] * 2
         places = (None,) * 4 if devices is None else devices
         return cls(*(jnp.zeros(*each, device=place) for each, place in zip(types, places, strict=False)))
@@ -138,29 +138,11 @@ class PageTables(NamedTuple):
         return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
 
 
-def page_bytes(num_rows: int, head_dim: int, page_size: int, dtype: DTypeLike) -> int:
-    """Bytes of the keys and values of one page on a device.
-
-    Args:
-      num_rows: rows of a token's keys on the device: its layers * KV heads.
-      dtype: as for `PagedCache.empty`.
-    """
-    return 2 * num_rows * page_size * row_bytes(head_dim, dtype)
-
-
-def row_bytes(head_dim: int, dtype: DTypeLike) -> int:
-    """Bytes of the key, or the value, of one token and KV head, with its scale if it is FP8."""
-    dtype = jnp.dtype(dtype)
-    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == E4M3 else 0)
-
-
-def default_num_pages(
-    bytes_of_page: int, page_size: int, device: jax.Device, max_pages: int, reserved_bytes: int = 0
-) -> int:
+def default_num_pages(page_bytes: int, device: jax.Device, max_pages: int, reserved_bytes: int = 0) -> int:
     """How many pages fit into 1 GiB on a CPU, or nine tenths of an accelerator's free memory; at most `max_pages`.
 
     Args:
-      bytes_of_page: as `page_bytes` says.
+      page_bytes: of the keys and values of a page on the device.
       reserved_bytes: memory that is free now, and that arrays still to be placed will take.
 
     Raises:
@@ -168,7 +150,7 @@ def default_num_pages(
     """
     memory = device.memory_stats() if device.platform != "cpu" else None
     free = (1 << 30) if memory is None else int(0.9 * (memory["bytes_limit"] - memory["bytes_in_use"] - reserved_bytes))
-    fit = free // bytes_of_page
+    fit = free // page_bytes
     if fit < 1:
-        raise ValueError(f"num_pages: {device} has no memory left for a page of {page_size} tokens")
+        raise ValueError(f"num_pages: {device} has no memory left for a page of {page_bytes:,} bytes")
     return min(fit, max_pages)

@@ -56,6 +56,7 @@ class TransferParams(BaseModel):
     """`kv_transfer_params` of a body. Fields that are not here are those of other engines.
 
     Attributes:
+      kv_dtype: of keys and values in the pages.
       prefix: from where the first pages of the prompt come.
       is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
     """
@@ -69,6 +70,7 @@ class TransferParams(BaseModel):
     remote_port: int | None = None
     lease: str | None = None
     fingerprint: str | None = None
+    kv_dtype: Annotated[str, Field(max_length=40)] | None = None
     handoff: dict[str, Any] | None = None
     prefix: PagePrefix | None = None
     is_cached: bool | None = None

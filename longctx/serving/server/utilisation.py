@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 from longctx.models.config import LlamaConfig
+from longctx.models.footprint import kv_row_bytes
 from longctx.models.params import Params
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.metrics import StepMetrics
@@ -40,25 +41,26 @@ class ModelCost:
 
     Args:
       weight_bytes: of all weights that a step reads, on all devices together.
-      element: bytes of an element of keys and values.
+      element: bytes of an element of keys and values, unless `kv_dtype` says.
     """
 
-    def __init__(self, model: LlamaConfig, weight_bytes: int, element: int) -> None:
+    def __init__(self, model: LlamaConfig, weight_bytes: int, element: int, kv_dtype: str | None = None) -> None:
         attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
         self._per_row = 2 * model.num_layers * model.hidden_size * (attention + 3 * model.intermediate_size)
         self._per_sample = 2 * model.vocab_size * model.hidden_size
         self._per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
-        self._per_key = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
+        self._per_key = 2 * model.num_layers * model.num_kv_heads * kv_row_bytes(model.head_dim, element, kv_dtype)
         self._weight_bytes = weight_bytes
 
     @classmethod
     def of(cls, engine: Engine) -> "ModelCost":
         """Of an engine's model; where it has no weights, as with an executor that simulates, they count nothing."""
         params: Params | None = getattr(getattr(engine._executor, "runner", None), "params", None)
+        kv_dtype = engine.config.kv_dtype
         if params is None:
-            return cls(engine.model.config, 0, 2)
+            return cls(engine.model.config, 0, 2, kv_dtype)
         leaves = jax.tree.leaves({name: params[name] for name in ("layers", "lm_head")})
-        return cls(engine.model.config, sum(map(_bytes, leaves)), params["embed"].dtype.itemsize)
+        return cls(engine.model.config, sum(map(_bytes, leaves)), params["embed"].dtype.itemsize, kv_dtype)
 
     def flops(self, step: StepMetrics) -> float:
         """Operations of a step."""

@@ -48,11 +48,12 @@ class Setting(NamedTuple):
         self, config: Callable[..., EngineConfig], plan: ParallelPlan, kind: type[Instance] = Instance, name: str = "0"
     ) -> Instance:
         """An engine with a preset's rules, as many pages as fit into memory, and room for 64 requests."""
-        tokens = max_tokens(self.model, plan, self.topology.device)
+        kv_dtype = self.overrides.get("kv_dtype")
+        tokens = max_tokens(self.model, plan, self.topology.device, kv_dtype=kv_dtype)
         sizes = {"page_size": _PAGE, "max_running": 64, "run_ahead": 1}
         sizes |= {"num_pages": max(1, tokens // plan.context // sizes["page_size"])}
         made = config(**sizes | self.overrides)
-        seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget)
+        seconds = predictor(self.model, self.topology, plan, max_rows=made.token_budget, kv_dtype=made.kv_dtype)
         return kind(self.model, made, seconds, plan, topology=self.topology, name=name)
 
 

@@ -9,6 +9,7 @@ from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
 from longctx.models.config import LlamaConfig
+from longctx.models.footprint import check_kv_dtype
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -43,6 +44,7 @@ class ClusterDeployment:
       host_bytes: of each prefill instance's host memory that keep pages; 0: only its devices do.
       coupled_host_bytes: so of each coupled instance; 0, as of vLLM.
       prefix_cache: whether prefill and coupled instances find the pages of prefixes.
+      kv_dtype: of the caches, as of `EngineConfig`.
       roles_change: whether any instance may get any role: then decode instances are made as prefill instances are.
       bandwidth: bytes per second at which an instance sends. latency: in seconds.
       names: of prefill instances, then of decode, then of coupled ones; empty: `prefill-0`, `decode-0`, `coupled-0` and
@@ -69,12 +71,14 @@ class ClusterDeployment:
     coupled_host_bytes: int = 0
     prefix_cache: bool = True
     roles_change: bool = False
+    kv_dtype: str | None = None
     bandwidth: float = NIC_BANDWIDTH
     latency: float = 0.0
     names: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kv_dtype(self.kv_dtype)
         for name in ("prefill", "decode", "coupled", "host_bytes", "coupled_host_bytes"):
             check_integer(name, getattr(self, name), 0)
         for name in ("page_size", "chunk", "coupled_chunk", "max_running"):
@@ -134,7 +138,8 @@ class ClusterDeployment:
         return simulation.run(requests, seed, until, progress, priority, keep_steps, audit)
 
     def _config(self, token_budget: int, max_running: int, prefix_cache: bool | None = None) -> EngineConfig:
-        tokens = max_tokens(self.model, self.plan, self.topology.device, min(token_budget, self.chunk))
+        rows = min(token_budget, self.chunk)
+        tokens = max_tokens(self.model, self.plan, self.topology.device, rows, kv_dtype=self.kv_dtype)
         return EngineConfig(
             page_size=self.page_size,
             num_pages=max(1, tokens // self.plan.context // self.page_size),
@@ -144,13 +149,15 @@ class ClusterDeployment:
             slo=Slo(tpot=self.config.tpot),
             run_ahead=1,
             prefix_cache=self.prefix_cache if prefix_cache is None else prefix_cache,
+            kv_dtype=self.kv_dtype,
         )
 
     def _tiers(self, num_bytes: int) -> TierConfig | None:
         return TierConfig(host_bytes=num_bytes) if num_bytes and self.prefix_cache else None
 
     def _copies(self, role: Role, name: str, count: int, config: EngineConfig) -> list[ClusterInstance]:
-        seconds = predictor(self.model, self.topology, self.plan, max_rows=config.token_budget)
+        rows, kv_dtype = config.token_budget, config.kv_dtype
+        seconds = predictor(self.model, self.topology, self.plan, max_rows=rows, kv_dtype=kv_dtype)
         first = ClusterInstance(
             name=f"{name}-0",
             role=role,

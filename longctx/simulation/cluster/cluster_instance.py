@@ -86,5 +86,6 @@ class ClusterInstance:
     @property
     def host_pages(self) -> int:
         """Pages that the host's memory keeps."""
-        tiers = self.config.tiers
-        return 0 if tiers is None else int(tiers.host_bytes // cache_bytes(self.model, self.config.page_size))
+        config, tiers = self.config, self.config.tiers
+        page_bytes = cache_bytes(self.model, config.page_size, kv_dtype=config.kv_dtype)
+        return 0 if tiers is None else int(tiers.host_bytes // page_bytes)

@@ -120,5 +120,6 @@ class ClusterSimulation:
 
 
 def _costs_of(instance: ClusterInstance) -> Costs:
-    chunking = Chunking.parse(instance.config.chunking, instance.config.token_budget, instance.config.max_running)
-    return PredictorCosts.of_model(instance.predictor, instance.model, chunking.tokens, instance.plan)
+    config, plan = instance.config, instance.plan
+    chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
+    return PredictorCosts.of_model(instance.predictor, instance.model, chunking.tokens, plan, kv_dtype=config.kv_dtype)

@@ -43,7 +43,7 @@ class ClusterCore(Instance):
         )
         self.executor.notes_prompts = True
         self.keep_steps, self.is_dead = keep_steps, False
-        self.page_bytes = cache_bytes(spec.model, spec.config.page_size)
+        self.page_bytes = cache_bytes(spec.model, spec.config.page_size, kv_dtype=spec.config.kv_dtype)
         self.attach(loop, lambda request, metrics: None, seed)
         self.nic = Link(loop, spec.bandwidth, spec.latency)
         self._legs: dict[str, tuple[Leg, Sequence]] = {}

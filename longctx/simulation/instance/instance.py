@@ -96,7 +96,8 @@ class Instance:
         self._num_requests, self._host_bandwidth = 0, host_bandwidth
         tiers = config.tiers
         kept = 0 if tiers is None else tiers.host_bytes + tiers.disk_bytes
-        self._tier = VirtualTier(kept, cache_bytes(model, config.page_size)) if kept else None
+        page_bytes = cache_bytes(model, config.page_size, kv_dtype=config.kv_dtype)
+        self._tier = VirtualTier(kept, page_bytes) if kept else None
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:

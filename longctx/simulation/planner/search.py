@@ -100,6 +100,7 @@ def search(
     goal: Goal,
     host_gpus: int = 8,
     progress: Callable[[int], object] | None = None,
+    kv_dtype: str | None = None,
 ) -> Found:
     """Search the plans of a model on up to `gpus` devices for those that meet a goal with the fewest GPU-seconds.
 
@@ -108,6 +109,7 @@ def search(
     Args:
       host_gpus: devices of a host: `tensor` stays within one.
       progress: is called with how many plans there are still to look at, as far as that is known.
+      kv_dtype: of the cache, as of `EngineConfig`.
 
     Raises:
       ValueError: a number is out of range, or no layout suits the model.
@@ -126,7 +128,7 @@ def search(
     fallen: list[Fallen] = []
 
     def look(plan: ParallelPlan, chunking: str, budget: int) -> None:
-        result = evaluate(model, topology, gpus, goal, plan, chunking, budget)
+        result = evaluate(model, topology, gpus, goal, plan, chunking, budget, kv_dtype)
         if isinstance(result, Planned):
             good.append(result)
         else:
@@ -187,7 +189,14 @@ def _placements(stage: int, ranks: int, tensor: int, context: int) -> Iterator[P
 
 
 def evaluate(
-    model: LlamaConfig, topology: Topology, gpus: int, goal: Goal, plan: ParallelPlan, chunking: str, budget: int
+    model: LlamaConfig,
+    topology: Topology,
+    gpus: int,
+    goal: Goal,
+    plan: ParallelPlan,
+    chunking: str,
+    budget: int,
+    kv_dtype: str | None = None,
 ) -> Planned | Fallen:
     """Predict a plan, and say why it falls if it does."""
     try:
@@ -195,7 +204,7 @@ def evaluate(
     except ValueError as error:
         return Fallen(plan, chunking, "link", str(error), math.inf)
     length = goal.context + goal.output_tokens
-    memory = utilization.device_memory(model, plan, topology.device, length, budget)
+    memory = utilization.device_memory(model, plan, topology.device, length, budget, kv_dtype=kv_dtype)
     if not memory.fits:
         text = f"{memory.total / 1e9:,.0f} GB on each device, of {memory.usable / 1e9:.0f}"
         return Fallen(plan, chunking, "memory", text, memory.total / memory.usable)
@@ -206,6 +215,7 @@ def evaluate(
         token_budget=budget,
         chunking=chunking,
         slo=Slo(tpot=goal.tpot, step_seconds=goal.tpot),
+        kv_dtype=kv_dtype,
     )
     deployment = Deployment(model, topology, plan, config, gpus // plan.num_devices)
     prompt = PromptPredictor(deployment).predict(goal.context, goal.output_tokens)

@@ -51,7 +51,9 @@ def usage(record: Record, deployment: Deployment) -> dict[str, float]:
     found["busy"] = busy
     found["mfu"] = utilization.mfu(model, totals, device, devices, seconds)
     # All bytes over the bandwidth of all devices.
-    found["mbu"] = utilization.mbu(model, totals, device, plan, seconds * deployment.instances)
+    found["mbu"] = utilization.mbu(
+        model, totals, device, plan, seconds * deployment.instances, deployment.config.kv_dtype
+    )
     return found | {"busy_mfu": found["mfu"] / busy, "busy_mbu": found["mbu"] / busy}
 
 

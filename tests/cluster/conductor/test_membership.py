@@ -119,6 +119,7 @@ def test_excluded_instance_sends_nothing_either() -> None:
     ("changes", "message"),
     [
         ({"fingerprint": "llama-8b"}, "one fingerprint, got '' of 'p0' and 'llama-8b' of 'p1'"),
+        ({"kv_dtype": "bfloat16"}, "one kv_dtype, got '' of 'p0' and 'bfloat16' of 'p1'"),
         ({"block_size": 64}, "one block_size, got 100 of 'p0' and 64 of 'p1'"),
         ({"name": "p0"}, "name must be of no other instance, got 'p0'"),
         ({"name": ""}, "name must not be empty"),

@@ -143,6 +143,7 @@ def test_pages_that_change_places_are_found(tmp_path: Path) -> None:
         {"fingerprint": b"another model"},
         {"layout": LAYOUT._replace(page_size=8)},
         {"layout": LAYOUT._replace(dtype="float16")},
+        {"layout": LAYOUT._replace(dtype="float8_e4m3fn")},
         {"layout": LAYOUT._replace(num_kv_heads=2, head_dim=4)},  # as many bytes
     ],
 )

@@ -28,7 +28,7 @@ class HostMemory:
     as long to write.
 
     Attributes:
-      pages: `[slots, layers, 2, page_size, heads, head_dim]` in the layout's `bits`.
+      pages: `[slots, layers, 2, page_size, heads, row_size]` in the layout's `bits`.
       page_bytes: of a slot.
     """
 

@@ -11,9 +11,9 @@ PartShape = tuple[int, int, int, int, int]
 
 
 def part_shape(layout: PageLayout, part: PageSlice) -> PartShape:
-    """Of one page: `(layers, 2, page_size, heads, head_dim)`."""
+    """Of one page: `(layers, 2, page_size, heads, row_size)`."""
     layers, heads = (stop - first for first, stop in part)
-    return layers, 2, layout.page_size, heads, layout.head_dim
+    return layers, 2, layout.page_size, heads, layout.row_size
 
 
 def check_part(layout: PageLayout, part: PageSlice) -> None:
@@ -34,7 +34,7 @@ def covers(parts: Iterable[PageSlice], whole: PageSlice) -> bool:
 
 
 def copy_pages(blocks: Sequence[PageBlock], outs: Sequence[np.ndarray | None], whole: PageSlice) -> list[bool]:
-    """Copy the pages of blocks into arrays `[layers, 2, page_size, heads, head_dim]` of `whole`; which are complete.
+    """Copy the pages of blocks into arrays `[layers, 2, page_size, heads, row_size]` of `whole`; which are complete.
 
     `None`: the page is left out.
     """

@@ -308,7 +308,7 @@ class TieredStore:
                 self._disk.listen(listener)
 
     def read(self, key: Key) -> np.ndarray | None:
-        """A copy of a page, `[layers, 2, page_size, heads, head_dim]` of this process's part in the layout's `bits`.
+        """A copy of a page, `[layers, 2, page_size, heads, row_size]` of this process's part in the layout's `bits`.
 
         It waits for the disk. None: the page is neither in host memory nor on disk, or wrong there.
         """

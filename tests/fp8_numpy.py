@@ -1,4 +1,4 @@
-"""FP8 row-wise weights in NumPy, in float64 but for the roundings of the format: the oracle of `longctx.models.fp8`."""
+"""FP8 rows in NumPy, in float64 but for the roundings of the format: the oracle of FP8 weights and of FP8 pages."""
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,12 @@ def quantize(x: np.ndarray, upper_bound: float | None = None) -> tuple[np.ndarra
         largest = np.minimum(largest, np.float32(upper_bound))
     scale = np.maximum(largest, np.float32(1e-12)) * np.float32(1 / 448)
     return np.clip(wide / scale[..., None], -448, 448).astype(E4M3), scale
+
+
+def round_rows(x: np.ndarray) -> np.ndarray:
+    """What rows are worth in FP8, float64."""
+    values, scale = quantize(x)
+    return values.astype(np.float64) * scale[..., None].astype(np.float64)
 
 
 def product(x: np.ndarray, values: np.ndarray, scale: np.ndarray, upper_bound: float | None = None) -> np.ndarray:

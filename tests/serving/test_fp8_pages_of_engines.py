@@ -1,0 +1,136 @@
+"""FP8 pages in engines: every plan gives the tokens of dense attention to keys and values in FP8."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from abstract_step import CONFIG, NUM_PAGES, PAGE_SIZE, compile_step, make_shape
+from compilations import count_compilations
+from dense_oracle import make_engine
+from hlo import IN_PLACE, collectives, opcodes_of_size
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mesh_workload import ALL, STRATEGIES, UNEVEN, check_tokens, make_mesh_engine, oracle_of
+from workload import Workload
+
+from longctx.models.footprint import cache_bytes
+from longctx.parallel import make_mesh
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+
+FP8 = "float8_e4m3fn"
+SOME = [((1, 2, 1), ("interleave", "pass_kv")), ((1, 2, 1), ("interleave", "pass_q"))]
+
+
+@pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
+def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
+    check_tokens(sizes, strategy, events=25, kv_dtype=FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
+def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
+    check_tokens(sizes, strategy, events=60, kv_dtype=FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "strategy"), UNEVEN, ids=str)
+def test_tokens_with_uneven_stages_equal_those_of_one_device(
+    sizes: tuple[int, int, int], strategy: tuple[str, str]
+) -> None:
+    check_tokens(sizes, strategy, events=60, layers=5, kv_dtype=FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@settings(max_examples=2)
+@given(
+    seed=st.integers(0, 2**20),
+    run_ahead=st.integers(1, 4),
+    admission=st.sampled_from(["reserve", "optimistic"]),
+    page_size=st.sampled_from([4, 8, 16]),
+    rank_tokens=st.sampled_from([8, 16, 40]),
+)
+def test_random_workloads_on_all_three_axes(
+    strategy: tuple[str, str], seed: int, run_ahead: int, admission: str, page_size: int, rank_tokens: int
+) -> None:
+    plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
+    options = {"run_ahead": run_ahead, "admission": admission, "page_size": page_size, "num_pages": 192 // page_size}
+    engine = make_mesh_engine(plan, kv_dtype=FP8, **options)
+    Workload(engine, seed, oracle_of(2, 2, FP8).expected_tokens).run(30)
+
+
+def test_chunks_prefix_hits_and_preemption_change_no_token() -> None:
+    """A scale is of one token's row, so a key does not depend on the chunk that it is computed in."""
+    oracle, shapes = oracle_of(1, 1, FP8), {"admission": "optimistic", "kv_dtype": FP8}
+    for budget, num_pages in ((8, 24), (32, 24), (32, 11)):
+        engine = make_engine(None, oracle, token_budget=budget, buckets=(budget,), num_pages=num_pages, **shapes)
+        Workload(engine, 1, oracle.expected_tokens).run(60)
+        assert num_pages > 11 or engine.stats().preemptions
+
+
+def test_it_is_not_the_cache_of_the_models_dtype() -> None:
+    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6] * 9, SamplingParams(max_tokens=1, logprobs=0)
+    exact, rounded = (
+        make_engine(None, oracle_of(1, 1, dtype), kv_dtype=dtype).generate([prompt], params)[0].logprobs[0].logprob
+        for dtype in (None, FP8)
+    )
+    assert 1e-5 < abs(exact - rounded) < 0.5
+
+
+def test_nothing_is_compiled_after_warm_up_and_programs_are_as_many() -> None:
+    shapes = {"max_length": 96, "max_running": 3, "token_budget": 8, "buckets": (8,), "num_pages": 20}
+    counts = []
+    for dtype in (None, FP8):
+        engine = make_engine(None, oracle_of(1, 1, dtype), kv_dtype=dtype, **shapes)
+        jax.clear_caches()
+        with count_compilations() as compiled:
+            engine.warm_up()
+        counts.append(len(compiled))
+        with count_compilations() as compiled:
+            engine.generate([[1, 2, 3] * 9, [4] * 30], SamplingParams(max_tokens=5))
+        assert not compiled
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool) -> None:
+    compiled = compile_step(make_mesh(), make_shape(make_mesh()), dtype, layered=layered, kv_dtype=FP8)
+    program = compiled.layer if layered else compiled
+    check_in_place(program)
+    assert not collectives(program.as_text(), 1)
+
+
+@pytest.mark.parametrize(("exchange", "message", "rounds"), [("pass_q", 0, 1), ("pass_kv", 2, 8), ("all_gather", 2, 8)])
+def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
+    mesh = make_mesh(context=2)
+    shape = make_shape(mesh, (16, 8, 8), exchange=exchange, message=message, rounds=rounds)
+    program = compile_step(mesh, shape, jnp.float32, layered=True, kv_dtype=FP8).layer
+    check_in_place(program)
+    rows = 2 * CONFIG.num_kv_heads * (CONFIG.head_dim + 4)  # bytes of a token's key and value
+    block = {"pass_kv": 16 + message * PAGE_SIZE, "pass_q": 16, "all_gather": 16}[exchange] * rows
+    assert block in [x.sent for x in collectives(program.as_text(), 2)]
+
+
+def check_in_place(program: Any) -> None:
+    memory, layer = program.memory_analysis(), NUM_PAGES * PAGE_SIZE * CONFIG.num_kv_heads * CONFIG.head_dim
+    assert memory.alias_size_in_bytes >= cache_bytes(CONFIG, NUM_PAGES * PAGE_SIZE, kv_dtype=FP8)
+    assert memory.temp_size_in_bytes < layer / 4
+    assert opcodes_of_size(program.as_text(), layer) <= IN_PLACE
+
+
+def test_as_many_pages_fit_as_their_bytes_say() -> None:
+    """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
+    counts = []
+    for dtype in (None, FP8):
+        oracle = oracle_of(1, 1, dtype)
+        config = EngineConfig(page_size=8, max_running=10**6, token_budget=10**6, kv_dtype=dtype)
+        counts.append(Engine(oracle.model, oracle.params, config).num_pages)
+    assert counts[1] == counts[0] * 32 // 12
+
+
+@pytest.mark.parametrize("wrong", ["fp8", "float8_e5m2", "bfloat16", jnp.float8_e4m3fn, 8, np.zeros(2)])
+def test_other_dtypes_are_refused(wrong: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="kv_dtype must be None"):
+        EngineConfig(kv_dtype=wrong)  # type: ignore[arg-type]
