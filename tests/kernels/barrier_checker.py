@@ -33,10 +33,10 @@ class Copy(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Begin to read a slot."""
+    """Begin to read a slot, which holds one of some contents."""
 
     slot: Slot
-    content: Any
+    contents: tuple[Any, ...]
 
 
 class Done(NamedTuple):
@@ -181,8 +181,8 @@ class Checker:
     def _check_access(self, state: State, role: int, x: Copy | Write | Read) -> None:
         if x.slot in state.in_flight:
             self._fail(state, role, x, "meets a copy in flight")
-        found, meant = state.contents[self.slots[x.slot]], x.before if isinstance(x, Write) else x.content
-        if not isinstance(x, Copy) and meant not in (..., found):
+        found = state.contents[self.slots[x.slot]]
+        if (isinstance(x, Read) and found not in x.contents) or (isinstance(x, Write) and x.before not in (..., found)):
             self._fail(state, role, x, f"finds {found}")
         for number, (points, done) in enumerate(zip(self.points, state.at, strict=True)):
             other = points[done]

@@ -1,61 +1,50 @@
-"""Deletes one barrier operation of the Mosaic GPU kernels and interprets them: for test_mosaic_gpu_barriers.
+"""Changes one barrier operation of the Mosaic GPU kernel's schedule and interprets it: for test_mosaic_gpu_barriers.
 
-`python mutants.py FILE NUMBER`: exits 0 if results are right and nothing was noticed.
+`python mutants.py CHANGE NUMBER`: exits 0 if results are right and nothing was noticed.
 """
 
 import ast
-import importlib
 import inspect
 import sys
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longctx.kernels import attention, paged_attention
-from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu import adapter, schedule
 
-MODULES = ("forward",)
 OPERATIONS = ("wait", "arrive")
+CHANGES = ("delete", "double")
 
 
-class Delete(ast.NodeTransformer):
-    """Replaces the n-th mention of a barrier operation by one that does nothing; counts them."""
+class Change(ast.NodeTransformer):
+    """Deletes or doubles the n-th call of `machine.wait` or `machine.arrive`; lists their lines."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.lines = number, []
+    def __init__(self, change: str, number: int) -> None:
+        self.change, self.number, self.lines = change, number, []
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in OPERATIONS or not isinstance(node.ctx, ast.Load):
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in OPERATIONS:
             return node
         self.lines.append(node.lineno)
         if len(self.lines) - 1 != self.number:
             return node
-        return ast.copy_location(ast.parse("(lambda *operands: None)", mode="eval").body, node)
+        calls = [] if self.change == "delete" else [node, node]
+        return ast.copy_location(ast.Tuple(calls, ast.Load()), node)
 
 
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"longctx.kernels.mosaic_gpu.{name}")
-
-
-def mutate(name: str, number: int) -> tuple[ast.Module, list[int]]:
+def mutate(change: str, number: int) -> tuple[ast.Module, list[int]]:
     """The changed module, and the lines of all its barrier operations."""
-    delete = Delete(number)
-    tree = ast.fix_missing_locations(delete.visit(ast.parse(inspect.getsource(load(name)))))
-    return tree, delete.lines
+    transformer = Change(change, number)
+    tree = ast.fix_missing_locations(transformer.visit(ast.parse(inspect.getsource(schedule))))
+    return tree, transformer.lines
 
 
-def install(name: str, number: int) -> None:
-    """Replace the names of the changed module in every module that imported them."""
-    module = load(name)
-    before = dict(vars(module))
-    exec(compile(mutate(name, number)[0], module.__file__, "exec"), vars(module))
-    for other in list(sys.modules.values()):
-        if getattr(other, "__name__", "").startswith("longctx.kernels") and other is not module:
-            for key, value in list(vars(other).items()):
-                if key in before and value is before[key] and getattr(value, "__module__", "") == module.__name__:
-                    setattr(other, key, vars(module)[key])
+def install(change: str, number: int) -> None:
+    """Change the functions that the kernel calls."""
+    exec(compile(mutate(change, number)[0], schedule.__file__, "exec"), vars(schedule))
 
 
 def check() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import SHAPES, Case, cases, error, oracle, run
 
-from longctx.kernels import merge_states, paged_attention
+from longctx.kernels import merge_states, paged_attention, plan_paged_attention
 
 
 class PagedAttentionTestBase:
@@ -93,3 +93,29 @@ class PagedAttentionTestBase:
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:2], jnp.float32)
         assert not out.any()
         assert bool((lse == -jnp.inf).all())
+
+    @pytest.mark.parametrize("max_rows_per_sequence", [1, 2])
+    def test_a_plan_for_fewer_rows_than_a_sequence_has(self, max_rows_per_sequence: int) -> None:
+        """A sequence of 33 rows, more than one tile has then, beside a decode; the results are those without a plan."""
+        rng = np.random.default_rng(max_rows_per_sequence)
+        heads, kv_heads = 4, 2
+        dtype = jnp.float32 if self.supports_float32 else jnp.bfloat16
+        q = jnp.asarray(rng.standard_normal((34, heads, 64)), dtype)
+        k_pages, v_pages = (jnp.asarray(rng.standard_normal((8, 16, kv_heads, 64)), dtype) for _ in range(2))
+        metadata = (
+            np.arange(8).reshape(2, 4),
+            None,
+            np.array([40, 64]),
+            np.array([39, *range(31, 64)]),
+            np.array([0] + [1] * 33),
+        )
+        arguments = q, k_pages, v_pages, *metadata
+        with self.where():
+            plan = plan_paged_attention(
+                heads, k_pages, *metadata, self.implementation, max_rows_per_sequence=max_rows_per_sequence
+            )
+            out, lse = paged_attention(*arguments, plan=plan)
+        want_out, want_lse = paged_attention(*arguments, implementation="reference")
+        tolerance = 1e-5 if self.supports_float32 else 2e-2
+        np.testing.assert_allclose(out.astype(jnp.float32), want_out.astype(jnp.float32), atol=tolerance)
+        np.testing.assert_allclose(lse, want_lse, atol=1e-4)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from barrier_checker import Arrive, Barrier, Copy, Done, Operation, Read, Slot, Wait, Write
+from barrier_checker import Arrive, Barrier, Copy, Done, Fault, Operation, Read, Slot, Wait, Write
 
 from longctx.kernels.mosaic_gpu import schedule
 from longctx.kernels.mosaic_gpu.schedule import Pipeline
@@ -19,17 +19,26 @@ class Tile(NamedTuple):
     position: int = 0
 
 
-class Product(NamedTuple):
-    """A product that was issued, with what it reads."""
-
-    slots: tuple[Slot, ...]
-    result: Any
-
-
 class Weights(NamedTuple):
+    """Of a block of the tile at a position."""
+
     position: int
     block: int
-    masked: bool
+
+
+class Sum(NamedTuple):
+    """acc: over so many blocks of the tile at a position, scaled to the peak after a block."""
+
+    position: int
+    blocks: int
+    scaled: int
+
+
+class Accumulator:
+    """Of a product that begins with `start`."""
+
+    def __init__(self, start: Sum | None) -> None:
+        self.start, self.result = start, None
 
 
 class Recorder:
@@ -38,8 +47,7 @@ class Recorder:
     def __init__(self, pipeline: Pipeline, tiles: list[Tile], consumer: int = -1) -> None:
         self.pipeline, self.tiles, self.consumer = pipeline, tiles, consumer
         self.operations: list[Operation] = []
-        self.products: list[tuple[list[Product], Product]] = []  # in flight: accumulators, in the order of issue
-        self.current = Tile(0, 0)
+        self.products: list[tuple[Accumulator, list[Slot]]] = []  # in flight, in the order of issue
         blocks = [(tile.position, n) for tile in tiles for n in range(tile.num_blocks)]
         self.next_scores, self.next_converted = iter(blocks), iter([block for block in blocks for _ in "kv"])
 
@@ -49,6 +57,9 @@ class Recorder:
         self.operations.append(Wait((barrier, index)))
 
     def arrive(self, barrier: str, index: int) -> None:
+        """What is called free, no product of this role may read (others are the checker's)."""
+        if any((barrier, index) == (f"{slot[0]}_free", slot[1]) for _, slots in self.products for slot in slots):
+            raise Fault(f"{barrier} {index}: a product still reads that")
         self.operations.append(Arrive((barrier, index)))
 
     def loop(self, start: int, stop: int, step: Callable[[int, Any], Any], carry: Any) -> Any:
@@ -61,6 +72,9 @@ class Recorder:
     def minimum(self, a: int, b: int) -> int:
         return min(a, b)
 
+    def maximum(self, a: int, b: int) -> int:
+        return max(a, b)
+
     def remainder(self, a: int, b: int) -> int:
         return a % b
 
@@ -68,8 +82,7 @@ class Recorder:
         return a
 
     def tile(self, position: int) -> Tile:
-        self.current = self.tiles[position]
-        return self.current
+        return self.tiles[position]
 
     # The producer
 
@@ -94,59 +107,62 @@ class Recorder:
     def convert(self, source: str, source_stage: int, name: str, stage: int) -> None:
         block = next(self.next_converted)
         parts = self.parts(source, source_stage)
-        self.operations += [Read(slot, block) for slot in parts] + [Done(slot) for slot in parts]
+        self.operations += [Read(slot, (block,)) for slot in parts] + [Done(slot) for slot in parts]
         self.operations += [Write(slot, ..., block) for slot in self.parts(name, stage)]
 
-    # A consumer. The state is the blocks of a tile whose softmax and whose product with the values is done.
+    # A consumer
 
-    def begin(self, tile: Tile) -> tuple[int, tuple[int, int]]:
-        return tile.position, (0, 0)
+    def begin(self, tile: Tile) -> tuple[int, Sum, int]:
+        return tile.position, Sum(tile.position, 0, 0), 0
 
-    def softmax(
-        self, tile: Tile, mask: int | None, n: int, state: tuple[int, int], scores: tuple[int, int]
-    ) -> tuple[tuple[int, int], Weights]:
-        assert (scores, state) == ((tile.position, n), (n, n))
+    def weigh(
+        self, tile: Tile, mask: int | None, n: int, softmax: int, scores: tuple[int, int]
+    ) -> tuple[int, Weights, int]:
+        assert (scores, softmax) == ((tile.position, n), n)
         assert mask == tile.position or (mask is None and n < tile.num_full)
-        return (n + 1, n), Weights(tile.position, n, mask is not None)
+        return n + 1, Weights(tile.position, n), n
+
+    def scale(self, acc: Sum, decay: int) -> Sum:
+        assert acc == Sum(acc.position, decay, decay - 1)
+        return acc._replace(scaled=decay)
+
+    def narrow(self, weights: Weights) -> Weights:
+        return weights
 
     def clean(self, tile: Tile, n: int, stage: int) -> None:
         for slot in self.parts("v", stage):
             self.operations.append(Write(slot, (tile.position, n), (tile.position, n, "clean")))
 
-    def multiply(self, state: tuple[int, int], products: Callable[..., Any], scores: bool, values: bool) -> Any:
-        accumulators: list[list[Product]] = [[] for _ in range(scores + values)]
-        results = list(products(*accumulators))
-        if values:
-            result = results.pop(0)
-            assert result == (self.current.position, state[1])
-            state = (state[0], state[1] + 1)
-        assert len(results) == scores
-        return state, results[0] if scores else None
+    def multiply(self, products: Callable[..., Any], scores: bool, acc: Any = None, like: Any = None) -> Any:
+        return products(*[Accumulator(start) for start in [None] * scores + ([] if acc is None else [acc])])
 
-    def issue(self, accumulator: list[Product], reads: list[Read], result: Any) -> None:
+    def issue(self, accumulator: Accumulator, reads: list[Read], result: Any) -> None:
+        assert accumulator.result is None, "an accumulator takes one product"
+        accumulator.result = result
         self.operations += reads
-        product = Product(tuple(read.slot for read in reads), result)
-        accumulator.append(product)
-        self.products.append((accumulator, product))
+        self.products.append((accumulator, [read.slot for read in reads]))
 
-    def issue_scores(self, accumulator: list[Product], stage: int) -> None:
+    def issue_scores(self, accumulator: Accumulator, stage: int) -> None:
         block = next(self.next_scores)
-        reads = [Read(slot, block) for slot in self.parts("k", stage)]
-        self.issue(accumulator, [Read(("q", self.consumer), block[0]), *reads], block)
+        reads = [Read(slot, (block,)) for slot in self.parts("k", stage)]
+        self.issue(accumulator, [Read(("q", self.consumer), block[:1]), *reads], block)
 
-    def issue_values(self, accumulator: list[Product], weights: Weights, stage: int) -> None:
-        content = (weights.position, weights.block, *(("clean",) if weights.masked else ()))
-        self.issue(accumulator, [Read(slot, content) for slot in self.parts("v", stage)], content[:2])
+    def issue_values(self, accumulator: Accumulator, weights: Weights, stage: int) -> None:
+        position, n = weights
+        assert accumulator.start == Sum(position, n, n)
+        # A full block may be clean, as it stays what it is.
+        contents = [(position, n, "clean"), *([(position, n)] if n < self.tiles[position].num_full else [])]
+        reads = [Read(slot, tuple(contents)) for slot in self.parts("v", stage)]
+        self.issue(accumulator, reads, Sum(position, n + 1, n))
 
-    def awaited(self, accumulator: list[Product], in_flight: int = 0) -> Any:
+    def awaited(self, accumulator: Accumulator, in_flight: int = 0) -> Any:
         while len(self.products) > in_flight:
-            self.operations += [Done(slot) for slot in self.products.pop(0)[1].slots]
+            self.operations += [Done(slot) for slot in self.products.pop(0)[1]]
         assert not any(other is accumulator for other, _ in self.products), "its product is still in flight"
-        (product,) = accumulator
-        return product.result
+        return accumulator.result
 
-    def store(self, tile: Tile, state: tuple[int, int]) -> None:
-        assert state == (tile.num_blocks, tile.num_blocks)
+    def store(self, tile: Tile, acc: Sum, softmax: int) -> None:
+        assert (acc, softmax) == (Sum(tile.position, tile.num_blocks, tile.num_blocks - 1), tile.num_blocks)
         assert not self.products
 
     def store_empty(self, tile: Tile) -> None:

@@ -65,14 +65,15 @@ def test_pieces_of_every_number_merge(numbers: list[int], group: int, head_size:
     np.testing.assert_allclose(got_out, want_out, rtol=tolerance, atol=2e-6)
 
 
-def test_many_rows_share_a_thread_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.kernels.mosaic_gpu.merge._ROWS_AT_ONCE", 2)
-    out, lse, pieces = (jnp.asarray(x) for x in drawn([1, 3, 2, 0], 16, 128, seed=3))
-    place = jnp.asarray([[4], [9]], jnp.int32)
-    with interpreted():
-        got = merge_pieces(out, lse, pieces, place, 4, jnp.float32)
-    monkeypatch.undo()
-    with interpreted():
-        want = merge_pieces(out, lse, pieces, place, 4, jnp.float32)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_more_rows_take_fewer_pieces_at_once(num_tokens: int) -> None:
+    """On one multiprocessor 4 rows are not few, and 16 are many."""
+    out, lse, pieces = drawn([1, 9, 2, 3], 16, 128, seed=3)
+    place = np.array([[4], [9], [0], [15]], np.int32)[:num_tokens]
+    with interpreted(num_multiprocessors=1):
+        got_out, got_lse = merge_pieces(*(jnp.asarray(x) for x in (out, lse, pieces, place)), 4, jnp.float32)
+    for token, head in np.ndindex(num_tokens, 4):
+        own = slice(pieces[head, 0], pieces[head].sum())
+        want_out, want_lse = merge_states(out[own, place[token, 0]], lse[own, place[token, 0]])
+        np.testing.assert_allclose(got_out[token, head], want_out, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(got_lse[token, head], want_lse, rtol=1e-6, atol=2e-6)

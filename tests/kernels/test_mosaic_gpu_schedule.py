@@ -88,12 +88,12 @@ class Mutate(ast.NodeTransformer):
         self.sites: list[str] = []
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        body = getattr(node, "body", None)
-        for i, statement in enumerate(body if isinstance(body, list) else ()):
+        bodies = [body for body in (getattr(node, "body", ()), getattr(node, "orelse", ())) if isinstance(body, list)]
+        for body, i in [(body, i) for body in bodies for i in range(len(body))]:
             pair = body[i : i + 2]
             texts = [ast.unparse(x.value) if isinstance(x, ast.Expr | ast.Assign) else "" for x in pair]
             if any(call in texts[0] for call in self.first) and self.second in texts[-1]:
-                self.sites.append(f"{statement.lineno}: {texts[0]}")
+                self.sites.append(f"{pair[0].lineno}: {texts[0]}")
                 if len(self.sites) - 1 == self.number:
                     body[i : i + 2] = [pair[k] for k in self.order if k < len(pair)] or [ast.Pass()]
                     break
@@ -130,8 +130,14 @@ def test_all_waits_and_arrivals_of_the_schedule_are_mutated() -> None:
 def test_each_statement_of_the_schedule_counts(kind: str, number: int) -> None:
     """In every tile, of all roles that execute it."""
     module, sites = mutated(number, *MUTATIONS[kind])
-    cases = itertools.product(SMALL_PIPELINES, (TILES, (5,)))
-    assert any(fault_in(*roles_over(pipeline, blocks, module)) for pipeline, blocks in cases), sites[number]
+
+    def is_noticed(pipeline: Pipeline) -> bool:
+        try:
+            return fault_in(*roles_over(pipeline, TILES, module)) is not None
+        except Fault:
+            return True
+
+    assert any(map(is_noticed, SMALL_PIPELINES)), sites[number]
 
 
 @pytest.mark.parametrize("name", sorted(Pipeline(2, 2, 2, 2).barriers))
@@ -172,15 +178,15 @@ COPY = [Copy(A, X, 1), Wait(A)]
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        (([*COPY, Read(X, 1), Done(X)],), None),
+        (([*COPY, Read(X, (1,)), Done(X)],), None),
         (([Wait(A)], [Wait(B), Arrive(A)]), "waits for ever"),
-        (([Copy(A, X, 1), Arrive(B), Wait(A)], [Wait(B), Read(X, 1), Done(X)]), "copy in flight"),
-        ((COPY, [Read(X, 1)]), "finds None|copy in flight"),
-        (([*COPY, Arrive(B), Copy(A, X, 2), Wait(A)], [Wait(B), Read(X, 1), Done(X)]), "finds|access|in flight"),
-        (([*COPY, Arrive(B), Write(X, 1, 2)], [Wait(B), Read(X, 1), Done(X)]), "finds|access"),
-        (([*COPY, Arrive(B), Write(X, 1, 2)], [Wait(B), Read(X, 2), Done(X)]), "finds|access"),
-        (([*COPY, Write(X, 1, 2), Arrive(B)], [Wait(B), Read(X, 2), Done(X)]), None),
-        (([*COPY, Read(X, 1), Copy(A, X, 2), Wait(A), Done(X)],), "itself is reading"),
+        (([Copy(A, X, 1), Arrive(B), Wait(A)], [Wait(B), Read(X, (1,)), Done(X)]), "copy in flight"),
+        ((COPY, [Read(X, (1,))]), "finds None|copy in flight"),
+        (([*COPY, Arrive(B), Copy(A, X, 2), Wait(A)], [Wait(B), Read(X, (1,)), Done(X)]), "finds|access|in flight"),
+        (([*COPY, Arrive(B), Write(X, 1, 2)], [Wait(B), Read(X, (1,)), Done(X)]), "finds|access"),
+        (([*COPY, Arrive(B), Write(X, 1, 2)], [Wait(B), Read(X, (2,)), Done(X)]), "finds|access"),
+        (([*COPY, Write(X, 1, 2), Arrive(B)], [Wait(B), Read(X, (2,)), Done(X)]), None),
+        (([*COPY, Read(X, (1,)), Copy(A, X, 2), Wait(A), Done(X)],), "itself is reading"),
         (([Arrive(A), Arrive(A)], [Wait(A), Wait(A)]), "but phase 1 is over"),
         (([Copy(A, X, 1)],), "in flight at the end"),
         (([Copy(A, X, 1), Copy(A, ("y",), 1), Wait(A)],), "where all have arrived"),

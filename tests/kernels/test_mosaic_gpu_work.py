@@ -14,24 +14,27 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import make_tiles
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, one_worker_per_tile
-from longctx.kernels.paged_attention.mosaic_gpu import max_rows, plan_mosaic_gpu, tile_config_of
+from longctx.kernels.mosaic_gpu.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, whole_items
+from longctx.kernels.paged_attention.mosaic_gpu import max_rows, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
+Part = tuple[int, list[int], list[int]]
 
-def blocks_of(work: Work, split: bool) -> dict[int, list[tuple[int, list[int], list[int]]]]:
-    """Run the kernel's loops: for each tile its (piece, full blocks, masked blocks), in order. Pieces are unique."""
-    tiles, found, pieces = np.asarray(work.tiles), {}, set()
+
+def blocks_of(work: Work) -> tuple[dict[tuple[int, int], list[Part]], list[int]]:
+    """Run the kernel's loops: (piece, full blocks, masked blocks) of each (head, tile), and each worker's blocks."""
+    tiles, items, found, loads = np.asarray(work.tiles), np.asarray(work.items), {}, []
     for worker, (first, stop, first_unit, stop_unit) in enumerate(np.asarray(work.workers)):
-        for number in range(first, stop):
-            tile = Tile.of(tiles, number, worker, first_unit, stop_unit)
+        loads.append(0)
+        for position in range(first, stop):
+            tile = Tile.of(tiles, items, position, worker, first_unit, stop_unit)
             order = [int(tile.block(jnp.int32(n))) for n in range(int(tile.num_blocks))]
             num_full = int(tile.num_full)
-            if order or not split:
-                assert int(tile.piece) not in pieces
-                pieces.add(int(tile.piece))
-                found.setdefault(number, []).append((int(tile.piece), order[:num_full], order[num_full:]))
-    return found
+            loads[-1] += len(order)
+            if order or work.pieces is None:
+                part = int(tile.piece), order[:num_full], order[num_full:]
+                found.setdefault((int(tile.head), int(tile.number)), []).append(part)
+    return found, loads
 
 
 @st.composite
@@ -44,33 +47,54 @@ def drawn_tiles(draw: st.DrawFn) -> Tiles:
     return Tiles(zeros, zeros, zeros, zeros, *(jnp.asarray(edges[:, i], jnp.int32) for i in range(4)))
 
 
-@given(drawn_tiles(), st.sampled_from([1, 4, 20]))
-@settings(max_examples=12)
-def test_equal_shares_cover_every_block_once(tiles: Tiles, num_workers: int) -> None:
-    work = equal_shares(tiles, num_workers)
-    found = blocks_of(work, True)
+def check_blocks(tiles: Tiles, heads: int, found: dict[tuple[int, int], list[Part]]) -> None:
+    """Every block of every tile once for each head, and masked if it is not full."""
     start, full_start, full_stop, stop = (np.asarray(x) for x in tiles[4:])
-    for tile in range(len(start)):
-        parts = found.get(tile, [])
+    for head, tile in np.ndindex(heads, len(start)):
+        parts = found.get((head, tile), [])
         full, masked = ([block for part in parts for block in part[i]] for i in (1, 2))
         assert sorted(full) == list(range(full_start[tile], full_stop[tile]))
         edges = [*range(start[tile], full_start[tile]), *range(full_stop[tile], stop[tile])]
         assert sorted(masked) == edges
-        first, num = int(work.first_piece[tile]), int(work.num_pieces[tile])
-        assert [piece for piece, *_ in parts] == list(range(first, first + num))
-    assert int(jnp.sum(work.num_pieces)) <= len(start) + num_workers
-    sizes = np.asarray(work.workers[:, 3] - work.workers[:, 2])
-    assert sizes.max() <= max(LEAST_SHARE, -(-int((stop - start).sum()) // num_workers))
 
 
-@given(drawn_tiles())
-@settings(max_examples=8)
-def test_one_worker_per_tile(tiles: Tiles) -> None:
-    found = blocks_of(one_worker_per_tile(tiles), False)
-    assert list(found) == list(range(len(tiles.start)))[::-1]  # the last first
-    for tile, parts in found.items():
-        assert [piece for piece, *_ in parts] == [tile]
-        assert sorted(parts[0][1] + parts[0][2]) == list(range(int(tiles.start[tile]), int(tiles.stop[tile])))
+@given(drawn_tiles(), st.sampled_from([1, 3]), st.sampled_from([1, 4, 20]))
+@settings(max_examples=12)
+def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_workers: int) -> None:
+    work = equal_shares(tiles, heads, num_workers)
+    found, loads = blocks_of(work)
+    check_blocks(tiles, heads, found)
+    assert work.pieces is not None
+    numbers = [piece for parts in found.values() for piece, *_ in parts]
+    assert len(set(numbers)) == len(numbers)
+    for item, (first, number) in enumerate(np.asarray(work.pieces)):
+        parts = found.get(divmod(item, len(tiles.start)), [])
+        assert [piece for piece, *_ in parts] == list(range(first, first + number))
+    assert max(numbers, default=0) < len(work.pieces) + num_workers
+    # Heads need not divide the workers: all have an equal share, but for the last one.
+    share = max(LEAST_SHARE, -(-sum(loads) // num_workers))
+    assert loads == np.clip(sum(loads) - share * np.arange(num_workers), 0, share).tolist()
+
+
+@given(drawn_tiles(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 4, 20]))
+@settings(max_examples=12)
+def test_whole_items_are_dealt_longest_first(tiles: Tiles, heads: int, num_workers: int) -> None:
+    work = whole_items(tiles, heads, num_workers)
+    found, loads = blocks_of(work)
+    assert sorted(found) == [*np.ndindex(heads, len(tiles.start))]
+    assert all(len(parts) == 1 for parts in found.values())
+    check_blocks(tiles, heads, found)
+    assert len(loads) == min(num_workers, heads * len(tiles.start))
+    lengths = np.asarray(tiles.stop - tiles.start)
+    assert max(loads) - min(loads) <= lengths.max()
+    numbers = np.asarray(work.workers[:, 1] - work.workers[:, 0])
+    assert numbers.max() - numbers.min() <= 1
+    # To and fro over the workers, longest first, and all heads of a tile before the next.
+    dealt, workers = [], work.workers[:, :2].tolist()
+    for number in range(numbers.max()):
+        for first, stop in workers[:: -1 if number % 2 else 1]:
+            dealt += [int(work.items[first + number, 1])] if first + number < stop else []
+    assert dealt == np.repeat(np.argsort(-lengths, kind="stable"), heads).tolist()
 
 
 def seen_by(case: Case) -> np.ndarray:
@@ -116,18 +140,21 @@ PAGED = [
 ]
 
 
-@given(paged_cases(PAGED))
+@given(paged_cases(PAGED), st.sampled_from([None, 1, 90]))
 @settings(max_examples=6)
-def test_tiles_of_paged_rows(case: PagedCase) -> None:
-    """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees."""
+def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None) -> None:
+    """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees.
+
+    Also where a sequence has more rows than was said.
+    """
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in case[:3])
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     operands = check_paged_operands(*arrays, **metadata)
-    group, config = case.q.shape[1] // case.k_pages.shape[2], tile_config_of(operands)
+    group = case.q.shape[1] // case.k_pages.shape[2]
     with interpreted():
-        plan = plan_mosaic_gpu(operands)
-    table = np.asarray(plan.work.tiles)
-    all_seen, all_tiles, all_slots, last = map(np.asarray, (plan.seen, plan.tile, plan.slot, plan.last))
+        plan = plan_mosaic_gpu(operands, max_rows_per_sequence)
+    table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.last))
+    config = TileConfig.choose(64, last.shape[1])
     tokens, heads = np.asarray(plan.token), np.asarray(plan.head)
     assert len(tokens) == max_rows(len(case.q), group, len(case.metadata["kv_lengths"]))
     # TMA copies rows into tiles of 8 in shared memory: from any other row on, some would arrive as zeros.
@@ -136,12 +163,11 @@ def test_tiles_of_paged_rows(case: PagedCase) -> None:
     places = set()
     for row, sequence in enumerate(sequences):
         if sequence < 0:
-            assert all_seen[row] == 0
+            assert (all_places[row] == -1).all()
             continue
         seen = max(0, min(case.metadata["q_positions"][row] + 1, lengths[sequence]))
-        assert all_seen[row] == seen
         for g in range(group):
-            tile, slot = int(all_tiles[row, g]), int(all_slots[row, g])
+            tile, slot = divmod(int(all_places[row, g]), config.block_q)
             places.add((tile, slot))
             assert table[tile, 2] == sequence
             assert table[tile, 3] == lengths[sequence]

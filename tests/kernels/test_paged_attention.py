@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paged_attention_test_base import PagedAttentionTestBase
 from paged_cases import SHAPES, Case, Shape, cases, dense, error, make_case, run
 
-from longctx.kernels import paged_attention, write_pages
+from longctx.kernels import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.bits import to_bits
 from longctx.kernels.mosaic_gpu import adapter
 
@@ -110,6 +110,15 @@ def test_write_pages_is_numpy_assignment(seed: int, dtype: str) -> None:
     for got, expected in zip(write(*arrays, page, offset), want[:2], strict=True):
         got = jax.lax.bitcast_convert_type(got, jnp.bfloat16) if dtype == "bfloat16" else got
         np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "1"])
+def test_max_rows_per_sequence_must_be_a_positive_integer(wrong: Any) -> None:
+    pages, zeros = jnp.ones((5, 3, 2, 8)), np.zeros(6, int)
+    with pytest.raises(ValueError, match="max_rows_per_sequence must be an integer of 1 or more"):
+        plan_paged_attention(
+            4, pages, np.zeros((2, 2), int), None, np.zeros(2, int), zeros, zeros, max_rows_per_sequence=wrong
+        )
 
 
 Q, PAGES = jnp.ones((6, 4, 8)), jnp.ones((5, 3, 2, 8))

@@ -105,9 +105,7 @@ def _splitting_pays(lengths: np.ndarray, num_workers: int) -> bool:
     rounds = -(-len(lengths) // num_workers)
     if rounds > 8:
         return False
-    dealt = np.zeros(rounds * num_workers)
-    dealt[: len(lengths)] = lengths
-    dealt = dealt.reshape(rounds, num_workers)
+    dealt = np.pad(lengths, (0, rounds * num_workers - len(lengths))).reshape(rounds, num_workers)
     dealt[1::2] = dealt[1::2, ::-1]
     lost = dealt.sum(0).max() - lengths.sum() / num_workers
     # In blocks: a second kernel and the latency of its reads; writing and reading 128 rows of float32 an item.

@@ -234,27 +234,27 @@ def _consume(
             return weights, of_d_weights.awaited()
 
         def one_product(i: int, rows: Any, others: Any) -> Array:
-            def product(accumulator: Accumulator) -> tuple[Array]:
+            def product(accumulator: Accumulator) -> Array:
                 accumulator.issue(rows, others, transposed=True)
-                return (accumulator.awaited(),)
+                return accumulator.awaited()
 
-            return multiply([start(i)], product)[0]
+            return multiply([start(i)], product, like=start(i))
 
-        def sums(*accumulators: Accumulator) -> tuple[Array, ...]:
+        def sums(*accumulators: Accumulator) -> list[Array]:
             for accumulator, factor in zip(accumulators, factors, strict=True):
                 accumulator.issue(*factor)
-            return tuple(accumulator.awaited() for accumulator in accumulators)
+            return [accumulator.awaited() for accumulator in accumulators]
 
         wait(scratch["ready"].at[at])
         if config.scores and not masked:
-            weights, d_weights = multiply([start(0), start(1)], first_products)
+            weights, d_weights = multiply([start(0), start(1)], first_products, like=(start(0), start(1)))
         else:  # a mask takes registers, so the products run one after the other
             weights = to_weights(one_product(0, a, x))
             d_weights = one_product(1, b, y) if config.scores else weights
         factors = [((weights * d_weights).astype(x.dtype), x)] if config.scores else []
         if config.weights:
             factors.append((weights.astype(y.dtype), y))
-        accs = list(multiply(accs, sums))
+        accs = multiply(accs, sums, like=accs)
         arrive(scratch["free"].at[at])
         return accs
 

@@ -115,37 +115,32 @@ def _kernel(
     q, refs = refs[0], refs[1:]
     num_keys = structure.num_leaves
     keys, rows = jax.tree.unflatten(structure, refs[:num_keys]), refs[num_keys : num_keys + num_rows]
-    tiles, items, workers, out, lse = refs[num_keys + num_rows :]
-    worker, wg = lax.axis_index("worker"), lax.axis_index("wg")
+    block = ThreadBlock(config, pipeline, Operands(q, keys, rows, *refs[num_keys + num_rows :]), scratch, group)
+    wg = lax.axis_index("wg")
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
-
-    def run(role: Callable[..., None], machine: Callable[[ThreadBlock], Any], number: int | None, action: str) -> None:
-        """Run a role of `schedule` with a number of registers."""
-        if number is not None:
-            adapter.set_registers(number, action)
-        # Read here, not once for all roles: the compiler would keep it in local memory from there to here.
-        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-        first_item, stop_item, first_unit, stop_unit = (workers[worker, i] + 0 for i in range(4))
-
-        def tile(position: Array) -> Tile:
-            return Tile.of(tiles, items, position, worker, first_unit, stop_unit)
-
-        block = ThreadBlock(config, pipeline, Operands(q, keys, rows, out, lse), scratch, group, tile)
-        role(machine(block), first_item, stop_item)
 
     @pl.when(wg < num_consumers)
     def _() -> None:
-        run(schedule.consume, lambda block: Consumer(block, wg), registers and registers.consumer, "increase")
+        if registers:
+            adapter.set_registers(registers.consumer, "increase")
+        consumer = Consumer(block, wg)
+        schedule.consume(consumer, consumer.start, consumer.stop)
 
     @pl.when(wg == num_consumers)
     def _() -> None:
-        run(schedule.produce, Producer, registers and registers.producer, "decrease")
+        if registers:
+            adapter.set_registers(registers.producer, "decrease")
+        producer = Producer(block)
+        schedule.produce(producer, producer.start, producer.stop)
 
     if pipeline.num_fp8_stages:
 
         @pl.when(wg == num_consumers + 1)
         def _() -> None:
-            run(schedule.convert, Converter, registers and registers.converter, "decrease")
+            if registers:
+                adapter.set_registers(registers.converter, "decrease")
+            converter = Converter(block)
+            schedule.convert(converter, converter.start, converter.stop)
 
 
 class Operands(NamedTuple):
@@ -154,6 +149,9 @@ class Operands(NamedTuple):
     q: Any
     keys: Contiguous | Paged
     rows: tuple[Any, ...]
+    tiles: Any
+    items: Any
+    workers: Any
     out: Any
     lse: Any
 
@@ -166,7 +164,6 @@ class ThreadBlock(NamedTuple):
     operands: Operands
     shared: dict[str, Any]  # shared memory and barriers
     group: int  # heads that share a KV head
-    tile: Callable[[Array], Tile]
 
 
 class Machine:
@@ -174,13 +171,21 @@ class Machine:
 
     def __init__(self, block: ThreadBlock) -> None:
         self.block, self.pipeline, self.shared = block, block.pipeline, block.shared
-        self.tile_config = block.config.tile_config
+        self.operands, self.tile_config = block.operands, block.config.tile_config
+        self.worker = lax.axis_index("worker")
+        self.start, self.stop = self._of_worker(0), self._of_worker(1)
 
     def wait(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_wait(self.shared[barrier].at[index])
+        plgpu.barrier_wait(self._barrier(barrier, index))
 
     def arrive(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_arrive(self.shared[barrier].at[index])
+        plgpu.barrier_arrive(self._barrier(barrier, index))
+
+    def _barrier(self, barrier: str, index: Any) -> Any:
+        if isinstance(index, int):
+            # Plus 0, which the compiler can't know: it would keep the address in a register from the kernel's begin on.
+            index = index + jnp.minimum(self.start, 0)
+        return self.shared[barrier].at[index]
 
     def loop(self, start: Any, stop: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
         return lax.fori_loop(start, stop, step, carry)
@@ -191,6 +196,9 @@ class Machine:
     def minimum(self, a: Any, b: Any) -> Any:
         return jnp.minimum(a, b)
 
+    def maximum(self, a: Any, b: Any) -> Any:
+        return jnp.maximum(a, b)
+
     def remainder(self, a: Any, b: int) -> Any:
         return lax.rem(a, jnp.int32(b))
 
@@ -198,7 +206,13 @@ class Machine:
         return jnp.int32(a)
 
     def tile(self, position: Array) -> Tile:
-        return self.block.tile(position)
+        # The worker's units are read for each tile: a register less for each in all loops.
+        tables, units = (self.operands.tiles, self.operands.items), (self._of_worker(2), self._of_worker(3))
+        return Tile.of(*tables, position, self.worker, *units)
+
+    def _of_worker(self, column: int) -> Array:
+        # + 0 drops the mesh axes from the type, as loop bounds must not vary over them.
+        return self.operands.workers[self.worker, column] + 0
 
 
 class Producer(Machine):
@@ -206,12 +220,12 @@ class Producer(Machine):
 
     def __init__(self, block: ThreadBlock) -> None:
         super().__init__(block)
-        self.keys = block.operands.keys.load()
+        self.keys = self.operands.keys.load()
 
     def copy_rows(self, tile: Tile, consumer: int) -> None:
         start = tile.q_row + consumer * WARPGROUP_ROWS
         to, ready = self.shared["q"].at[consumer], self.shared["q_ready"].at[consumer]
-        copy_rows(self.block.operands.q, (tile.q_batch,), start, tile.head, to, ready)
+        copy_rows(self.operands.q, (tile.q_batch,), start, tile.head, to, ready)
 
     def find(self, tile: Tile, n: Array) -> None:
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
@@ -232,10 +246,9 @@ class Converter(Machine):
         convert_block(self.shared[source].at[source_stage], scales, self.shared[name].at[stage])
 
 
-class State(NamedTuple):
+class Softmax(NamedTuple):
     """The softmax of 64 rows over the blocks so far, in registers."""
 
-    acc: Array  # [64, H]
     peak: Array  # [64], times log2(e) * scale, so that a weight takes one fused multiply-add and one exp2
     total: Array  # [64]
 
@@ -245,41 +258,42 @@ class Consumer(Machine):
 
     def __init__(self, block: ThreadBlock, wg: Array) -> None:
         super().__init__(block)
-        self.consumer, self.operands = wg, block.operands
+        self.consumer = wg
         self.own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         self.head_size = self.operands.q.shape[-1]
 
-    def begin(self, tile: Tile) -> tuple[tuple[Array, ...], State]:
-        return tuple(read(ref.at[tile.number, self.own], ROW) for ref in self.operands.rows), State(
-            cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE),
-            cast(jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32), ROW),
-            cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), ROW),
-        )
+    def begin(self, tile: Tile) -> tuple[tuple[Array, ...], Array, Softmax]:
+        mask = tuple(read(ref.at[tile.number, self.own], ROW) for ref in self.operands.rows)
+        acc = cast(jnp.zeros((WARPGROUP_ROWS, self.head_size), jnp.float32), TILE)
+        peak, total = (cast(jnp.full((WARPGROUP_ROWS,), x, jnp.float32), ROW) for x in (LOWEST, 0))
+        return mask, acc, Softmax(peak, total)
 
-    def softmax(
-        self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, state: State, scores: Array
-    ) -> tuple[State, Array]:
+    def weigh(
+        self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, softmax: Softmax, scores: Array
+    ) -> tuple[Softmax, Array, Array]:
         if mask is not None:
             seen = self.operands.keys.seen(tile, mask, tile.block(n), scores.shape)
             scores = jnp.where(seen, scores, -jnp.inf)
         factor = self.block.config.scale * _LOG2E
-        peak = jnp.maximum(state.peak, scores.max(1) * factor)
+        peak = jnp.maximum(softmax.peak, scores.max(1) * factor)
         weights = jnp.exp2(scores * factor - broadcast(peak, scores.shape, 0))
-        decay = jnp.exp2(state.peak - peak)
-        total = state.total * decay + weights.sum(1)
-        acc = state.acc * broadcast(decay, state.acc.shape, 0)
-        # So that none of it moves into the consumer's turn.
-        return lax.optimization_barrier((State(acc, peak, total), weights.astype(self.operands.q.dtype)))
+        decay = jnp.exp2(softmax.peak - peak)
+        total = softmax.total * decay + weights.sum(1)
+        # So that all of it is issued while products run, and none waits for them.
+        return lax.optimization_barrier((Softmax(peak, total), weights, decay))
+
+    def scale(self, acc: Array, decay: Array) -> Array:
+        return acc * broadcast(decay, acc.shape, 0)
+
+    def narrow(self, weights: Array) -> Array:
+        return weights.astype(self.operands.q.dtype)
 
     def clean(self, tile: Tile, n: Array, stage: Array) -> None:
         self.operands.keys.clean(tile, tile.block(n), self.shared["v"].at[stage])
 
-    def multiply(
-        self, state: State, products: Callable[..., tuple[Array, ...]], scores: bool, values: bool
-    ) -> tuple[State, Array | None]:
-        starts = [state.acc] * values + [(WARPGROUP_ROWS, self.tile_config.block_kv)] * scores
-        results = multiply(starts, products)
-        return state._replace(acc=results[0]) if values else state, results[-1] if scores else None
+    def multiply(self, products: Callable[..., Any], scores: bool, acc: Array | None = None, like: Any = None) -> Any:
+        starts: list[Any] = [(WARPGROUP_ROWS, self.tile_config.block_kv)] * scores
+        return multiply(starts if acc is None else [*starts, acc], products, like)
 
     def issue_scores(self, accumulator: Accumulator, stage: Array) -> None:
         slot = self.consumer
@@ -294,12 +308,12 @@ class Consumer(Machine):
     def awaited(self, accumulator: Accumulator, in_flight: int = 0) -> Array:
         return accumulator.awaited(in_flight)
 
-    def store(self, tile: Tile, state: State) -> None:
+    def store(self, tile: Tile, acc: Array, softmax: Softmax) -> None:
         # Masked scores are -inf and peaks begin finite, so the total of a row that saw nothing is exactly 0.
-        empty = state.total == 0
-        total = jnp.where(empty, jnp.float32(1), state.total)
-        lse = jnp.where(empty, jnp.float32(-jnp.inf), state.peak * (1 / _LOG2E) + jnp.log(total))
-        self._write(tile, state.acc * broadcast(1 / total, state.acc.shape, 0), lse)
+        empty = softmax.total == 0
+        total = jnp.where(empty, jnp.float32(1), softmax.total)
+        lse = jnp.where(empty, jnp.float32(-jnp.inf), softmax.peak * (1 / _LOG2E) + jnp.log(total))
+        self._write(tile, acc * broadcast(1 / total, acc.shape, 0), lse)
 
     def store_empty(self, tile: Tile) -> None:
         if not self.block.config.split:  # else a tile without blocks has no piece

@@ -1,12 +1,14 @@
 """Merges the pieces of items: `merge_states` where only the device knows which pieces each item has.
 
-A thread block computes one row, or a few if there are many; a thread has the same columns of every piece. Pieces are
-read in groups: all loads of a group are in flight before the first is used, so that a row takes the latency of a few
-reads, not of one for each piece. No piece is read that a row doesn't have. Groups come in a fixed order, so results
-repeat bit for bit.
+A thread block computes one row at a time, or a few if there are many; a thread has the same columns of every piece.
+Pieces are read in groups: all loads of a group are in flight before the first is used, and those of the next group
+before the last one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. The last group
+repeats the row's last piece, which is then in the cache: no other piece is read. Groups come in a fixed order, so
+results repeat bit for bit.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,11 +19,11 @@ from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
 from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
+from longctx.kernels.mosaic_gpu.device import Device
 
-# Pieces of a group; what remains of the rows' pieces takes at most one group of each other size.
-_GROUPS = (16, 8, 4, 2, 1)
-# With more rows than multiprocessors can hold at once, a thread block computes several.
-_ROWS_AT_ONCE = 12 * 132
+# Thread blocks of many rows that a multiprocessor holds at once, by their registers.
+_RESIDENT = 5
+_LOG2E = math.log2(math.e)
 
 
 @kernel_jit("heads", "out_dtype")
@@ -44,78 +46,143 @@ def merge_pieces(
     """
     (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
     num_tiles = pieces.shape[0] * group // heads
-    num_rows = next(n for n in (4, 2, 1) if heads % n == 0 and (num_tokens * heads >= n * _ROWS_AT_ONCE or n == 1))
+    config = _Config.choose(num_tokens * heads, heads, head_size)
     kernel = adapter.kernel(
-        functools.partial(_kernel, _Sizes(heads, group, num_tiles, block_q, num_rows)),
+        functools.partial(_kernel, config, _Layout(heads, group, num_tiles, block_q)),
         [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
         like=out,
         kernel_name="merge_pieces",
-        # CUDA bounds all grid axes but the last one here to 65,535.
-        grid=(heads // num_rows, num_tokens),
-        grid_names=("heads", "token"),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
         num_threads=1,
     )
     return kernel(out, lse, pieces, place)
 
 
-class _Sizes(NamedTuple):
+class _Config(NamedTuple):
+    num_blocks: int  # thread blocks
+    num_rows: int  # that one computes at once
+    num_loads: int  # pieces of a group
+
+    @classmethod
+    def choose(cls, total: int, heads: int, head_size: int) -> "_Config":
+        """The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
+
+        With many rows, several at once keep more loads in flight than many pieces of one.
+        """
+        num_sms = Device.target().num_multiprocessors
+        if total > _RESIDENT * num_sms:
+            num_rows = next(n for n in (4, 2, 1) if heads % n == 0)
+            return cls(min(total // num_rows, _RESIDENT * num_sms), num_rows, 2)
+        values = 1 if head_size == 128 else 2  # of a piece in a thread
+        return cls(total, 1, 8 if total > 2 * num_sms else 32 // values)
+
+
+class _Layout(NamedTuple):
+    """Where rows are."""
+
     heads: int
     group: int
     num_tiles: int
     block_q: int
-    num_rows: int
+
+    def find(self, pieces: Any, place: Any, token: Array, head: Array) -> "_Row":
+        row_head, of_group = (op(head, jnp.int32(self.group)) for op in (lax.div, lax.rem))
+        at = place[token, of_group]
+        tile, slot = (op(jnp.maximum(at, 0), jnp.int32(self.block_q)) for op in (lax.div, lax.rem))
+        item = row_head * self.num_tiles + tile
+        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
+        return _Row(token, head, slot, pieces[item, 0] + 0, jnp.where(at >= 0, pieces[item, 1], 0) + 0)
+
+
+class _Row(NamedTuple):
+    """A head of a token: a slot of the pieces [first, first + number)."""
+
+    token: Array
+    head: Array
+    slot: Array
+    first: Array
+    number: Array
+
+
+def _kernel(
+    config: _Config, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
+) -> None:
+    head_size, (num_tokens, heads) = outs.shape[-1], lse_ref.shape
+    # Fewer columns than threads need another layout, in which several threads have the same.
+    layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
+
+    def load(row: _Row, group: Any) -> tuple[list[Array], list[Array]]:
+        """lse and out of a group of pieces; -inf where the row has no more."""
+        numbers = [group * config.num_loads + n for n in range(config.num_loads)]
+        at = [row.first + jnp.clip(number, 0, jnp.maximum(row.number - 1, 0)) for number in numbers]
+        loaded = [(lses[piece, row.slot], read(outs.at[piece, row.slot], layout)) for piece in at]
+        mask = [number < row.number for number in numbers]
+        return [jnp.where(m, lse, -jnp.inf) for m, (lse, _) in zip(mask, loaded, strict=True)], [x for _, x in loaded]
+
+    def merge_row(row: _Row, group: tuple[list[Array], list[Array]]) -> None:
+        def step(n: Array, carry: Any) -> Any:
+            state, group = carry
+            following = load(row, n + 1)
+            return state.absorb(*group), following
+
+        nothing = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
+        num_groups = lax.div(row.number + (config.num_loads - 1), jnp.int32(config.num_loads))
+        state, group = lax.fori_loop(0, num_groups - 1, step, (nothing, group))
+        out, lse = state.absorb(*group).results()
+        out_ref.at[row.token, row.head][...] = out.astype(out_ref.dtype)
+        lse_ref.at[row.token, row.head][...] = lse
+
+    num_steps, block = num_tokens * heads // config.num_rows, lax.axis_index("block") + 0
+
+    def merge_rows(n: Any, _: None) -> None:
+        first = (block + n * config.num_blocks) * config.num_rows
+        token, head = lax.div(first, jnp.int32(heads)), lax.rem(first, jnp.int32(heads))
+        rows = [where.find(pieces, place, token, head + n) for n in range(config.num_rows)]
+        groups = [load(row, 0) for row in rows]
+        for row, group in zip(rows, groups, strict=True):
+            merge_row(row, group)
+
+    if config.num_blocks == num_steps:
+        merge_rows(0, None)
+    else:
+        num_own = lax.div(num_steps - 1 - block, jnp.int32(config.num_blocks)) + 1
+        lax.fori_loop(0, num_own, merge_rows, None)
 
 
 class _State(NamedTuple):
     """Of one row: `acc` `[H]` and `total` are sums of weights exp(lse - peak)."""
 
-    acc: Any
-    peak: Any
-    total: Any
+    acc: Array
+    peak: Array
+    total: Array
 
-
-def _kernel(sizes: _Sizes, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any) -> None:
-    token, heads = lax.axis_index("token"), lax.axis_index("heads")
-    for i in range(sizes.num_rows):
-        head = heads * sizes.num_rows + i
-        at = place[token, lax.rem(head, jnp.int32(sizes.group))]
-        tile, row = (op(jnp.maximum(at, 0), jnp.int32(sizes.block_q)) for op in (lax.div, lax.rem))
-        item = lax.div(head, jnp.int32(sizes.group)) * sizes.num_tiles + tile
-        number = jnp.where(at >= 0, pieces[item, 1], 0)
-        # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-        state = _merge_row(outs, lses, row, pieces[item, 0] + 0, number + 0)
-        empty = state.total == 0
-        total = jnp.where(empty, jnp.float32(1), state.total)
-        out_ref.at[token, head][...] = (state.acc * (1 / total)).astype(out_ref.dtype)
-        lse_ref.at[token, head][...] = jnp.where(empty, jnp.float32(-jnp.inf), state.peak + jnp.log(total))
-
-
-def _merge_row(outs: Any, lses: Any, row: Array, first: Array, number: Array) -> _State:
-    """Merge one row of the pieces [first, first + number)."""
-    head_size = outs.shape[-1]
-    # Fewer columns than threads need another layout, in which several threads have the same.
-    layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
-
-    def absorb(piece: Array, state: _State, size: int) -> _State:
-        lse = [lses[piece + n, row] for n in range(size)]
-        out = [read(outs.at[piece + n, row], layout) for n in range(size)]
+    def absorb(self, lses: list[Array], outs: list[Array]) -> "_State":
         # The peak begins finite, so that an empty piece, whose lse is -inf, has weight 0.
-        peak = functools.reduce(jnp.maximum, lse, state.peak)
-        decay = jnp.exp(state.peak - peak)
-        acc, total = state.acc * decay, state.total * decay
-        for n in range(size):
-            weight = jnp.exp(lse[n] - peak)
-            acc, total = acc + out[n] * weight, total + weight
+        peak = jnp.maximum(self.peak, _max(lses))
+        decay = _exp(self.peak - peak)
+        acc, total = self.acc * decay, self.total * decay
+        for lse, out in zip(lses, outs, strict=True):
+            weight = _exp(lse - peak)
+            acc, total = acc + out * weight, total + weight
         return _State(acc, peak, total)
 
-    state = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
-    for size in _GROUPS:
-        num_groups = lax.div(number, jnp.int32(size))
-        step = functools.partial(_group_step, absorb, first, size)
-        state = lax.fori_loop(0, num_groups, step, state)
-        first, number = first + num_groups * size, number - num_groups * size
-    return state
+    def results(self) -> tuple[Array, Array]:
+        """(out, lse)."""
+        empty = self.total == 0
+        total = jnp.where(empty, jnp.float32(1), self.total)
+        # What a row without pieces has loaded may be NaN.
+        out = jnp.where(empty, jnp.zeros_like(self.acc), self.acc * (1 / total))
+        return out, jnp.where(empty, jnp.float32(-jnp.inf), self.peak + jnp.log(total))
 
 
-def _group_step(absorb: Any, first: Array, size: int, n: Array, state: _State) -> _State:
-    return absorb(first + n * size, state, size)
+def _exp(x: Array) -> Array:
+    # In base 2 it is one instruction.
+    return jnp.exp2(x * _LOG2E)
+
+
+def _max(values: list[Array]) -> Array:
+    """Of a power of two of values, in pairs: a chain would take the latency of each."""
+    while len(values) > 1:
+        values = [jnp.maximum(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]

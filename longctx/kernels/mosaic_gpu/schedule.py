@@ -7,10 +7,11 @@ roles can run is searched for deadlocks and races. Nothing here depends on JAX.
 The producer copies the rows of each tile to `q` (a slot for each consumer) and its keys and values, block by block, to
 the rings `k` and `v` (a slot for each stage). A consumer computes, of block n,
 
-    scores(n) = q @ k(n).T,   weights(n) = softmax so far,   acc += weights(n) @ v(n)
+    scores(n) = q @ k(n).T,   weights(n) = exp(scores(n) - peak so far),   acc = acc * decay + weights(n) @ v(n)
 
-and multiplies in turns with the other consumer: in the turn of block n it issues weights(n) @ v(n) and scores(n + 1)
-together, so that the tensor cores go from one to the next, and while the other has its turn it computes weights(n + 1).
+and multiplies in turns with the other consumer: in one turn it issues scores(n + 1) and weights(n) @ v(n) together, so
+that the tensor cores go from one to the next. It computes weights(n + 1) while its own second product runs, and while
+the other consumer has its turn.
 
 Blocks of FP8 pages are copied to the rings `k_fp8` and `v_fp8` instead. The converter moves them to `k` and `v`, of
 which the consumers know nothing else.
@@ -98,6 +99,8 @@ class Machine(Protocol):
 
     def minimum(self, a: Any, b: Any) -> Any: ...
 
+    def maximum(self, a: Any, b: Any) -> Any: ...
+
     def remainder(self, a: Any, b: int) -> Any: ...
 
     def integer(self, a: int) -> Any:
@@ -128,22 +131,28 @@ class Converter(Machine, Protocol):
 
 
 class Consumer(Machine, Protocol):
-    """What a consumer does besides, in registers. `state` is (acc, and what the softmax carries)."""
+    """What a consumer does besides, in registers. `softmax` is what the softmax carries beside acc."""
 
     consumer: Any  # 0 or 1
 
-    def begin(self, tile: Any) -> tuple[Any, Any]:
-        """What the masks of these rows need, and the state of rows that have seen nothing."""
+    def begin(self, tile: Any) -> tuple[Any, Any, Any]:
+        """What the masks of these rows need; acc of 0; and the softmax of rows that have seen nothing."""
 
-    def softmax(self, tile: Any, mask: Any, n: Any, state: Any, scores: Any) -> tuple[Any, Any]:
-        """The state with acc scaled for the scores of the n-th block, and the block's weights. No mask: None."""
+    def weigh(self, tile: Any, mask: Any, n: Any, softmax: Any, scores: Any) -> tuple[Any, Any, Any]:
+        """The softmax after the n-th block, the block's weights in float32, and the decay of what came before.
+        Without a mask, it is None."""
+
+    def scale(self, acc: Any, decay: Any) -> Any: ...
+
+    def narrow(self, weights: Any) -> Any:
+        """Weights in 16 bits, as products take them."""
 
     def clean(self, tile: Any, n: Any, stage: Any) -> None:
         """Write zeros over values of the n-th block that nobody ever wrote, in a stage of `v`."""
 
-    def multiply(self, state: Any, products: Callable[..., tuple[Any, ...]], scores: bool, values: bool) -> Any:
-        """Call `products` with an accumulator for acc, which begins with the state's, if `values`, and one for scores,
-        which begins with 0, if `scores`; it returns what was `awaited` of each. Return (state, scores or None)."""
+    def multiply(self, products: Callable[..., Any], scores: bool, acc: Any = None, like: Any = None) -> Any:
+        """What `products` returns, called with an accumulator of zeros for scores, if `scores`, and then one that
+        begins with `acc`, if given; then `like` has the structure, shapes and dtypes of what it returns."""
 
     def issue_scores(self, accumulator: Any, stage: Any) -> None:
         """Begin `accumulator += q[consumer] @ k[stage].T`, which reads both until it is awaited."""
@@ -154,7 +163,7 @@ class Consumer(Machine, Protocol):
     def awaited(self, accumulator: Any, in_flight: int = 0) -> Any:
         """Wait until at most so many of the products issued last are in flight; the accumulator's value."""
 
-    def store(self, tile: Any, state: Any) -> None:
+    def store(self, tile: Any, acc: Any, softmax: Any) -> None:
         """Write the results of a tile."""
 
     def store_empty(self, tile: Any) -> None:
@@ -244,7 +253,7 @@ def consume(machine: Consumer, start: Any, stop: Any) -> None:
 
     def consume_tile(position: Any, done: Progress) -> Progress:
         tile = machine.tile(position)
-        machine.when(tile.num_blocks > 0, lambda: _consume_blocks(machine, tile, done.blocks))
+        machine.when(tile.num_blocks > 0, lambda: _consume_blocks(machine, position, tile, done.blocks))
         machine.when(tile.num_blocks == 0, lambda: machine.store_empty(tile))
         return done.after(machine, tile)
 
@@ -255,7 +264,7 @@ def consume(machine: Consumer, start: Any, stop: Any) -> None:
         machine.when(me == 0, lambda: machine.wait("turn", 0))
 
 
-def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
+def _consume_blocks(machine: Consumer, position: Any, tile: Any, blocks_before: Any) -> None:
     two, me = machine.pipeline.num_consumers == 2, machine.consumer
 
     def stage(n: Any) -> Any:
@@ -269,57 +278,76 @@ def _consume_blocks(machine: Consumer, tile: Any, blocks_before: Any) -> None:
         if two:
             machine.arrive("turn", 1 - me)
 
-    def weigh(n: Any, carry: Any, masked: bool) -> tuple[Any, Any]:
-        """Softmax of block n; its values are there and clean, as far as this consumer cleans them."""
-        state, scores = carry
-        state, weights = machine.softmax(tile, mask if masked else None, n, state, scores)
-        machine.wait("v_ready", stage(n))
-        if masked:  # consumer 0 cleans for both, as its turn comes first
-            machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
-        return state, weights
+    def clean(n: Any) -> None:
+        """Consumer 0 cleans for both, as its turn comes first."""
+        machine.when(me == 0, lambda: machine.clean(tile, n, stage(n)))
 
-    def first_scores(accumulator: Any) -> tuple[Any]:
-        machine.issue_scores(accumulator, stage(0))
+    def first_scores(of_scores: Any) -> tuple[Any, Any]:
+        machine.issue_scores(of_scores, stage(0))
         pass_turn()
-        scores = machine.awaited(accumulator)
+        scores = machine.awaited(of_scores)
         machine.arrive("k_free", stage(0))
-        return (scores,)
+        after, weights, _ = machine.weigh(tile, mask, 0, softmax, scores)
+        machine.wait("v_ready", stage(0))
+        return after, machine.narrow(weights)
 
     def step(n: Any, carry: Any, masked: bool) -> Any:
-        state, weights = weigh(n, carry, masked)
+        """The product of block n, and the weights of block n + 1, which takes a mask if `masked`."""
+        acc, softmax, weights = carry
+        if masked:
+            clean(n)
         machine.wait("k_ready", stage(n + 1))
         take_turn()
 
-        def products(of_values: Any, of_scores: Any) -> tuple[Any, Any]:
-            machine.issue_values(of_values, weights, stage(n))
+        def products(of_scores: Any, of_values: Any) -> tuple[Any, Any, Any]:
+            def weigh() -> tuple[Any, Any, Any]:
+                return machine.weigh(tile, mask if masked else None, n + 1, softmax, scores)
+
+            def await_values() -> Any:
+                acc = machine.awaited(of_values)
+                machine.arrive("v_free", stage(n))
+                return acc
+
             machine.issue_scores(of_scores, stage(n + 1))
+            machine.issue_values(of_values, weights, stage(n))
             pass_turn()
-            acc = machine.awaited(of_values, in_flight=1)
-            machine.arrive("v_free", stage(n))
-            scores = machine.awaited(of_scores)
+            scores = machine.awaited(of_scores, in_flight=1)
             machine.arrive("k_free", stage(n + 1))
-            return acc, scores
+            if masked:  # a mask takes the registers of the weights, which the product of values reads
+                acc = await_values()
+                after, wide_weights, decay = weigh()
+                machine.wait("v_ready", stage(n + 1))
+            else:
+                after, wide_weights, decay = weigh()
+                # Before the other wait: where it branches, the compiler can't move the softmax behind that one.
+                machine.wait("v_ready", stage(n + 1))
+                acc = await_values()
+            # Not before: no register of a product's operands may be written while it runs.
+            return machine.scale(acc, decay), after, machine.narrow(wide_weights)
 
-        return machine.multiply(state, products, scores=True, values=True)
+        return machine.multiply(products, scores=True, acc=acc, like=carry)
 
-    def last_values(accumulator: Any) -> tuple[Any]:
-        machine.issue_values(accumulator, weights, stage(last))
+    def last_values(of_values: Any) -> Any:
+        machine.issue_values(of_values, weights, stage(last))
         pass_turn()
-        acc = machine.awaited(accumulator)
+        acc = machine.awaited(of_values)
         machine.arrive("v_free", stage(last))
-        return (acc,)
+        return acc
 
     last = tile.num_blocks - 1
-    mask, state = machine.begin(tile)
+    mask, acc, softmax = machine.begin(tile)
     machine.wait("q_ready", me)
     machine.wait("k_ready", stage(0))
     take_turn()
-    carry = machine.multiply(state, first_scores, scores=True, values=False)
-    num_full = machine.minimum(tile.num_full, last)
+    carry = acc, *machine.multiply(first_scores, scores=True)
+    # Blocks without a mask come first, and step n weighs block n + 1. The first block is weighed with one always.
+    num_full = machine.maximum(tile.num_full - 1, 0)
     carry = machine.loop(0, num_full, lambda n, carry: step(n, carry, masked=False), carry)
     carry = machine.loop(num_full, last, lambda n, carry: step(n, carry, masked=True), carry)
     machine.arrive("q_free", me)
-    state, weights = weigh(last, carry, masked=True)
+    acc, softmax, weights = carry
+    clean(last)
     take_turn()
-    state, _ = machine.multiply(state, last_values, scores=False, values=True)
-    machine.store(tile, state)
+    acc = machine.multiply(last_values, scores=False, acc=acc, like=acc)
+    # The tile is read again, as nothing that only this needs shall take registers in the loops.
+    machine.store(machine.tile(position), acc, softmax)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.mosaic_gpu.adapter import TILE, cast, interpreting
+from longctx.kernels.mosaic_gpu.adapter import interpreting
 
 
 class Accumulator:
@@ -64,13 +64,13 @@ def _late_product(early: list[Array], operands: tuple[Any, Any], transposed: boo
     return jnp.matmul(a, b.T if transposed else b, preferred_element_type=jnp.float32)
 
 
-def multiply(
-    starts: Sequence[Array | tuple[int, int]], products: Callable[..., tuple[Array, ...]]
-) -> tuple[Array, ...]:
-    """Call `products` with an `Accumulator` for each start: a float32 array in layout `TILE`, or the shape of zeros.
+def multiply(starts: Sequence[Array | tuple[int, int]], products: Callable[..., Any], like: Any = None) -> Any:
+    """What `products` returns, called with an `Accumulator` for each start.
 
-    `products` issues one product for each, awaits them, and returns a float32 array for each, of its shape and in
-    layout `TILE`: its value, or what was computed from it while other products were in flight.
+    Args:
+      starts: float32 arrays in layout `TILE`, or shapes of zeros.
+      products: issues one product for each accumulator, and awaits them all.
+      like: arrays with the structure, shapes, dtypes and layouts of the result; needed if any start is an array.
     """
     issued: list[Accumulator] = []
     if interpreting():
@@ -78,11 +78,11 @@ def multiply(
     zeros = [start for start in starts if isinstance(start, tuple)]
     arrays = [start for start in starts if not isinstance(start, tuple)]
 
-    def run(of_arrays: Sequence[Any], *of_zeros: Any) -> tuple[Array, ...]:
+    def run(of_arrays: Sequence[Any], *of_zeros: Any) -> Any:
         refs = iter(of_arrays), iter(of_zeros)
         return products(*(Accumulator(start, next(refs[isinstance(start, tuple)]), issued) for start in starts))
 
-    def scoped(of_arrays: Sequence[Any]) -> tuple[Array, ...]:
+    def scoped(of_arrays: Sequence[Any]) -> Any:
         if not zeros:
             return run(of_arrays)
         return pl.run_scoped(functools.partial(run, of_arrays), *(plgpu.ACC(shape, jnp.float32) for shape in zeros))
@@ -94,9 +94,8 @@ def multiply(
     # with zeros there would take a move for each register.
     def state(refs: Any) -> None:
         of_arrays, results = refs
-        for ref, result in zip(results, scoped(of_arrays), strict=True):
+        for ref, result in zip(results, jax.tree.leaves(scoped(of_arrays)), strict=True):
             ref[...] = result
 
-    shapes = [start if isinstance(start, tuple) else start.shape for start in starts]
-    results = [cast(jnp.zeros(shape, jnp.float32), TILE) for shape in shapes]
-    return tuple(pl.run_state(state)(([plgpu.ACC.init(x) for x in arrays], results))[1])
+    leaves, structure = jax.tree.flatten(like)
+    return structure.unflatten(pl.run_state(state)(([plgpu.ACC.init(x) for x in arrays], leaves))[1])

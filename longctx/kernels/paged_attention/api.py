@@ -111,5 +111,5 @@ def _paged_attention(
         out = jnp.zeros_like(operands.q, jnp.promote_types(operands.q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.data)
+        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.data, out_dtype)
     return out.astype(out_dtype), lse

@@ -57,7 +57,7 @@ def mosaic_gpu_paged_attention(
 def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None = None) -> MosaicGpuPlan:
     """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers.
 
-    Tiles are no larger than `max_rows_per_sequence` rows of q need. A sequence with more has more tiles.
+    Tiles are no larger than `max_rows_per_sequence` rows of q need. A sequence with more rows has more tiles.
     """
     (length, heads, head_size), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     most = length if max_rows_per_sequence is None else min(length, max_rows_per_sequence)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -21,24 +22,33 @@ from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
 
 
-def plan_mosaic_gpu(operands: PagedOperands) -> Any:
+def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None) -> Any:
     # Importing Pallas takes half a second, so only callers that use it import it.
     from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu
 
-    return plan_mosaic_gpu(operands)
+    return plan_mosaic_gpu(operands, max_rows_per_sequence)
 
 
-def mosaic_gpu_paged_attention(operands: PagedOperands, scale: float, plan: Any) -> tuple[Array, Array]:
+def mosaic_gpu_paged_attention(
+    operands: PagedOperands, scale: float, plan: Any, out_dtype: jnp.dtype
+) -> tuple[Array, Array]:
     from longctx.kernels.paged_attention.mosaic_gpu import mosaic_gpu_paged_attention
 
-    return mosaic_gpu_paged_attention(operands, scale, plan)
+    return mosaic_gpu_paged_attention(operands, scale, plan, out_dtype)
 
 
-# plan(operands) -> data, from shapes and metadata; forward(operands, scale, data) -> (out, lse)
-IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands], Any], Callable[..., tuple[Array, Array]]]] = {
+# plan(operands, max_rows_per_sequence) -> data, from shapes and metadata
+# forward(operands, scale, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
+IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands, int | None], Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
-    "xla": (plan_xla, xla_paged_attention),
-    "reference": (lambda operands: None, reference_paged_attention),
+    "xla": (
+        lambda operands, _: plan_xla(operands),
+        lambda operands, scale, data, _: xla_paged_attention(operands, scale, data),
+    ),
+    "reference": (
+        lambda operands, _: None,
+        lambda operands, scale, data, _: reference_paged_attention(operands, scale, data),
+    ),
 }
 
 
@@ -65,6 +75,7 @@ def plan_paged_attention(
     q_sequence: Int[ArrayLike, "T"],
     implementation: str | None = None,
     q_dtype: DTypeLike | None = None,
+    max_rows_per_sequence: int | None = None,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
@@ -76,6 +87,9 @@ def plan_paged_attention(
       page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
+      max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
+        are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
+        which take more tiles. None: any number.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
@@ -89,21 +103,28 @@ def plan_paged_attention(
     metadata = check_metadata(page_table, page_index, kv_lengths, q_positions, q_sequence, num_rows)
     if num_heads < 1 or num_heads % k_pages.shape[2]:
         raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
+    if max_rows_per_sequence is not None:
+        if not isinstance(max_rows_per_sequence, Integral) or max_rows_per_sequence < 1:
+            raise ValueError(f"max_rows_per_sequence must be an integer of 1 or more, got {max_rows_per_sequence!r}")
+        max_rows_per_sequence = int(max_rows_per_sequence)
     chosen = choose_implementation(implementation, q.dtype, pages)
-    return _plan(q, pages, chosen, metadata)
+    return _plan(q, pages, chosen, max_rows_per_sequence, metadata)
 
 
-@kernel_jit("q", "pages", "implementation", inline=True)
-def _plan(q: Any, pages: Any, implementation: str, metadata: tuple[Any, ...]) -> PagedPlan:
+@kernel_jit("q", "pages", "implementation", "max_rows_per_sequence", inline=True)
+def _plan(
+    q: Any, pages: Any, implementation: str, max_rows_per_sequence: int | None, metadata: tuple[Any, ...]
+) -> PagedPlan:
     arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
-    return make_plan(PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0)), implementation)
+    operands = PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0))
+    return make_plan(operands, implementation, max_rows_per_sequence)
 
 
-def make_plan(operands: PagedOperands, implementation: str) -> PagedPlan:
+def make_plan(operands: PagedOperands, implementation: str, max_rows_per_sequence: int | None = None) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
-    data = None if empty else IMPLEMENTATIONS[implementation][0](operands)
+    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, max_rows_per_sequence)
     return PagedPlan(implementation, shapes_of(operands), empty, data)
 
 
