@@ -29,8 +29,8 @@ Roles = dict[str, list[Operation]]
 
 
 def roles_over(pipeline: Pipeline, blocks: tuple[int, ...], module: Any = schedule) -> tuple[Roles, dict[Barrier, int]]:
-    """The roles over tiles of so many blocks, of which half, all or none are full."""
-    return roles_of(pipeline, [Tile(n, (n // 2, n, 0)[i % 3]) for i, n in enumerate(blocks)], module)
+    """The roles over tiles of so many blocks, of which all, half or none are full."""
+    return roles_of(pipeline, [Tile(n, (n, n // 2, 0)[(i + n) % 3]) for i, n in enumerate(blocks)], module)
 
 
 def fault_in(roles: Roles, arrivals: dict[Barrier, int], exhaustive: bool = False) -> str | None:
@@ -88,8 +88,8 @@ class Mutate(ast.NodeTransformer):
         self.sites: list[str] = []
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        bodies = [body for body in (getattr(node, "body", ()), getattr(node, "orelse", ())) if isinstance(body, list)]
-        for body, i in [(body, i) for body in bodies for i in range(len(body))]:
+        bodies = [x for x in (getattr(node, "body", ()), getattr(node, "orelse", ())) if isinstance(x, list)]
+        for body, i in [(x, i) for x in bodies for i in range(len(x))]:
             pair = body[i : i + 2]
             texts = [ast.unparse(x.value) if isinstance(x, ast.Expr | ast.Assign) else "" for x in pair]
             if any(call in texts[0] for call in self.first) and self.second in texts[-1]:
