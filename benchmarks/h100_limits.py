@@ -48,14 +48,23 @@ def floor_rows(shapes: list[AttentionShape]) -> list[dict[str, object]]:
     return rows
 
 
-def floor_table(shapes: list[AttentionShape]) -> str:
-    """In markdown."""
+_FLOOR = ("GFLOP", "MB", "FLOP/byte", "FLOPs, ms", "bytes, ms")
+_FLOOR_KEYS = ("gflop", "mb", "flop_per_byte", "flops_ms", "bytes_ms")
+_PREDICTED = ("predicted ms", "TFLOP/s", "TB/s", "of the floor")
+_PREDICTED_KEYS = ("predicted_ms", "predicted_tflops", "predicted_tbps", "predicted_of_floor")
+
+
+def floor_table(rows: list[dict[str, object]]) -> str:
+    """Rows of `floor_rows` in markdown, and what is predicted for them if they have it."""
+    keys, names = list(_FLOOR_KEYS), list(_FLOOR)
+    if rows and _PREDICTED_KEYS[0] in rows[0]:
+        keys, names = keys + list(_PREDICTED_KEYS), names + list(_PREDICTED)
     lines = [
-        "| shape | q [B, T, N, H] | k, v [B, S, K, H] | GFLOP | MB | FLOP/byte | FLOPs, ms | bytes, ms | binds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| shape | q [B, T, N, H] | k, v [B, S, K, H] | {' | '.join(names)} | binds |",
+        "|---" * (4 + len(names)) + "|",
     ]
-    for row in floor_rows(shapes):
+    for row in rows:
         q, kv = (", ".join(map(str, row[x])) for x in ("q", "kv"))  # type: ignore[call-overload]
-        numbers = " | ".join(f"{row[x]:.4g}" for x in ("gflop", "mb", "flop_per_byte", "flops_ms", "bytes_ms"))
+        numbers = " | ".join(f"{row[x]:.4g}" for x in keys)
         lines.append(f"| {row['shape']} | {q} | {kv} | {numbers} | {row['binds']} |")
     return "\n".join(lines)

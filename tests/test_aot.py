@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import cuda_tools
+
 TESTS = Path(__file__).parent
 # Their names do not begin with test_, so that pytest does not collect them here.
 FILES = sorted((TESTS / "aot").glob("*.py"))
@@ -18,9 +20,12 @@ FILES = sorted((TESTS / "aot").glob("*.py"))
 def compile_for_h100(paths: list[Path], marks: str) -> None:
     plugin = Path(sys.prefix) / "aot"
     assert plugin.is_dir(), "the CUDA plugin is missing: `make .venv/installed-aot` fetches it"
+    assert not cuda_tools.missing(), "ptxas is missing: `make .venv/installed-ptxas` fetches it"
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(plugin), "LONGCTX_TEST_PROGRAMS": "", "XLA_FLAGS": ""}
-    environment = os.environ | own
+    # XLA compiles with the first ptxas of the path. What it then generates the other one reads too.
+    path = os.pathsep.join([str(cuda_tools.ptxas(cuda_tools.OLDEST).parent), os.environ["PATH"]])
+    environment = os.environ | own | {"PATH": path}
     command = [sys.executable, "-m", "pytest", *options, *paths]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

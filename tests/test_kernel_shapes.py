@@ -68,12 +68,16 @@ def test_shapes_cover_the_models() -> None:
     assert select("no such model") == []
 
 
-def test_model_prints_the_floor(kernels: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_model_prints_the_floor(
+    kernels: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.kernel_model, "missing", lambda: "some tool")
     files = tmp_path / "floor.json", tmp_path / "floor.md"
     assert kernels.main(["--model", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
     printed = capsys.readouterr().out
     assert files[1].read_text() == printed
-    assert printed.count("\n") == 2 + len(SHAPES)
+    assert printed.count("\n") == 2 + len(SHAPES) + 2
+    assert printed.endswith("Predictions need some tool.\n")
     rows = {row["shape"]: row for row in json.loads(files[0].read_text())}
     # 989 TFLOP/s and 3.35 TB/s: half of 4 T S N H, and 4 KiB of keys and values a token.
     prefill, decode = rows["mha/tp1/prefill@16k"], rows["llama3-8b/tp1/decode@128k/b1"]

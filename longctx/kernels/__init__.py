@@ -1,6 +1,6 @@
 """Attention on one device, over arrays and over pages. It returns a state `(out, lse)`, and states merge."""
 
-from longctx.kernels.attention import attention
+from longctx.kernels.attention import attention, plan_attention
 from longctx.kernels.merge import merge_state, merge_states
 from longctx.kernels.paged_attention import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.selection import Selection, explain
@@ -12,6 +12,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "paged_attention",
+    "plan_attention",
     "plan_paged_attention",
     "write_pages",
 ]

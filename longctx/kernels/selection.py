@@ -12,8 +12,7 @@ from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 
 # In the order in which they are preferred.
 NAMES = ("mosaic_gpu", "xla", "reference")
-# JAX's own causal kernel says that the ptxas of these CUDA versions miscompiles it, and ours has the same loops. (It
-# also names 12.9.0, whose number, 12090, is that of 12.9.1 too.)
+# The releases of CUDA that are refused by the platform's version, where the version of ptxas can't be known.
 _BROKEN_CUDA = range(12080, 12090)
 
 
@@ -34,14 +33,18 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The implementation that is taken when none is named, and for each other one the reason why it is not."""
+    """The implementation that is taken when none is named, and for each other one the reason why it is not.
+
+    For a Hopper GPU, `ptxas` says what assembles the kernels of `mosaic_gpu`.
+    """
 
     taken: str
     refused: dict[str, str]
+    ptxas: str = ""
 
     def __str__(self) -> str:
         rows = [f"{name:<12}{'taken' if name == self.taken else self.refused[name]}" for name in NAMES]
-        return "\n".join(rows)
+        return "\n".join(rows + [f"{'ptxas':<12}{self.ptxas}"] * bool(self.ptxas))
 
 
 def explain(q: Array, k: Array, paged: bool = False) -> Selection:
@@ -71,10 +74,17 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
 def select(case: Case) -> Selection:
     """The best implementation for the case, with reasons."""
     refused = {"reference": "dense: for tests, takes the memory of all scores"}
+    device = Device.target()
+    ptxas = _describe_ptxas(device) if device.is_hopper and device.kind != "interpreter" else ""
     reason = unsupported_reason(case)
     if reason is None:
-        return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"})
-    return Selection("xla", refused | {"mosaic_gpu": reason})
+        return Selection("mosaic_gpu", refused | {"xla": "slower than mosaic_gpu, which supports the case"}, ptxas)
+    return Selection("xla", refused | {"mosaic_gpu": reason}, ptxas)
+
+
+def _describe_ptxas(device: Device) -> str:
+    unsure = device.ptxas.broken is None and device.cuda_version not in _BROKEN_CUDA
+    return f"{device.ptxas}{'; that of CUDA 12.9.0 would miscompile mosaic_gpu: use another' if unsure else ''}"
 
 
 def choose(implementation: str | None, case: Case) -> str:
@@ -95,8 +105,10 @@ def unsupported_reason(case: Case) -> str | None:
     device = Device.target()
     if not device.is_hopper:
         return f"needs an NVIDIA GPU of the Hopper generation (sm_90), got {device.platform} {device.kind!r}"
-    if device.cuda_version in _BROKEN_CUDA:
-        return "needs another CUDA than 12.8, whose ptxas miscompiles such loops"
+    broken = device.ptxas.broken
+    if broken or (broken is None and device.cuda_version in _BROKEN_CUDA):
+        which = f"found {device.ptxas}" if broken else "the platform's version is CUDA 12.8"
+        return f"needs a ptxas that is not of CUDA 12.8.0 to 12.9.0, which miscompiles such loops: {which}"
     if case.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs a dtype of bfloat16 or float16, got {case.dtype}"
     if case.head_size not in HEAD_SIZES:

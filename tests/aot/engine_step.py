@@ -11,20 +11,19 @@ from h100 import h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models import LlamaConfig
-from longctx.models.footprint import cache_bytes
+from longctx.models.footprint import FP8_KV, cache_bytes
 
 
-def check_step(config: LlamaConfig, dtype: Any) -> str:
+def check_step(config: LlamaConfig, dtype: Any, kv_dtype: str | None = None) -> str:
     width = config.num_kv_heads * config.head_dim
     layer = NUM_PAGES * PAGE_SIZE * width
     mesh = h100_mesh(stage=1, context=1, tensor=1)
     with jax.set_mesh(mesh):  # on one device no `jax.shard_map` gives the kernels their mesh
-        compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config)
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory.alias_size_in_bytes >= cache_bytes(
-        config, NUM_PAGES * PAGE_SIZE, dtype_bytes=jnp.dtype(dtype).itemsize
-    )
-    assert memory.temp_size_in_bytes < layer * jnp.dtype(dtype).itemsize
+        compiled = compile_step(mesh, make_shape(mesh, (0, 0, 64)), dtype, config, kv_dtype=kv_dtype)
+    memory, text, itemsize = compiled.memory_analysis(), compiled.as_text(), jnp.dtype(dtype).itemsize
+    cache = cache_bytes(config, NUM_PAGES * PAGE_SIZE, dtype_bytes=itemsize, kv_dtype=kv_dtype)
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < layer * (itemsize if kv_dtype is None else 1)
     assert opcodes_of_size(text, layer) <= IN_PLACE
     assert not collectives(text, 1)
     return text
@@ -33,6 +32,10 @@ def check_step(config: LlamaConfig, dtype: Any) -> str:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_the_step_updates_the_cache_in_place(dtype: object) -> None:
     assert "mosaic_gpu" not in check_step(CONFIG, dtype)  # its head size is 16
+
+
+def test_the_step_updates_fp8_pages_and_their_scales_in_place() -> None:
+    check_step(dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16, FP8_KV)
 
 
 def test_the_step_with_the_kernel_updates_the_cache_in_place() -> None:

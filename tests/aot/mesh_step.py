@@ -17,7 +17,7 @@ from hlo import IN_PLACE, collectives, opcodes_of_size
 from jax.sharding import Mesh
 
 from longctx.models import LlamaConfig
-from longctx.models.footprint import cache_bytes
+from longctx.models.footprint import FP8_KV, cache_bytes, kv_row_bytes
 from longctx.models.sharded_params import device_config
 from longctx.parallel.mesh import AXES
 from longctx.serving.distributed.mesh import arrange_devices
@@ -40,12 +40,12 @@ class Case(NamedTuple):
     rounds: int = 1
     merge: str = "gather"
     num_pages: int = 16384  # of each rank; a million tokens
+    kv_dtype: str | None = None
 
     def __str__(self) -> str:
         exchange = f"{self.exchange}-{self.message}" if self.rows[0] else ""
-        return "-".join(
-            filter(None, [self.model, "x".join(map(str, self.mesh)), "+".join(map(str, self.rows)), exchange])
-        )
+        sizes = ("x".join(map(str, self.mesh)), "+".join(map(str, self.rows)))
+        return "-".join(filter(None, [self.model, *sizes, exchange, self.kv_dtype]))
 
 
 class Sent(NamedTuple):
@@ -76,6 +76,10 @@ MORE_CASES = [
     Case("llama-3-70b", POD, (0, 64, 64), 224, num_pages=65536),
     Case("llama-3-70b", POD, (512, 64, 64), 256, num_pages=65536),
     Case("llama-3-70b", POD, (512, 0, 64), 256, "pass_kv", 128, num_pages=65536),
+    # Keys travel as e4m3 values and scales.
+    Case("llama-3.1-8b", CUBE, (512, 64, 64), 256, "pass_kv", 128, num_pages=24576, kv_dtype=FP8_KV),
+    Case("llama-3-8b", (1, 8, 1), (512, 0, 64), 600, "pass_kv", 64, 8, num_pages=4096, kv_dtype=FP8_KV),
+    Case("llama-3-8b", CUBE, (512, 0, 64), 224, "all_gather", 64, kv_dtype=FP8_KV),
 ]
 
 
@@ -97,8 +101,8 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
     def all_to_all(numbers: int, width: int) -> Sent:
         return Sent(layer, "all-to-all", ("context",), (ranks - 1) / ranks * numbers * width)
 
-    def ring(where: str, numbers: int) -> Iterator[Sent]:
-        return itertools.repeat(Sent(where, "collective-permute", ("context",), numbers * BF16), ranks - 1)
+    def ring(where: str, num_bytes: int) -> Iterator[Sent]:
+        return itertools.repeat(Sent(where, "collective-permute", ("context",), num_bytes), ranks - 1)
 
     hidden, state = shape.rows * config.hidden_size, heads * (size + 1)
     for where in (layer, layer, STEP):  # attention, feed-forward, embedding
@@ -116,7 +120,8 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         yield all_to_all(shape.replicated * state, F32)
         yield all_to_all(shape.replicated * heads * size, BF16)
     if shape.sharded:
-        token, cached = 2 * kv_heads * size, shape.message * PAGE_SIZE
+        token = 2 * kv_heads * kv_row_bytes(size, BF16, case.kv_dtype)
+        cached = shape.message * PAGE_SIZE
         if shape.message:
             yield all_gather(STEP, 4 * shape.message * shape.rounds, F32, "context")  # what each page is
         if shape.exchange == "pass_kv":
@@ -124,19 +129,20 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
             if shape.rounds > 1:
                 yield from ring(f"{layer} in body", cached * token)
             return
-        yield all_gather(layer, shape.sharded * token, BF16, "context")
+        yield all_gather(layer, shape.sharded * token, 1, "context")
         if shape.exchange == "all_gather":
-            yield all_gather(layer, cached * token, BF16, "context")
+            yield all_gather(layer, cached * token, 1, "context")
         else:
             yield all_to_all(ranks * shape.sharded * state, F32)
-            yield from ring(layer, shape.sharded * heads * size)
+            yield from ring(layer, shape.sharded * heads * size * BF16)
 
 
 def check(case: Case) -> None:
     mesh = h100_mesh(**dict(zip(AXES, case.mesh, strict=True)))
     options = {"exchange": case.exchange, "message": case.message, "rounds": case.rounds}
     shape = make_shape(mesh, case.rows, case.num_pages, **options)
-    compiled = compile_step(mesh, shape, jnp.bfloat16, LlamaConfig.preset(case.model), sections=case.rows)
+    preset, options = LlamaConfig.preset(case.model), {"sections": case.rows, "kv_dtype": case.kv_dtype}
+    compiled = compile_step(mesh, shape, jnp.bfloat16, preset, **options)
     memory, text = compiled.memory_analysis(), compiled.as_text()
 
     found = collectives(text, mesh.size)
@@ -154,7 +160,8 @@ def check(case: Case) -> None:
 
     config = device_config(LlamaConfig.preset(case.model), mesh)
     width = config.num_kv_heads // mesh.shape["tensor"] * config.head_dim
-    cache = cache_bytes(config, case.num_pages * PAGE_SIZE, mesh.shape["stage"], mesh.shape["tensor"])
+    sizes = (mesh.shape["stage"], mesh.shape["tensor"])
+    cache = cache_bytes(config, case.num_pages * PAGE_SIZE, *sizes, kv_dtype=case.kv_dtype)
     assert memory.alias_size_in_bytes >= cache
     assert opcodes_of_size(text, case.num_pages * PAGE_SIZE * width) <= IN_PLACE
     assert memory.temp_size_in_bytes <= case.temp << 20

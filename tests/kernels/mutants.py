@@ -31,8 +31,10 @@ class Change(ast.NodeTransformer):
         self.lines.append(node.lineno)
         if len(self.lines) - 1 != self.number:
             return node
+        # (None, call, call)[0]: a lambda that is one call still returns None.
         calls = [] if self.change == "delete" else [node, node]
-        return ast.copy_location(ast.Tuple(calls, ast.Load()), node)
+        none = ast.Tuple([ast.Constant(None), *calls], ast.Load())
+        return ast.copy_location(ast.Subscript(none, ast.Constant(0), ast.Load()), node)
 
 
 def mutate(change: str, number: int) -> tuple[ast.Module, list[int]]:

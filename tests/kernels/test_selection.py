@@ -1,5 +1,6 @@
 """The choice of an implementation, and the reasons against the others."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.experimental import checkify
 from longctx.kernels import attention, explain, paged_attention
 from longctx.kernels.mosaic_gpu import adapter, device
 from longctx.kernels.mosaic_gpu.device import Device
+from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
 
 Q = jax.ShapeDtypeStruct((6, 4, 128), jnp.bfloat16)
 PAGES = jax.ShapeDtypeStruct((5, 64, 2, 128), jnp.bfloat16)
@@ -65,13 +67,73 @@ def test_on_another_device_it_is_refused(pages: Any) -> None:
         call(Q, pages)
 
 
-@pytest.mark.parametrize(("version", "taken"), [(12080, "xla"), (12090, "mosaic_gpu"), (13000, "mosaic_gpu")])
-def test_a_compiler_that_miscompiles_it_is_refused(version: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Device("NVIDIA H100 80GB HBM3", "gpu", True, 132, version)
+FOUND = Ptxas(88, (12, 9, 86), "/usr/bin/ptxas")
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "platform", "taken", "says"),
+    [
+        (FOUND, 12090, "mosaic_gpu", "12.9.86 (/usr/bin/ptxas)"),
+        # A toolkit on the path, older than the platform, and newer.
+        (FOUND._replace(ptx_version=87, version=(12, 8, 93)), 12090, "xla", "12.8.93 (/usr/bin/ptxas)"),
+        (FOUND._replace(version=(12, 9, 41)), 13000, "xla", "12.9.41 (/usr/bin/ptxas)"),
+        (FOUND._replace(ptx_version=90, version=(13, 0, 88)), 12080, "mosaic_gpu", "13.0.88 (/usr/bin/ptxas)"),
+        (FOUND._replace(ptx_version=85, version=(12, 6, 85)), 12060, "mosaic_gpu", "12.6.85 (/usr/bin/ptxas)"),
+        # Part of jaxlib: of CUDA 12.8, of 12.9.0 or 12.9.1, of 13.
+        (Ptxas(87), 12080, "xla", "of unknown version, for PTX up to 8.7"),
+        (Ptxas(88), 12090, "mosaic_gpu", "of unknown version, for PTX up to 8.8; that of CUDA 12.9.0 would miscompile"),
+        (Ptxas(90), 13000, "mosaic_gpu", "of unknown version, for PTX up to 9.0"),
+        # Nothing is known but the platform.
+        (Ptxas(), 12080, "xla", "not found"),
+        (Ptxas(), 12090, "mosaic_gpu", "not found; that of CUDA 12.9.0 would miscompile mosaic_gpu: use another"),
+    ],
+)
+def test_a_ptxas_that_miscompiles_it_is_refused(
+    ptxas: Ptxas, platform: int, taken: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Device("NVIDIA H100 80GB HBM3", "gpu", True, 132, platform, ptxas)
     monkeypatch.setattr(device.Device, "target", classmethod(lambda cls: here))
-    assert explain(Q, Q).taken == taken
+    selection = explain(Q, Q)
+    assert selection.taken == taken
+    assert selection.ptxas.startswith(says)
+    assert str(selection).splitlines()[-1] == f"ptxas       {selection.ptxas}"
     if taken == "xla":
-        assert "needs another CUDA than 12.8" in explain(Q, Q).refused["mosaic_gpu"]
+        which = f"found {says}" if ptxas.ptx_version else "the platform's version is CUDA 12.8"
+        reason = f"needs a ptxas that is not of CUDA 12.8.0 to 12.9.0, which miscompiles such loops: {which}"
+        assert selection.refused["mosaic_gpu"] == reason
+
+
+def install(folder: Path, said: str) -> str:
+    """A program called ptxas that says this."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ptxas").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (folder / "ptxas").chmod(0o755)
+    return str(folder)
+
+
+def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First on PATH, then beside JAX; what can't run, or is too old for XLA, is passed over."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapter, "ptx_version", lambda: (88, tmp_path / "site/plugin/library.so"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'empty'}:{tmp_path / 'bin'}")
+    find = ptxas_in_use.__wrapped__
+    (tmp_path / "site/plugin").mkdir(parents=True)
+    beside = install(tmp_path / "site/nvidia/cuda_nvcc/bin", "Cuda compilation tools, release 12.9, V12.9.86")
+    if not Path("/usr/local/cuda/bin/ptxas").exists():
+        assert find().version == (12, 9, 86)
+        assert Path(find().path).resolve() == Path(beside, "ptxas")
+    first = install(tmp_path / "bin", "Cuda compilation tools, release 12.9, V12.9.41")
+    assert find() == Ptxas(88, (12, 9, 41), f"{first}/ptxas")
+    for skipped in ("release 11.7, V11.7.99", "release 12.3, V12.3.103", "nothing"):
+        install(tmp_path / "empty", skipped)
+        assert find() == Ptxas(88, (12, 9, 41), f"{first}/ptxas")
+    install(tmp_path / "cuda_sdk_lib/bin", "release 12.9, V12.9.90")
+    assert find() == Ptxas(88, (12, 9, 90), "cuda_sdk_lib/bin/ptxas")
+    # The first is not what reads PTX of this version: something else assembles.
+    monkeypatch.setattr(adapter, "ptx_version", lambda: (87, tmp_path / "site/plugin/library.so"))
+    assert find() == Ptxas(87)
+    monkeypatch.setattr(adapter, "ptx_version", lambda: None)
+    assert find() == Ptxas()
 
 
 def test_explain_refuses() -> None:

@@ -1,13 +1,15 @@
 """The public `attention`: it checks arguments, fills in defaults and chooses an implementation."""
 
 import dataclasses
-import functools
+from typing import Any
 
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
-from longctx.kernels.attention.kernel import Kernel, attention_with_vjp
+from longctx.kernels.attention.attention_plan import AttentionPlan, PlannedKernel, PlannedOperands
+from longctx.kernels.attention.kernel import Algorithm, Kernel, attention_with_vjp
 from longctx.kernels.attention.operands import (
     Arguments,
     check_arrays,
@@ -31,6 +33,7 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
+    plan: AttentionPlan | None = None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Exact softmax attention that also returns its state, so that parts can be merged (`merge_states`).
 
@@ -54,6 +57,8 @@ def attention(
         (`longctx.kernels.explain` says which, and why). `"mosaic_gpu"` rounds weights to 16 bits, as FlashAttention
         does, copies keys whose length is no multiple of 8, and needs scores within 1e9.
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
+      plan: what `plan_attention` derived from positions and segments, which it holds and which are then not given.
+        Default: derived in this call.
 
     Returns:
       out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
@@ -70,15 +75,43 @@ def attention(
     Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
     the context parallelism paper, section 3.5.
     """
-    arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids
+    if plan is not None:
+        _check_plan(plan, q, k, masks, causal, implementation)
+        implementation = plan.implementation
+    # A plan holds positions that have been checked.
+    arguments = check_arrays(q, k, v, *masks, causal=causal and plan is None)
     out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
     kernel = check_kernel(arguments.q, causal, scale, implementation)
-    return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments)
+    return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments, plan)
+
+
+def _check_plan(
+    plan: AttentionPlan, q: Any, k: Any, masks: tuple[Any, ...], causal: bool, implementation: str | None
+) -> None:
+    for name, x in zip(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"), masks, strict=True):
+        if x is not None:
+            raise ValueError(f"{name} must not be given with a plan, which holds those that it was made of")
+    wanted = np.shape(q), np.shape(k), bool(causal), implementation or plan.implementation
+    found = plan.q_shape, plan.k_shape, plan.causal, plan.implementation
+    if wanted != found:
+        raise ValueError(
+            f"plan must be for q and k of {wanted[0]} and {wanted[1]}, causal={wanted[2]} and the implementation "
+            f"{wanted[3]}, got one for {found[0]} and {found[1]}, causal={found[2]} and {found[3]}"
+        )
 
 
 @kernel_jit("kernel", inline=True)
-def _attention(kernel: Kernel, arguments: Arguments) -> tuple[Array, Array]:
-    compute = kernel.forward if kernel.implementation == "reference" else functools.partial(attention_with_vjp, kernel)
-    out, lse = compute(match_varying(flatten(arguments)))
+def _attention(kernel: Kernel, arguments: Arguments, plan: AttentionPlan | None) -> tuple[Array, Array]:
+    algorithm: Algorithm = kernel
+    operands: Any = flatten(arguments)
+    if plan is not None:
+        algorithm = PlannedKernel(kernel)
+        operands = PlannedOperands(operands.q, operands.k, operands.v, plan.queries, plan.keys, plan.data)
+    operands = match_varying(operands)
+    if kernel.implementation == "reference":
+        out, lse = algorithm.forward(operands)
+    else:
+        out, lse = attention_with_vjp(algorithm, operands)
     q = arguments.q
     return out.reshape(q.shape).astype(kernel.out_dtype), lse.reshape(q.shape[:-1])

@@ -22,6 +22,12 @@ def mosaic_gpu_attention(*operands: Any) -> tuple[Array, Array]:
     return mosaic_gpu_attention(*operands)
 
 
+def plan_mosaic_gpu(*arguments: Any) -> Any:
+    from longctx.kernels.attention.mosaic_gpu import plan_mosaic_gpu
+
+    return plan_mosaic_gpu(*arguments)
+
+
 def mosaic_gpu_backward(*operands: Any) -> tuple[Array, Array, Array]:
     from longctx.kernels.attention.mosaic_gpu_backward import mosaic_gpu_backward
 
@@ -63,8 +69,13 @@ class Kernel:
     scale: float
     out_dtype: jnp.dtype | None = None
 
-    def forward(self, operands: Operands, state: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
-        """(out `[B, T, N, H]`, lse `[B, T, N]`) over these keys and, given `state`, over the keys of that state too."""
+    def forward(
+        self, operands: Operands, state: tuple[Array, Array] | None = None, plan: Any = None
+    ) -> tuple[Array, Array]:
+        """(out `[B, T, N, H]`, lse `[B, T, N]`) over these keys and, given `state`, over the keys of that state too.
+
+        `plan` is what `plan` of the same operands returned.
+        """
         q, k = operands.q, operands.k
         if q.size == 0 or k.size == 0:  # no query or no key
             if state is not None:
@@ -72,9 +83,16 @@ class Kernel:
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
         static = (self.causal, self.scale)
-        if self.implementation == "mosaic_gpu" and self.out_dtype is not None:
-            return mosaic_gpu_attention(*operands, *static, state, self.out_dtype)
+        if self.implementation == "mosaic_gpu":
+            out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
+            return mosaic_gpu_attention(*operands, *static, state, out_dtype, plan)
         return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
+
+    def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
+        """What `forward` derives from shapes, tokens and `causal` alone; None: nothing."""
+        if self.implementation != "mosaic_gpu" or 0 in (*q_shape, *k_shape):
+            return None
+        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.causal)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""

@@ -45,7 +45,21 @@ def check_arrays(
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
     """
-    q, k, v = _check_qkv(q, k, v)
+    q, k, v = (check_array(name, x) for name, x in zip("qkv", (q, k, v), strict=True))
+    check_types(q, k, v)
+    return Arguments(q, k, v, *check_masks(q, k, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal))
+
+
+def check_masks(
+    q: Any,
+    k: Any,
+    q_positions: ArrayLike | None,
+    kv_positions: ArrayLike | None,
+    q_segment_ids: ArrayLike | None,
+    kv_segment_ids: ArrayLike | None,
+    causal: bool,
+) -> tuple[Any, Any, Any, Any]:
+    """Check positions and segments for q and k, arrays or types, and convert them to int32."""
     *batch, q_length, _, _ = q.shape
     kv_length = k.shape[-3]
     if causal and q_length != kv_length and q_positions is None:
@@ -57,22 +71,26 @@ def check_arrays(
         raise ValueError("q_positions must be given when causal and kv_positions are")
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given both or neither")
-    masks = (
+    return (
         _check_tokens("q_positions", q_positions, tuple(batch), q_length),
         _check_tokens("kv_positions", kv_positions, tuple(batch), kv_length),
         _check_tokens("q_segment_ids", q_segment_ids, tuple(batch), q_length),
         _check_tokens("kv_segment_ids", kv_segment_ids, tuple(batch), kv_length),
     )
-    return Arguments(q, k, v, *masks)
 
 
 def flatten(arguments: Arguments) -> Operands:
     """Flatten to one batch dimension, with default positions and segments."""
-    *batch, q_length, _, _ = arguments.q.shape
-    flat_q, flat_k, flat_v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in arguments[:3])
-    queries = _tokens(arguments.q_positions, arguments.q_segment_ids, q_length)
-    keys = _tokens(arguments.kv_positions, arguments.kv_segment_ids, arguments.k.shape[-3])
-    return Operands(flat_q, flat_k, flat_v, queries, keys)
+    q, k, v, *masks = arguments
+    flat_q, flat_k, flat_v = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
+    return Operands(flat_q, flat_k, flat_v, *flatten_tokens(q.shape[-3], k.shape[-3], *masks))
+
+
+def flatten_tokens(
+    q_length: int, kv_length: int, q_positions: Any, kv_positions: Any, q_segment_ids: Any, kv_segment_ids: Any
+) -> tuple[Tokens, Tokens]:
+    """Queries' and keys' tokens `[1 or B, T]` and `[1 or B, S]`, with default positions and segments."""
+    return _tokens(q_positions, q_segment_ids, q_length), _tokens(kv_positions, kv_segment_ids, kv_length)
 
 
 def check_kernel(q: Array, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
@@ -119,8 +137,8 @@ def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
     return jax.tree.map(cast, operands)
 
 
-def _check_qkv(*arrays: ArrayLike) -> tuple[Array, Array, Array]:
-    q, k, v = (check_array(name, x) for name, x in zip("qkv", arrays, strict=True))
+def check_types(q: Any, k: Any, v: Any) -> None:
+    """Check the shapes and dtypes of q, k and v: arrays or types."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
@@ -139,7 +157,6 @@ def _check_qkv(*arrays: ArrayLike) -> tuple[Array, Array, Array]:
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if 0 in (heads, kv_heads, q.shape[-1]) or heads % kv_heads:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
-    return q, k, v
 
 
 def _check_tokens(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> Any:

@@ -1,12 +1,14 @@
 """The parts of Pallas that differ between versions, are private, or differ in the interpreter.
 
-Two private names are used: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and barriers
-on a CPU, and `get_races` says whether any of them raced.
+Three private names are used: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and
+barriers on a CPU, `get_races` says whether any of them raced, and `_get_ptxas_isa_version` which PTX the ptxas in use
+reads.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,6 +51,17 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
             yield
     finally:
         INTERPRETER.reset(token)
+
+
+def ptx_version() -> tuple[int, Path] | None:
+    """The newest PTX that Mosaic's assembler reads (88 for 8.8), and the library that says so; None without one."""
+    try:
+        from jax._src.lib import mosaic_gpu as private
+
+        library = private._mosaic_gpu_ext
+        return library._get_ptxas_isa_version(), Path(library.__file__)
+    except (ImportError, AttributeError, RuntimeError):  # no CUDA plugin, another version of it, or no ptxas
+        return None
 
 
 def interpreting() -> bool:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from longctx.kernels.mosaic_gpu.ptxas import Ptxas, ptxas_in_use
+
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
@@ -27,7 +29,8 @@ class Device(NamedTuple):
     platform: str
     is_hopper: bool
     num_multiprocessors: int
-    cuda_version: int = 0  # 12090 for 12.9.0; 0 if unknown
+    cuda_version: int = 0  # the platform's, 12090 for 12.9.0 and 12.9.1; 0 if unknown
+    ptxas: Ptxas = Ptxas()  # what assembles kernels for it, if it is a Hopper
 
     @classmethod
     def target(cls) -> Self:
@@ -49,4 +52,5 @@ class Device(NamedTuple):
         on_gpu = platform in ("gpu", "cuda")
         by_name = any(name in kind.split() for name in _HOPPER)
         is_hopper = on_gpu and (by_name if capability is None else str(capability) == "9.0")
-        return cls(kind, platform, is_hopper, num_cores if on_gpu and num_cores else 132)
+        ptxas = ptxas_in_use() if is_hopper else Ptxas()
+        return cls(kind, platform, is_hopper, num_cores if on_gpu and num_cores else 132, ptxas=ptxas)

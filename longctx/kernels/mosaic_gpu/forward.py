@@ -67,11 +67,8 @@ def attention_forward(
     """
     tile_config, (heads, head_size), kv_heads = config.tile_config, q.shape[2:], keys.k.shape[-2]
     block_q, num_tiles, num_workers = tile_config.block_q, work.tiles.shape[0], work.workers.shape[0]
-    if config.split:
-        num_pieces = heads * num_tiles + num_workers
-        shapes = (num_pieces, block_q, head_size), (num_pieces, block_q)
-    else:
-        shapes = (num_tiles, block_q, heads, head_size), (num_tiles, block_q, heads)
+    num_pieces = heads * num_tiles + num_workers
+    of_rows = (num_pieces, block_q) if config.split else (num_tiles, block_q, heads)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
     pipeline = schedule.Pipeline(
         tile_config.num_consumers,
@@ -83,7 +80,7 @@ def attention_forward(
     ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
         functools.partial(_kernel, config, pipeline, structure, len(rows), heads // kv_heads),
-        list(zip(shapes, (out_dtype, jnp.float32), strict=True)),
+        [((*of_rows, head_size), out_dtype), (of_rows, jnp.float32)],
         like=q,
         kernel_name="attention",
         grid=(num_workers,),
@@ -272,7 +269,8 @@ class Consumer(Machine):
         self, tile: Tile, mask: tuple[Array, ...] | None, n: Array, softmax: Softmax, scores: Array
     ) -> tuple[Softmax, Array, Array]:
         if mask is not None:
-            seen = self.operands.keys.seen(tile, mask, tile.block(n), scores.shape)
+            shape = (WARPGROUP_ROWS, self.tile_config.block_kv)
+            seen = self.operands.keys.seen(tile, mask, tile.block(n), shape)
             scores = jnp.where(seen, scores, -jnp.inf)
         factor = self.block.config.scale * _LOG2E
         peak = jnp.maximum(softmax.peak, scores.max(1) * factor)

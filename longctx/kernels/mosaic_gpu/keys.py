@@ -50,7 +50,7 @@ class Contiguous(NamedTuple):
         before = (half, tile.kv) if len(x.shape) == 5 else (tile.kv,)
         copy_rows(x, before, block * to.shape[0], head, to, barrier)
 
-    def seen(self, tile: Tile, rows: tuple[Array, Array], block: Array, shape: tuple[int, int]) -> Array:
+    def seen(self, tile: Tile, rows: tuple[Array, ...], block: Array, shape: tuple[int, int]) -> Array:
         """The mask of a block: bool `shape`, rows by keys. `rows` are what `make_tiles` returned for these rows."""
         at = (tile.kv_tokens, pl.ds(block * shape[1], shape[1]))
         positions, segments = (broadcast(read(self.tokens.at[(i, *at)], COLUMN), shape, 1) for i in (0, 1))

@@ -2,9 +2,9 @@
 
 A thread block computes one row at a time, or a few if there are many; a thread has the same columns of every piece.
 Pieces are read in groups: all loads of a group are in flight before the first is used, and those of the next group
-before the last one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. The last group
-repeats the row's last piece, which is then in the cache: no other piece is read. Groups come in a fixed order, so
-results repeat bit for bit.
+before the last one is absorbed, so that a row doesn't take the latency of a read for each of its pieces. All groups but
+the first are whole; that one repeats its last piece, which is then in the cache: no piece is read that a row doesn't
+have. Groups come in a fixed order, so results repeat bit for bit.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from longctx.kernels.attention.online_softmax import LOWEST
@@ -22,7 +23,7 @@ from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
 from longctx.kernels.mosaic_gpu.device import Device
 
 # Thread blocks of many rows that a multiprocessor holds at once, by their registers.
-_RESIDENT = 5
+_RESIDENT = 6
 _LOG2E = math.log2(math.e)
 
 
@@ -46,7 +47,7 @@ def merge_pieces(
     """
     (_, block_q, head_size), (num_tokens, group) = out.shape, place.shape
     num_tiles = pieces.shape[0] * group // heads
-    config = _Config.choose(num_tokens * heads, heads, head_size)
+    config = MergeConfig.choose(num_tokens * heads, heads, head_size)
     kernel = adapter.kernel(
         functools.partial(_kernel, config, _Layout(heads, group, num_tiles, block_q)),
         [((num_tokens, heads, head_size), out_dtype), ((num_tokens, heads), jnp.float32)],
@@ -59,13 +60,15 @@ def merge_pieces(
     return kernel(out, lse, pieces, place)
 
 
-class _Config(NamedTuple):
+class MergeConfig(NamedTuple):
+    """Static sizes of one call."""
+
     num_blocks: int  # thread blocks
     num_rows: int  # that one computes at once
     num_loads: int  # pieces of a group
 
     @classmethod
-    def choose(cls, total: int, heads: int, head_size: int) -> "_Config":
+    def choose(cls, total: int, heads: int, head_size: int) -> "MergeConfig":
         """The fewer the rows, the more pieces each may have, up to one of each worker; many have one to three.
 
         With many rows, several at once keep more loads in flight than many pieces of one.
@@ -86,13 +89,15 @@ class _Layout(NamedTuple):
     num_tiles: int
     block_q: int
 
-    def find(self, pieces: Any, place: Any, token: Array, head: Array) -> "_Row":
+    def find(self, pieces: Any, place: Any, token: Array, head: Array, num_loads: int) -> "_Row":
         row_head, of_group = (op(head, jnp.int32(self.group)) for op in (lax.div, lax.rem))
         at = place[token, of_group]
         tile, slot = (op(jnp.maximum(at, 0), jnp.int32(self.block_q)) for op in (lax.div, lax.rem))
         item = row_head * self.num_tiles + tile
         # + 0 drops the mesh axes from the types, as loop bounds must not vary over them.
-        return _Row(token, head, slot, pieces[item, 0] + 0, jnp.where(at >= 0, pieces[item, 1], 0) + 0)
+        number = jnp.where(at >= 0, pieces[item, 1], 0) + 0
+        in_first = jnp.where(number > 0, lax.rem(number - 1, jnp.int32(num_loads)) + 1, 0)
+        return _Row(token, head, slot, pieces[item, 0] + 0, number, in_first)
 
 
 class _Row(NamedTuple):
@@ -103,32 +108,45 @@ class _Row(NamedTuple):
     slot: Array
     first: Array
     number: Array
+    in_first: Array  # how many of them are in the first group: what is left after whole ones
 
 
 def _kernel(
-    config: _Config, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
+    config: MergeConfig, where: _Layout, outs: Any, lses: Any, pieces: Any, place: Any, out_ref: Any, lse_ref: Any
 ) -> None:
     head_size, (num_tokens, heads) = outs.shape[-1], lse_ref.shape
     # Fewer columns than threads need another layout, in which several threads have the same.
     layout = plgpu.Layout.WG_STRIDED((head_size,), head_size // 128) if head_size % 128 == 0 else ROW
 
-    def load(row: _Row, group: Any) -> tuple[list[Array], list[Array]]:
-        """lse and out of a group of pieces; -inf where the row has no more."""
-        numbers = [group * config.num_loads + n for n in range(config.num_loads)]
-        at = [row.first + jnp.clip(number, 0, jnp.maximum(row.number - 1, 0)) for number in numbers]
+    def load_first(row: _Row) -> tuple[list[Array], list[Array]]:
+        """lse and out of the first pieces, as many as are left of a row's after whole groups; -inf for the rest."""
+        numbers = range(config.num_loads)
+        at = [row.first + jnp.minimum(number, jnp.maximum(row.in_first - 1, 0)) for number in numbers]
         loaded = [(lses[piece, row.slot], read(outs.at[piece, row.slot], layout)) for piece in at]
-        mask = [number < row.number for number in numbers]
-        return [jnp.where(m, lse, -jnp.inf) for m, (lse, _) in zip(mask, loaded, strict=True)], [x for _, x in loaded]
+        masked = [
+            jnp.where(number < row.in_first, lse, -jnp.inf) for number, (lse, _) in zip(numbers, loaded, strict=True)
+        ]
+        return masked, [out for _, out in loaded]
+
+    def load(row: _Row, n: Any) -> tuple[list[Array], list[Array]]:
+        """lse and out of the n-th group after the first."""
+        own = pl.ds(row.first + row.in_first + n * config.num_loads, config.num_loads)
+        # The places of a group differ by constants, so that one address serves it.
+        lse, out = lses.at[own], outs.at[own]
+        numbers = range(config.num_loads)
+        return [lse[number, row.slot] for number in numbers], [
+            read(out.at[number, row.slot], layout) for number in numbers
+        ]
 
     def merge_row(row: _Row, group: tuple[list[Array], list[Array]]) -> None:
         def step(n: Array, carry: Any) -> Any:
             state, group = carry
-            following = load(row, n + 1)
+            following = load(row, n)
             return state.absorb(*group), following
 
         nothing = _State(cast(jnp.zeros(head_size, jnp.float32), layout), jnp.float32(LOWEST), jnp.float32(0))
-        num_groups = lax.div(row.number + (config.num_loads - 1), jnp.int32(config.num_loads))
-        state, group = lax.fori_loop(0, num_groups - 1, step, (nothing, group))
+        num_groups = lax.div(row.number - row.in_first, jnp.int32(config.num_loads))
+        state, group = lax.fori_loop(0, num_groups, step, (nothing, group))
         out, lse = state.absorb(*group).results()
         out_ref.at[row.token, row.head][...] = out.astype(out_ref.dtype)
         lse_ref.at[row.token, row.head][...] = lse
@@ -138,8 +156,8 @@ def _kernel(
     def merge_rows(n: Any, _: None) -> None:
         first = (block + n * config.num_blocks) * config.num_rows
         token, head = lax.div(first, jnp.int32(heads)), lax.rem(first, jnp.int32(heads))
-        rows = [where.find(pieces, place, token, head + n) for n in range(config.num_rows)]
-        groups = [load(row, 0) for row in rows]
+        rows = [where.find(pieces, place, token, head + n, config.num_loads) for n in range(config.num_rows)]
+        groups = [load_first(row) for row in rows]
         for row, group in zip(rows, groups, strict=True):
             merge_row(row, group)
 

@@ -97,5 +97,6 @@ def multiply(starts: Sequence[Array | tuple[int, int]], products: Callable[..., 
         for ref, result in zip(results, jax.tree.leaves(scoped(of_arrays)), strict=True):
             ref[...] = result
 
-    leaves, structure = jax.tree.flatten(like)
-    return structure.unflatten(pl.run_state(state)(([plgpu.ACC.init(x) for x in arrays], leaves))[1])
+    accumulators = [plgpu.ACC.init(x) for x in arrays]
+    _, results = pl.run_state(state)((accumulators, jax.tree.leaves(like)))
+    return jax.tree.unflatten(jax.tree.structure(like), results)

@@ -1,0 +1,195 @@
+"""Predicts the time of attention on an H100 from its machine code: `python -m benchmarks.kernels --model`.
+
+A multiprocessor takes what `warp_model` counts for the items and blocks that the kernel's own tables give it; the last
+to end counts. Memory moves each byte once. The larger of the two, a second kernel that merges pieces, and the start of
+each kernel make the time. Nothing is fitted to a shape: three constants below are, or are assumed, once.
+
+Not in it: the second-level cache's bandwidth, pages, the small XLA operations round a call, and the clock's dependence
+on what the products' operands are.
+"""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks import cuda_tools, kernel_ptx, sass
+from benchmarks.h100_limits import BYTES_PER_SECOND, floor
+from benchmarks.sass import Program
+from benchmarks.warp_model import LATENCY, ItemCost, Turns, item_cost, loop_cycles
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan, plan_mosaic_gpu
+from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
+from longctx.kernels.mosaic_gpu.work import Tile
+from longctx.kernels.shapes import AttentionShape
+
+MULTIPROCESSORS = 132
+# Calibrated, with one figure: so that JAX's own kernel takes what FlashAttention-3 without its pipelining inside a
+# warpgroup does, which is the same algorithm (Shah et al. 2024, table 2: 582 TFLOP/s). It stands for the clock under
+# such a load, 1.83 GHz at most, and for all that the model leaves out.
+CLOCK = 1.291e9
+# Assumed: the part of the memory's bandwidth that can be had, and the start and end of a kernel in a CUDA graph.
+MEMORY_SHARE = 0.92
+KERNEL_SECONDS = 2e-6
+# The clock of the data sheet's rate, for what has no products.
+BOOST = 1.83e9
+_REGISTERS = 65536  # of a multiprocessor
+_TABLES = 3  # that a row is looked up in, one after another, before its first piece
+
+# JAX's own kernel meets the other consumer at each turn; `attention_mgpu.py`, kv_loop.
+_PEER_TURNS = Turns((0, 2), (0, 2), (-1, 1))
+
+
+@dataclass(frozen=True)
+class KernelCosts:
+    """Cycles of a multiprocessor, of kernels as compiled for one kind of plan."""
+
+    item: ItemCost
+    merge: "MergeCosts | None" = None
+
+
+@dataclass(frozen=True)
+class MergeCosts:
+    """Cycles of a thread block that merges the pieces of one row."""
+
+    beside: float
+    of_group: float
+    group: int  # pieces
+    at_once: int  # thread blocks that a multiprocessor has registers for
+
+    def seconds(self, rows: int, pieces: int) -> float:
+        rounds = -(-rows // (MULTIPROCESSORS * self.at_once))
+        return rounds * (self.beside - (-pieces // self.group) * self.of_group) / BOOST + KERNEL_SECONDS
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one call, and which of its parts binds."""
+
+    shape: AttentionShape
+    compute: float
+    memory: float
+    merge: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory) + self.merge + KERNEL_SECONDS
+
+    @property
+    def binds(self) -> str:
+        return "multiprocessors" if self.compute > self.memory else "memory"
+
+    @property
+    def row(self) -> dict[str, object]:
+        """As `floor_table` shows it."""
+        return {
+            "predicted_ms": self.seconds * 1e3,
+            "predicted_tflops": self.shape.flops / self.seconds / 1e12,
+            "predicted_tbps": self.shape.bytes / self.seconds / 1e12,
+            "predicted_of_floor": floor(self.shape.flops, self.shape.bytes).ms / 1e3 / self.seconds,
+            "predicted_merge_ms": self.merge * 1e3,
+            "predicted_binds": self.binds,
+        }
+
+
+@functools.cache
+def plan_of(shape: AttentionShape) -> MosaicGpuPlan:
+    """The tables that the kernel would read."""
+    cached = shape.kv_length - shape.q_length
+    queries = np.arange(cached, shape.kv_length, dtype=np.int32)[None]
+    keys = np.arange(shape.kv_length, dtype=np.int32)[None]
+    queries, keys = (Tokens(x, np.zeros_like(x)) for x in (queries, keys))
+    make = jax.jit(lambda queries, keys: plan_mosaic_gpu(shape.q_shape, shape.kv_shape, queries, keys, True))
+    # It runs once, so compiling is what takes time.
+    return make.lower(queries, keys).compile({"xla_backend_optimization_level": 0})(queries, keys)
+
+
+def kind_of(plan: MosaicGpuPlan) -> tuple[int, bool]:
+    """What the compiled kernels depend on, of those of one head size: rows of a tile, and whether there are pieces."""
+    return plan.rows[0].shape[1], plan.work.pieces is not None
+
+
+def loads(plan: MosaicGpuPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each item that a worker takes: the worker, and how many blocks its two loops take beside the last one."""
+    first, stop, *units = np.asarray(plan.work.workers).T
+    worker = np.repeat(np.arange(len(first)), stop - first)
+    position = np.concatenate([np.arange(*x) for x in zip(first, stop, strict=True)])
+    of_workers = (position.astype(np.int32), worker.astype(np.int32), *(x[worker] for x in units))
+    items = jax.vmap(lambda *x: Tile.of(plan.work.tiles, plan.work.items, *x))(*of_workers)
+    blocks, full = np.asarray(items.num_blocks), np.asarray(items.num_full)
+    full = np.minimum(full, blocks - 1)
+    return worker[blocks > 0], full[blocks > 0], (blocks - 1 - full)[blocks > 0]
+
+
+def predict(shape: AttentionShape, costs: KernelCosts) -> Prediction:
+    """The prediction for a shape whose kernels are of these costs."""
+    plan = plan_of(shape)
+    worker, full, masked = loads(plan)
+    cycles = np.bincount(worker, costs.item.of(full, masked), minlength=MULTIPROCESSORS)
+    memory = shape.bytes / (MEMORY_SHARE * BYTES_PER_SECOND)
+    merge = 0.0
+    if plan.work.pieces is not None:
+        rows = shape.batch * shape.q_length * shape.heads
+        assert costs.merge is not None
+        merge = costs.merge.seconds(rows, int(np.max(plan.work.pieces[:, 1])))
+    return Prediction(shape, float(cycles.max()) / CLOCK, memory, merge)
+
+
+def kernel_costs(ptx: dict[str, str], num_consumers: int) -> KernelCosts:
+    """From the PTX of an attention kernel and, where there are pieces, of the one that merges them."""
+    item = item_cost(_assemble(ptx["attention"])[1], num_consumers)
+    if "merge_pieces" not in ptx:
+        return KernelCosts(item)
+    assembled, program = _assemble(ptx["merge_pieces"])
+    # Of its loops over groups of pieces the largest; each piece is two loads.
+    largest = max(program.loops, key=lambda loop: loop.count("LDG"))
+    inside = sum(x.stall for loop in program.loops for x in loop.body)
+    beside = max(0, sum(x.stall for x in program.instructions) - inside) + _TABLES * LATENCY["LDG"]
+    merge = MergeCosts(
+        beside,
+        loop_cycles(largest, 1, passes=8),
+        largest.count("LDG") // 2,
+        _REGISTERS // (128 * assembled.registers),
+    )
+    return KernelCosts(item, merge)
+
+
+def _assemble(ptx: str) -> tuple[cuda_tools.Assembled, Program]:
+    assembled = cuda_tools.assemble(ptx, cuda_tools.NEWEST)
+    return assembled, sass.parse(assembled.sass)
+
+
+def missing() -> str:
+    """What predictions need and is not here; empty if nothing is."""
+    if not kernel_ptx.PLUGIN.is_dir():
+        return "the CUDA plugin (`make .venv/installed-aot`)"
+    return "ptxas and nvdisasm (`make .venv/installed-ptxas`)" if cuda_tools.missing() else ""
+
+
+def predict_all(shapes: Sequence[AttentionShape]) -> list[Prediction]:
+    """Predictions of shapes with one head size: it compiles one kernel of each kind.
+
+    Raises:
+      RuntimeError: a tool failed.
+    """
+    kinds = {shape.name: kind_of(plan_of(shape)) for shape in shapes}
+    examples = {kind: name for name, kind in reversed(kinds.items())}
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = kernel_ptx.compile_ptx(list(examples.values()), Path(folder))
+    costs = {kind: kernel_costs(ptx[name], kind[0] // WARPGROUP_ROWS) for kind, name in examples.items()}
+    return [predict(shape, costs[kinds[shape.name]]) for shape in shapes]
+
+
+def peer_flops_per_second() -> float:
+    """What the model says of JAX's own kernel at the shape of the ablation, which the clock is calibrated with."""
+    with tempfile.TemporaryDirectory() as folder:
+        (ptx,) = kernel_ptx.compile_ptx([kernel_ptx.PEER], Path(folder))[kernel_ptx.PEER].values()
+    shape = kernel_ptx.ABLATION
+    blocks, tiles = shape.kv_length // 128, shape.batch * shape.heads * shape.q_length // 128
+    cycles = -(-tiles // MULTIPROCESSORS) * item_cost(_assemble(ptx)[1], 2, _PEER_TURNS).of(blocks, 0)
+    pairs = shape.batch * shape.heads * shape.q_length * shape.kv_length
+    return 4 * shape.head_size * pairs / (cycles / CLOCK + KERNEL_SECONDS)

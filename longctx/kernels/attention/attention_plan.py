@@ -1,0 +1,104 @@
+"""`AttentionPlan`: what attention derives from shapes, positions and segments alone, once for all layers of a model."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import ArrayLike, Float, Int
+
+from longctx.kernels.arrays import check_array
+from longctx.kernels.attention.kernel import Kernel, Operands
+from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.attention.operands import check_kernel, check_masks, check_types, flatten_tokens
+from longctx.kernels.kernel_jit import kernel_jit
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("queries", "keys", "data"),
+    meta_fields=("implementation", "causal", "q_shape", "k_shape"),
+)
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """An opaque argument for `attention(..., plan=)`."""
+
+    implementation: str
+    causal: bool
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    queries: Tokens
+    keys: Tokens
+    data: Any
+
+
+class PlannedOperands(NamedTuple):
+    """`Operands`, and what `Kernel.plan` returned for them."""
+
+    q: Array
+    k: Array
+    v: Array
+    queries: Tokens
+    keys: Tokens
+    plan: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedKernel:
+    """The `Algorithm` of a kernel with a plan."""
+
+    kernel: Kernel
+
+    def forward(self, operands: PlannedOperands) -> tuple[Array, Array]:
+        return self.kernel.forward(Operands(*operands[:5]), plan=operands.plan)
+
+    def backward(
+        self, operands: PlannedOperands, lse: Array, row_terms: Array, d_out: Array
+    ) -> tuple[Array, Array, Array]:
+        return self.kernel.backward(Operands(*operands[:5]), lse, row_terms, d_out)
+
+
+def plan_attention(
+    q: Float[ArrayLike, "*B T N H"] | jax.ShapeDtypeStruct,
+    k: Float[ArrayLike, "*B S K H"] | jax.ShapeDtypeStruct,
+    q_positions: Int[ArrayLike, "... T"] | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
+    causal: bool = True,
+    implementation: str | None = None,
+) -> AttentionPlan:
+    """Derive from positions and segments what `attention` needs, once for all calls with the same ones.
+
+    Without a plan each call derives it again: with "mosaic_gpu" some 12 to 25 small kernels on the GPU, which XLA does
+    not move out of a loop over layers by itself; with a plan at most 3 remain. Gradients derive their own part.
+
+    Args:
+      q, k: queries and keys, or their types (`jax.ShapeDtypeStruct`): only shapes and dtypes are read.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `attention`. The plan holds them.
+      implementation: as for `attention`; the plan serves this one alone.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `attention`.
+    """
+    q_type, k_type = _type("q", q), _type("k", k)
+    check_types(q_type, k_type, k_type)
+    masks = check_masks(q_type, k_type, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
+    return _plan(check_kernel(q_type, causal, None, implementation), q_type, k_type, masks)
+
+
+@kernel_jit("kernel", "q", "k", inline=True)
+def _plan(kernel: Kernel, q: Any, k: Any, masks: tuple[Any, Any, Any, Any]) -> AttentionPlan:
+    queries, keys = flatten_tokens(q.shape[-3], k.shape[-3], *masks)
+    flat_q, flat_k = ((math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k))
+    data = kernel.plan(flat_q, flat_k, queries, keys)
+    return AttentionPlan(kernel.implementation, kernel.causal, q.shape, k.shape, queries, keys, data)
+
+
+def _type(name: str, x: Any) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        x = check_array(name, x)
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))

@@ -1,0 +1,92 @@
+"""The ptxas that assembles our kernels, and whether it is known to miscompile them.
+
+jaxlib runs ptxas as a program. For XLA's own kernels it takes the one of the CUDA packages beside JAX, but for those of
+Mosaic the first that it finds: in `./cuda_sdk_lib`, on PATH, in `/usr/local/cuda` and `/opt/cuda`, and only then beside
+JAX. So an older toolkit on PATH assembles our kernels, whatever version the platform and its packages have. (A jaxlib
+built with libnvptxcompiler or libnvJitLink assembles within the process; of that only the PTX version is known.)
+
+Sources: XLA's `assemble_compilation_provider.cc`, `subprocess_compilation.cc` and `cuda_root_path.cc`, Mosaic's
+`custom_call.cc`; the same in jaxlib 0.10 and 0.12.
+"""
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# The newest PTX that each release of CUDA reads, for the releases that a check below asks for.
+_RELEASES = {87: (12, 8), 88: (12, 9)}
+# XLA passes over assemblers that are older than the first, and over the second.
+_OLDEST, _SKIPPED = (11, 8, 0), (12, 3, 103)
+# JAX's own causal kernel says that the ptxas of CUDA 12.8.0 to below 12.9.1 miscompiles it, and ours has the same
+# loops. ptxas calls itself 12.9.41 in CUDA 12.9.0 and 12.9.86 in 12.9.1.
+_BROKEN_FROM, _RIGHT_FROM = (12, 8), (12, 9, 86)
+
+
+class Ptxas(NamedTuple):
+    """An assembler of PTX. Of one that is part of jaxlib neither path nor version is known."""
+
+    ptx_version: int | None = None  # newest PTX that it reads, 88 for 8.8; None if nothing assembles here
+    version: tuple[int, int, int] | None = None
+    path: str = ""
+
+    @property
+    def broken(self) -> bool | None:
+        """Whether it miscompiles our loops; None if it is not known."""
+        if self.version is not None:
+            return _BROKEN_FROM <= self.version < _RIGHT_FROM
+        release = _RELEASES.get(self.ptx_version or 0)
+        if self.ptx_version is None or release == _RIGHT_FROM[:2]:
+            return None
+        return release == _BROKEN_FROM
+
+    def __str__(self) -> str:
+        if self.version is not None:
+            return f"{'.'.join(map(str, self.version))} ({self.path})"
+        if self.ptx_version is None:
+            return "not found"
+        return f"of unknown version, for PTX up to {self.ptx_version / 10}"
+
+
+@functools.cache
+def ptxas_in_use() -> Ptxas:
+    """The ptxas that Mosaic uses in this process. The first call takes some hundredths of a second."""
+    from longctx.kernels.mosaic_gpu import adapter
+
+    found = adapter.ptx_version()
+    if found is None:
+        return Ptxas()
+    ptx_version, library = found
+    for path in _candidates(library):
+        version = _version_of(path)
+        if version is not None and version >= _OLDEST and version != _SKIPPED:
+            # Another PTX version than this one's: something else assembles.
+            if _RELEASES.get(ptx_version, version[:2]) == version[:2]:
+                return Ptxas(ptx_version, version, str(path))
+            break
+    return Ptxas(ptx_version)
+
+
+def _candidates(library: Path) -> Iterator[Path]:
+    """Where jaxlib looks for ptxas, in its order; `library` is its extension module for Mosaic."""
+    yield Path("cuda_sdk_lib/bin/ptxas")
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        yield Path(folder, "ptxas")
+    beside = (library.parent / x for x in ("..", "../.."))
+    packages = [root / "nvidia" / name for root in beside for name in ("cuda_nvcc", "cu13")]
+    for root in (Path("/usr/local/cuda"), Path("/opt/cuda"), *packages, library.parent / "cuda"):
+        yield root / "bin/ptxas"
+
+
+def _version_of(path: Path) -> tuple[int, int, int] | None:
+    if not path.is_file():
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    number = re.search(r"\bV(\d+)\.(\d+)\.(\d+)\b", said)
+    return None if number is None else (int(number[1]), int(number[2]), int(number[3]))

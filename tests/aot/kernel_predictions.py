@@ -1,0 +1,29 @@
+"""The performance model of kernels that are compiled ahead of time, and what it says of JAX's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernel_model, kernels
+
+# FlashAttention-3 without pipelining inside a warpgroup, which JAX's kernel does without too: TFLOP/s (table 2).
+PUBLISHED = 582
+
+
+@pytest.mark.slow
+def test_kernels_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.json"
+    assert kernels.main(["--model", "--only", "llama3-70b/tp8/*@128k*", "--json", str(file)]) == 0
+    assert "Predictions come from machine code" in capsys.readouterr().out
+    rows = {row["shape"].split("/", 2)[2]: row for row in json.loads(file.read_text())}
+    for row in rows.values():
+        assert row["predicted_ms"] > max(row["flops_ms"], row["bytes_ms"])
+    assert rows["decode@128k/b64"]["predicted_binds"] == "memory"
+    assert rows["prefill@128k"]["predicted_binds"] == "multiprocessors"
+    assert rows["prefill@128k"]["predicted_merge_ms"] == 0 < rows["decode@128k/b1"]["predicted_merge_ms"]
+
+
+@pytest.mark.slow
+def test_the_clock_is_calibrated() -> None:
+    assert kernel_model.peer_flops_per_second() / 1e12 == pytest.approx(PUBLISHED, rel=0.01)
