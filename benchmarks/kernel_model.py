@@ -1,14 +1,14 @@
 """Predicts the time of attention on an H100 from its machine code: `python -m benchmarks.kernels --model`.
 
 A multiprocessor takes what `warp_model` counts for the items and blocks that the kernel's own tables give it; the last
-to end counts. Memory moves each byte once. The larger of the two, a second kernel that merges pieces, and the start of
-each kernel make the time. Nothing is fitted to a shape: three constants below are, or are assumed, once.
+to end counts. Memory moves each byte once. The larger of the two, the kernel that merges pieces (`merge_model`, its
+pessimistic end), and the start of a kernel make the time. Nothing is fitted to a shape: of the three constants below
+one is fitted, once, and two are assumed.
 
 Not in it: the second-level cache's bandwidth, pages, the small XLA operations round a call, and the clock's dependence
 on what the products' operands are.
 """
 
-import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ import numpy as np
 
 from benchmarks import cuda_tools, kernel_ptx, sass
 from benchmarks.h100_limits import BYTES_PER_SECOND, floor
+from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
+from benchmarks.merge_model import predict_merge
 from benchmarks.sass import Program
-from benchmarks.warp_model import LATENCY, ItemCost, Turns, item_cost, loop_cycles
-from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan, plan_mosaic_gpu
+from benchmarks.warp_model import ItemCost, Turns, item_cost
+from longctx.kernels.attention.mosaic_gpu import MosaicGpuPlan
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS
 from longctx.kernels.mosaic_gpu.work import Tile
 from longctx.kernels.shapes import AttentionShape
 
-MULTIPROCESSORS = 132
 # Calibrated, with one figure: so that JAX's own kernel takes what FlashAttention-3 without its pipelining inside a
 # warpgroup does, which is the same algorithm (Shah et al. 2024, table 2: 582 TFLOP/s). It stands for the clock under
 # such a load, 1.83 GHz at most, and for all that the model leaves out.
@@ -35,35 +35,9 @@ CLOCK = 1.291e9
 # Assumed: the part of the memory's bandwidth that can be had, and the start and end of a kernel in a CUDA graph.
 MEMORY_SHARE = 0.92
 KERNEL_SECONDS = 2e-6
-# The clock of the data sheet's rate, for what has no products.
-BOOST = 1.83e9
-_REGISTERS = 65536  # of a multiprocessor
-_TABLES = 3  # that a row is looked up in, one after another, before its first piece
 
 # JAX's own kernel meets the other consumer at each turn; `attention_mgpu.py`, kv_loop.
 _PEER_TURNS = Turns((0, 2), (0, 2), (-1, 1))
-
-
-@dataclass(frozen=True)
-class KernelCosts:
-    """Cycles of a multiprocessor, of kernels as compiled for one kind of plan."""
-
-    item: ItemCost
-    merge: "MergeCosts | None" = None
-
-
-@dataclass(frozen=True)
-class MergeCosts:
-    """Cycles of a thread block that merges the pieces of one row."""
-
-    beside: float
-    of_group: float
-    group: int  # pieces
-    at_once: int  # thread blocks that a multiprocessor has registers for
-
-    def seconds(self, rows: int, pieces: int) -> float:
-        rounds = -(-rows // (MULTIPROCESSORS * self.at_once))
-        return rounds * (self.beside - (-pieces // self.group) * self.of_group) / BOOST + KERNEL_SECONDS
 
 
 @dataclass(frozen=True)
@@ -96,18 +70,6 @@ class Prediction:
         }
 
 
-@functools.cache
-def plan_of(shape: AttentionShape) -> MosaicGpuPlan:
-    """The tables that the kernel would read."""
-    cached = shape.kv_length - shape.q_length
-    queries = np.arange(cached, shape.kv_length, dtype=np.int32)[None]
-    keys = np.arange(shape.kv_length, dtype=np.int32)[None]
-    queries, keys = (Tokens(x, np.zeros_like(x)) for x in (queries, keys))
-    make = jax.jit(lambda queries, keys: plan_mosaic_gpu(shape.q_shape, shape.kv_shape, queries, keys, True))
-    # It runs once, so compiling is what takes time.
-    return make.lower(queries, keys).compile({"xla_backend_optimization_level": 0})(queries, keys)
-
-
 def kind_of(plan: MosaicGpuPlan) -> tuple[int, bool]:
     """What the compiled kernels depend on, of those of one head size: rows of a tile, and whether there are pieces."""
     return plan.rows[0].shape[1], plan.work.pieces is not None
@@ -125,42 +87,18 @@ def loads(plan: MosaicGpuPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return worker[blocks > 0], full[blocks > 0], (blocks - 1 - full)[blocks > 0]
 
 
-def predict(shape: AttentionShape, costs: KernelCosts) -> Prediction:
-    """The prediction for a shape whose kernels are of these costs."""
+def predict(shape: AttentionShape, item: ItemCost) -> Prediction:
+    """The prediction for a shape whose kernel has these costs."""
     plan = plan_of(shape)
     worker, full, masked = loads(plan)
-    cycles = np.bincount(worker, costs.item.of(full, masked), minlength=MULTIPROCESSORS)
+    cycles = np.bincount(worker, item.of(full, masked), minlength=MULTIPROCESSORS)
     memory = shape.bytes / (MEMORY_SHARE * BYTES_PER_SECOND)
-    merge = 0.0
-    if plan.work.pieces is not None:
-        rows = shape.batch * shape.q_length * shape.heads
-        assert costs.merge is not None
-        merge = costs.merge.seconds(rows, int(np.max(plan.work.pieces[:, 1])))
-    return Prediction(shape, float(cycles.max()) / CLOCK, memory, merge)
+    merge = predict_merge(shape)
+    return Prediction(shape, float(cycles.max()) / CLOCK, memory, 0.0 if merge is None else merge.seconds[1])
 
 
-def kernel_costs(ptx: dict[str, str], num_consumers: int) -> KernelCosts:
-    """From the PTX of an attention kernel and, where there are pieces, of the one that merges them."""
-    item = item_cost(_assemble(ptx["attention"])[1], num_consumers)
-    if "merge_pieces" not in ptx:
-        return KernelCosts(item)
-    assembled, program = _assemble(ptx["merge_pieces"])
-    # Of its loops over groups of pieces the largest; each piece is two loads.
-    largest = max(program.loops, key=lambda loop: loop.count("LDG"))
-    inside = sum(x.stall for loop in program.loops for x in loop.body)
-    beside = max(0, sum(x.stall for x in program.instructions) - inside) + _TABLES * LATENCY["LDG"]
-    merge = MergeCosts(
-        beside,
-        loop_cycles(largest, 1, passes=8),
-        largest.count("LDG") // 2,
-        _REGISTERS // (128 * assembled.registers),
-    )
-    return KernelCosts(item, merge)
-
-
-def _assemble(ptx: str) -> tuple[cuda_tools.Assembled, Program]:
-    assembled = cuda_tools.assemble(ptx, cuda_tools.NEWEST)
-    return assembled, sass.parse(assembled.sass)
+def _program(ptx: str) -> Program:
+    return sass.parse(cuda_tools.assemble(ptx, cuda_tools.NEWEST).sass)
 
 
 def missing() -> str:
@@ -180,7 +118,7 @@ def predict_all(shapes: Sequence[AttentionShape]) -> list[Prediction]:
     examples = {kind: name for name, kind in reversed(kinds.items())}
     with tempfile.TemporaryDirectory() as folder:
         ptx = kernel_ptx.compile_ptx(list(examples.values()), Path(folder))
-    costs = {kind: kernel_costs(ptx[name], kind[0] // WARPGROUP_ROWS) for kind, name in examples.items()}
+    costs = {kind: item_cost(_program(ptx[x]["attention"]), kind[0] // WARPGROUP_ROWS) for kind, x in examples.items()}
     return [predict(shape, costs[kinds[shape.name]]) for shape in shapes]
 
 
@@ -190,6 +128,6 @@ def peer_flops_per_second() -> float:
         (ptx,) = kernel_ptx.compile_ptx([kernel_ptx.PEER], Path(folder))[kernel_ptx.PEER].values()
     shape = kernel_ptx.ABLATION
     blocks, tiles = shape.kv_length // 128, shape.batch * shape.heads * shape.q_length // 128
-    cycles = -(-tiles // MULTIPROCESSORS) * item_cost(_assemble(ptx)[1], 2, _PEER_TURNS).of(blocks, 0)
+    cycles = -(-tiles // MULTIPROCESSORS) * item_cost(_program(ptx), 2, _PEER_TURNS).of(blocks, 0)
     pairs = shape.batch * shape.heads * shape.q_length * shape.kv_length
     return 4 * shape.head_size * pairs / (cycles / CLOCK + KERNEL_SECONDS)

@@ -172,8 +172,8 @@ def model(shapes: list[AttentionShape]) -> tuple[str, str]:
             peer = kernel_model.peer_flops_per_second() / 1e12
             notes.append(
                 "Predictions come from machine code, not from a GPU. Their clock is calibrated with what\n"
-                "FlashAttention-3 reaches without pipelining inside a warpgroup, 582 TFLOP/s. Of JAX's kernel, which has the\n"
-                f"same algorithm, the model says {peer:.0f}."
+                "FlashAttention-3 reaches without pipelining inside a warpgroup, 582 TFLOP/s. Of JAX's kernel, which\n"
+                f"has the same algorithm, the model says {peer:.0f}."
             )
         except RuntimeError as error:
             notes.append(f"No predictions: {error}")

@@ -10,16 +10,12 @@ import math
 import sys
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.mosaic_gpu import plan_mosaic_gpu
-from longctx.kernels.mosaic_gpu.adapter import interpreted
+from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
 from longctx.kernels.mosaic_gpu.merge import MergeConfig
 from longctx.kernels.shapes import AttentionShape, select
 
-MULTIPROCESSORS = 132
 CLOCK = 1.755e9
 BANDWIDTH = 3.0e12  # of HBM; pieces are mostly still in L2, which is faster
 EMPTY_KERNEL = 1.0e-6  # between two kernels of a CUDA graph
@@ -27,9 +23,9 @@ EMPTY_KERNEL = 1.0e-6  # between two kernels of a CUDA graph
 LATENCY = (300, 600)
 CYCLES_ALONE = (1.2, 2.0)
 # Instructions of a warp for each piece: of the first group of a row, of others, and of the last to be absorbed.
-FIRST, LATER, LAST = 8, 10.4, 6.2
+FIRST, LATER, LAST = 9, 10.5, 6.5
 ROW = 60  # instructions besides, to find a row and to store its results
-RESIDENT = 6  # thread blocks on a multiprocessor
+RESIDENT = 5  # thread blocks on a multiprocessor
 
 
 class Merge(NamedTuple):
@@ -43,15 +39,11 @@ class Merge(NamedTuple):
 
 def predict_merge(shape: AttentionShape) -> Merge | None:
     """The prediction for a named shape; None: its items are whole, and nothing is merged."""
-    positions = (jnp.arange(n, dtype=jnp.int32)[None] for n in (shape.q_length, shape.kv_length))
-    queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in positions)
-    queries = queries._replace(positions=queries.positions + shape.kv_length - shape.q_length)
-    with interpreted(MULTIPROCESSORS):  # so that the plan is that of a Hopper GPU
-        plan = plan_mosaic_gpu(shape.q_shape, shape.kv_shape, queries, keys, True)
-        if plan.work.pieces is None:
-            return None
-        rows = shape.batch * shape.q_length * shape.heads
-        config = MergeConfig.choose(rows, shape.heads, shape.head_size)
+    plan = plan_of(shape)
+    if plan.work.pieces is None:
+        return None
+    rows = shape.batch * shape.q_length * shape.heads
+    config = MergeConfig.choose(rows, shape.heads, shape.head_size)
     place, (block_q, group) = np.asarray(plan.place), (plan.rows[0].shape[1], plan.place.shape[1])
     by_head = np.asarray(plan.work.pieces[:, 1]).reshape(shape.heads // group, -1)
     pieces = by_head[:, place // block_q]  # of each row

@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.timing import matmul_gflops, measure, read_gbytes
 from longctx.kernels import attention, paged_attention
 from longctx.kernels.bits import from_bits, to_bits
+from longctx.kernels.fp8_rows import pack_rows, split_packed
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 
@@ -57,8 +58,12 @@ def paged_contenders(batch: list[Work], page_size: int, dtype: str) -> dict[str,
     k_pages, v_pages = (to_bits(jnp.asarray(rng.standard_normal(shape, np.float32), dtype)) for _ in range(2))
     q = jnp.asarray(rng.standard_normal((len(positions), HEADS, HEAD_SIZE), np.float32), dtype)
     arrays = (q, k_pages, v_pages, jnp.asarray(table))
+    packed = (pack_rows(from_bits(x, dtype)) for x in (k_pages, v_pages))
+    fp8_pages, scales = zip(
+        *((bits, jnp.swapaxes(scale, 1, 2)) for bits, scale in map(split_packed, packed)), strict=True
+    )
     metadata = tuple(map(jnp.asarray, (contexts, positions, np.repeat(np.arange(len(rows)), rows))))
-    paged = jax.jit(lambda q, k, v, table, *x: paged_attention(q, k, v, table, None, *x))
+    paged = jax.jit(lambda q, k, v, table, *x, **scales: paged_attention(q, k, v, table, None, *x, **scales))
 
     def gather(q, k_pages, v_pages, table):  # type: ignore[no-untyped-def]
         outs, row, sequence = [], 0, 0
@@ -78,6 +83,9 @@ def paged_contenders(batch: list[Work], page_size: int, dtype: str) -> dict[str,
     gathered = jax.jit(gather)
     return {
         f"pages of {page_size}": lambda: jax.block_until_ready(paged(*arrays, *metadata)),
+        f"pages of {page_size}, FP8": lambda: jax.block_until_ready(
+            paged(q, *fp8_pages, arrays[3], *metadata, k_scale=scales[0], v_scale=scales[1])
+        ),
         f"gather, pages of {page_size}": lambda: jax.block_until_ready(gathered(*arrays)),
     }
 

@@ -70,8 +70,8 @@ class Turns:
         return {id(waits[i]) for i in self.waits}, {id(arrivals[i]) for i in self.arrivals}
 
 
-# `schedule.py`: a pass waits for v, k and its turn, and gives the turn, v and k. Consumer 0 begins.
-OUR_TURNS = Turns((2,), (0,), (-1, 0))
+# `schedule.py`: a pass waits for k, its turn and v, and gives the turn, k and v. Consumer 0 begins.
+OUR_TURNS = Turns((1,), (0,), (-1, 0))
 
 
 @dataclass

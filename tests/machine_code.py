@@ -74,10 +74,15 @@ def check_forward(code: MachineCode, copies: int) -> None:
     most_full, most_masked, most_cleaned = LIMITS[products.head_size]
     assert len(full.body) <= most_full
     assert len(masked.body) <= (most_cleaned if masked.count("STS") else most_masked)
+    # All of the softmax of a block runs while the values of the one before are multiplied. Then the accumulator is
+    # scaled and the weights are narrowed, in the other consumer's turn.
+    assert set(sass.in_flight_under(full, "MUFU")) == {1}
+    (idle,) = sass.idle_before(full, registers=False)
+    assert idle <= products.head_size // 2 + 80
     for loop in (full, masked):
-        # The next block's scores are issued while the values are multiplied.
-        assert sass.idle_before(loop, registers=False) == [0]
-        # The turn passes with both in flight, values are free when theirs is done, keys when none is.
+        # The values of a block are multiplied right behind the scores of the next.
+        assert sass.idle_before(loop, registers=True) == [0]
+        # The turn passes with both in flight, keys are free when the scores are done, values when none is in flight.
         assert sass.in_flight_at_arrivals(loop) == ([2, 1, 0] if code.num_consumers == 2 else [1, 0])
         check_arrivals(loop)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import kernel_model, warp_model
 from benchmarks.h100_limits import floor
-from benchmarks.kernel_model import KernelCosts, MergeCosts
+from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
 from benchmarks.sass import Instruction, Loop, Program
 from benchmarks.warp_model import ItemCost, Turns, item_cost, loop_cycles
 from longctx.kernels.shapes import AttentionShape
@@ -98,10 +98,10 @@ SHAPES = [
 @pytest.mark.parametrize("some", SHAPES, ids=lambda x: x.kind)
 def test_predictions(some: AttentionShape) -> None:
     """Each worker's blocks add up to those that are seen, and no time is below the floor."""
-    plan = kernel_model.plan_of(some)
+    plan = plan_of(some)
     block_q, split = kernel_model.kind_of(plan)
     worker, full, masked = kernel_model.loads(plan)
-    assert worker.max() < kernel_model.MULTIPROCESSORS
+    assert worker.max() < MULTIPROCESSORS
     rows = np.arange(some.q_length) + 1 + some.kv_length - some.q_length
     group = some.heads // some.kv_heads if some.q_length < 512 else 1
     rows = np.repeat(rows, group)
@@ -110,19 +110,12 @@ def test_predictions(some: AttentionShape) -> None:
     assert int((full + masked + 1).sum()) == blocks
 
     perfect = ItemCost(16 * 64 * block_q // 64, 16 * 64 * block_q // 64, 16 * 64 * block_q // 64)
-    costs = KernelCosts(perfect, MergeCosts(100, 10, 4, 8) if split else None)
-    fastest = kernel_model.predict(some, costs)
+    fastest = kernel_model.predict(some, perfect)
+    assert (fastest.merge > 0) == split
     assert fastest.seconds > floor(some.flops, some.bytes).ms / 1e3
-    slower = replace(costs, item=replace(perfect, full=3 * perfect.full, beside=9 * perfect.beside))
+    slower = replace(perfect, full=3 * perfect.full, beside=9 * perfect.beside)
     assert kernel_model.predict(some, slower).seconds >= fastest.seconds
     assert fastest.row["predicted_of_floor"] < 1
-
-
-def test_merging_takes_longer_with_more_rows_and_pieces() -> None:
-    merge = MergeCosts(beside=1000, of_group=500, group=16, at_once=9)
-    seconds = [merge.seconds(rows, pieces) for rows, pieces in ((8, 1), (8, 16), (8, 17), (8, 132), (5000, 132))]
-    assert seconds == sorted(seconds)
-    assert seconds[0] == seconds[1] < seconds[2]
 
 
 def test_the_model_asks_for_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from attention_cases import ANY_SHAPE, SHAPES, Case, cases, error, oracle, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.kernels import attention
+from longctx.kernels import attention, plan_attention
 
 HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -109,3 +109,62 @@ class AttentionTestBase:
         with self.where():
             out, lse = attention(q, q, q, implementation=self.implementation)
         assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)  # drawn cases ask for float32
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.float32 if self.supports_float32 else jnp.bfloat16
+
+    def test_not_a_number_behind_the_mask(self) -> None:
+        """In keys it changes nothing; in values results are NaN or right. Later positions, another segment, padding."""
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 2, 64), (150, 1, 64), (150, 1, 64)))
+        positions, segments = np.arange(150), np.zeros(150, int)
+        segments[:20], segments[120:] = 1, -1
+        hidden = (segments != 0) | (positions > 100)
+        k[hidden] = np.nan
+        masks = {
+            "q_positions": np.arange(96, 101),
+            "kv_positions": positions,
+            "q_segment_ids": np.zeros(5, int),
+            "kv_segment_ids": segments,
+        }
+        want, _ = attention(q, np.nan_to_num(k), v, **masks, implementation="reference")
+        with self.where():
+            out, _ = attention(
+                *(jnp.asarray(x, self.dtype) for x in (q, k, v)), **masks, implementation=self.implementation
+            )
+            v[hidden] = np.nan
+            of_nan, _ = attention(
+                *(jnp.asarray(x, self.dtype) for x in (q, k, v)), **masks, implementation=self.implementation
+            )
+        tolerance = 1e-5 if self.supports_float32 else 2e-2
+        np.testing.assert_allclose(out.astype(jnp.float32), want, atol=tolerance)
+        right = np.abs(of_nan.astype(jnp.float32) - want) <= tolerance
+        assert (right | np.isnan(of_nan.astype(jnp.float32))).all()
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_plan_serves_calls_of_its_shapes(self, causal: bool) -> None:
+        """The results, and the gradients where there are any, are those without it, bit for bit."""
+        rng = np.random.default_rng(causal)
+        q, k, v = (
+            jnp.asarray(rng.standard_normal(shape), self.dtype)
+            for shape in ((2, 9, 4, 64), (2, 140, 2, 64), (2, 140, 2, 64))
+        )
+        segments = np.zeros((2, 140), int)
+        segments[1, :30] = -1
+        masks = np.arange(131, 140), np.arange(140), np.zeros((2, 9), int), segments
+
+        def planned(q: Any, k: Any, v: Any) -> Any:
+            types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
+            plan = plan_attention(*types, *masks, causal=causal, implementation=self.implementation)
+            return attention(q, k, v, causal=causal, plan=plan)
+
+        def unplanned(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, *masks, causal=causal, implementation=self.implementation)
+
+        with self.where():
+            for got, want in zip(planned(q, k, v), unplanned(q, k, v), strict=True):
+                np.testing.assert_array_equal(got, want)
+            if self.supports_gradients:
+                got, want = (jax.grad(lambda *x, f=f: f(*x)[0].sum(), (0, 1, 2))(q, k, v) for f in (planned, unplanned))
+                chex.assert_trees_all_equal(got, want)

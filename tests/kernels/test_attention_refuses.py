@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longctx.kernels import attention
+from longctx.kernels import attention, plan_attention
 
 Q, K = jnp.ones((6, 4, 8)), jnp.ones((6, 2, 8))
 SIX = jnp.arange(6)
@@ -69,3 +69,48 @@ def test_unequal_lengths_need_no_positions_without_causality() -> None:
 def test_refusal_is_the_same_under_jit() -> None:
     with pytest.raises(ValueError, match="multiple of k's heads"):
         jax.jit(attention)(jnp.ones((6, 3, 8)), K, K)
+
+
+PLAN = plan_attention(Q, K, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q_positions": SIX}, ValueError, "q_positions must not be given with a plan, which holds those"),
+        ({"kv_segment_ids": SIX, "q_segment_ids": SIX}, ValueError, "q_segment_ids must not be given with a plan"),
+        ({"kv_positions": SIX}, ValueError, "kv_positions must not be given with a plan"),
+        (
+            {"causal": False},
+            ValueError,
+            r"plan must be for q and k of .*, causal=False .*, got one for .*, causal=True",
+        ),
+        ({"implementation": "reference"}, ValueError, "the implementation reference, got one for .* and xla"),
+        (
+            {"q": Q[:5]},
+            ValueError,
+            r"plan must be for q and k of \(5, 4, 8\) and \(6, 2, 8\), .* got one for \(6, 4, 8\)",
+        ),
+        ({"k": K[:5], "v": K[:5]}, ValueError, r"plan must be for q and k of \(6, 4, 8\) and \(5, 2, 8\)"),
+        ({"q": [1.0]}, TypeError, "q must be a jax.Array or numpy.ndarray, got list"),
+        ({"plan": 3}, TypeError, "plan must be what plan_attention returns, got int"),
+    ],
+)
+def test_wrong_plans_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(**({"q": Q, "k": K, "v": K, "plan": PLAN} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": jnp.ones((5, 4, 8))}, ValueError, "q_positions must be given when causal and T != S"),
+        ({"k": 3}, TypeError, "k must be a jax.Array or numpy.ndarray, got int"),
+        ({"q": jax.ShapeDtypeStruct((6, 3, 8), jnp.float32)}, ValueError, "multiple of k's heads"),
+        ({"q_positions": jnp.zeros((2, 6), int)}, ValueError, r"q_positions must have the shape \(6,\)"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "implementation 'mosaic_gpu' needs"),
+    ],
+)
+def test_wrong_arguments_of_a_plan_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_attention(**({"q": Q, "k": K} | arguments))

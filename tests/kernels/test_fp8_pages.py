@@ -228,6 +228,8 @@ def test_pages_of_float8_are_those_of_their_bits() -> None:
     want = paged_attention(**(CALL | {"k_pages": pages, "v_pages": pages, "kv_lengths": lengths}))
     floats = pages.view(jnp.float8_e4m3fn)
     metadata = [CALL["page_table"], None, lengths, CALL["q_positions"], CALL["q_sequence"]]
+    with pytest.raises(TypeError, match="q_dtype must be floating point"):
+        plan_paged_attention(4, floats, *metadata, q_dtype=jnp.int32)
     plan = plan_paged_attention(4, floats, *metadata, q_dtype=jnp.float32)
     got = paged_attention(Q, floats, floats, *metadata, plan=plan, k_scale=SCALE, v_scale=SCALE)
     for x, y in zip(got, want, strict=True):

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from mesh_workload import ALL, STRATEGIES, UNEVEN, check_tokens, make_mesh_engine, oracle_of
 from workload import Workload
 
+from longctx.models.footprint import FP8_KV as FP8
 from longctx.models.footprint import cache_bytes
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 
-FP8 = "float8_e4m3fn"
 SOME = [((1, 2, 1), ("interleave", "pass_kv")), ((1, 2, 1), ("interleave", "pass_q"))]
 
 

@@ -14,6 +14,7 @@ from test_page_loads import PLANS, storing_engine
 from longctx.serving import Engine, Output, ParallelPlan, Request, SamplingParams
 from longctx.serving.request.handoff import Handoff, Progress
 from longctx.serving.request.output import TokenLogprob
+from longctx.serving.scheduler.sequence import State
 
 
 def run(engine: Engine, outputs: dict[str, list[Output]], events: dict[str, list[int]] | None = None) -> None:
@@ -129,6 +130,23 @@ def test_a_lease_grows_while_its_request_runs() -> None:
     assert lengths == sorted(lengths)
     assert len({*lengths}) > 2
     assert lengths[-1] == 40
+
+
+@pytest.mark.parametrize("length", [6, 40])
+def test_what_later_stages_compute_still_does_not_go_along(length: int) -> None:
+    """Not before the first token is drawn, though all chunks of the prompt have begun."""
+    engine = storing_engine(FakeStore(), 60, ParallelPlan(stage=3))
+    engine.submit(Request([1] * 90, SamplingParams(max_tokens=1), "before"))
+    engine.submit(Request(np.arange(length).tolist(), SamplingParams(max_tokens=4), "r"))
+    job = engine._jobs["r"]
+    while not (job.sequences and job.sequences[0].state is State.DECODING):
+        assert not any(event.request_id == "r" for event in engine.step())
+    engine.hand_off("r", "lease")
+    outputs: dict[str, list[Output]] = {}
+    run(engine, outputs)
+    (output,) = outputs["r"]
+    assert (output.token_ids, output.lease) == ([], None)
+    assert engine.core.pool.num_held == 0
 
 
 def test_a_cancelled_request_keeps_nothing() -> None:

@@ -20,6 +20,7 @@ from longctx.cluster.transfer.local import LocalReceiver
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.zmq_receiver import PageReceiver
 from longctx.cluster.transfer.zmq_sender import PageSender
+from longctx.models.footprint import FP8_KV
 from longctx.serving import Engine, Output, Request, SamplingParams
 from longctx.serving.kv_cache.connector import PageRead
 from longctx.serving.request.handoff import Handoff
@@ -40,8 +41,9 @@ SAMPLING: list[dict[str, Any]] = [
 class Pair:
     """Two engines, the pages of whose leases either one gets from the other one."""
 
-    def __init__(self, *plans: Any) -> None:
-        self.engines = [make_engine(plan, transfers=True) for plan in plans]
+    def __init__(self, *plans: Any, kv_dtype: str | None = None) -> None:
+        self.kv_dtype = kv_dtype
+        self.engines = [make_engine(plan, transfers=True, kv_dtype=kv_dtype) for plan in plans]
         for engine in self.engines:
             assert engine.page_identity is not None
         self.layout, self.fingerprint = self.engines[0].page_identity  # type: ignore[misc]
@@ -104,8 +106,8 @@ def move(
     return final
 
 
-def check(final: dict[str, list[Output]], requests: list[Request]) -> None:
-    wanted = iter(expected([dataclasses.replace(request, request_id=None) for request in requests]))
+def check(final: dict[str, list[Output]], requests: list[Request], kv_dtype: str | None = None) -> None:
+    wanted = iter(expected([dataclasses.replace(request, request_id=None) for request in requests], kv_dtype))
     for request in requests:
         for output in sorted_outputs(final, request):
             other = next(wanted)
@@ -253,6 +255,51 @@ def test_other_weights_are_refused(pair: Pair) -> None:
     final = move(first, second, [request], 12, lambda lease: pair.receiver.source(pair.exporters[0], lease, b"other"))
     check(final, [request])
     assert final["r"][0].metrics.loaded_tokens == 0
+    for lease in first.core.leases.over():
+        first.pages.release(lease)
+    check_empty(first, second)
+
+
+@pytest.fixture(scope="module")
+def fp8_pair() -> Pair:
+    return Pair(STAGES, RANKS, kv_dtype=FP8_KV)
+
+
+@pytest.mark.parametrize("steps", [5, 14])
+def test_requests_with_fp8_pages_move(fp8_pair: Pair, steps: int) -> None:
+    """To and fro, locally and over sockets: pages come as they were, values and scales."""
+    for sender in (0, 1):
+        requests = make_requests(np.random.default_rng(steps))
+        first, second = fp8_pair.engines[sender], fp8_pair.engines[1 - sender]
+        check(move(first, second, requests, steps, fp8_pair.local(sender)), requests, FP8_KV)
+        check_empty(first, second)
+    requests, made = make_requests(np.random.default_rng(steps)), (fp8_pair.layout, fp8_pair.fingerprint)
+    with (
+        PageSender(fp8_pair.exporters[0], *made, options=OPTIONS) as sends,
+        PageReceiver(*made, options=OPTIONS) as gets,
+    ):
+        final = move(*fp8_pair.engines, requests, steps, lambda lease: gets.source(sends.address, lease))
+        check(final, requests, FP8_KV)
+        assert gets.stats.outcomes["complete"] > 0
+    check_empty(*fp8_pair.engines)
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_an_engine_of_another_kv_dtype_is_refused(
+    pair: Pair, fp8_pair: Pair, sender: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In both directions; the message names both, and the request is computed again."""
+    pairs = [(pair, fp8_pair), (fp8_pair, pair)][sender]
+    first, second = pairs[0].engines[0], pairs[1].engines[1]
+    request = Request(list(range(45)), SamplingParams(max_tokens=9, ignore_eos=True), "r")
+    one, other = pairs[0].layout.dtype, pairs[1].layout.dtype
+
+    def source(lease: str) -> Any:
+        return pairs[1].receiver.source(pairs[0].exporters[0], lease, pairs[0].fingerprint)
+
+    final = move(first, second, [request], 12, source)
+    assert final["r"][0].metrics.loaded_tokens == 0
+    assert f"dtype {one} instead of {other}" in caplog.text
     for lease in first.core.leases.over():
         first.pages.release(lease)
     check_empty(first, second)

@@ -5,8 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_oracle import ORACLE, VOCAB, Oracle, make_engine
+from dense_oracle import ORACLE, VOCAB, Oracle, make_engine, make_model
 
+from longctx.models.footprint import FP8_KV
 from longctx.serving import Engine, ParallelPlan, Request, SamplingParams
 
 BAD = 13  # the token whose embedding is not finite
@@ -60,6 +61,20 @@ def test_logits_that_are_not_finite_end_their_request_alone_on_meshes(plan: Para
     shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,)}
     engine = make_engine(poisoned(ORACLE, float("nan")), ORACLE, plan, **shapes)
     check(engine, SIX)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(1, 2, 1, exchange="pass_kv", placement="interleave"),
+        pytest.param(ParallelPlan(), marks=pytest.mark.slow),
+    ],
+    ids=["pass_kv", "one device"],
+)
+def test_a_row_of_nan_in_fp8_pages_reaches_its_request_alone(plan: ParallelPlan) -> None:
+    oracle = Oracle(make_model(), FP8_KV)
+    shapes = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "kv_dtype": FP8_KV}
+    check(make_engine(poisoned(oracle, float("nan")), oracle, plan, **shapes), SIX, oracle)
 
 
 def test_a_model_of_nan_answers_nothing() -> None:

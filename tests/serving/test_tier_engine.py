@@ -23,6 +23,7 @@ from tiered_engines import (
     store_of,
 )
 
+from longctx.models.footprint import FP8_KV
 from longctx.serving import Output, ParallelPlan, Request, SamplingParams
 
 DOCUMENT = np.random.default_rng(1).integers(0, VOCAB, 83).tolist()
@@ -70,18 +71,18 @@ def test_conversations_are_the_same_over_all_tiers_of_many_plans(seed: int, plan
     check_conversations(seed, plans)
 
 
-def check_conversations(seed: int, plans: list[ParallelPlan]) -> None:
+def check_conversations(seed: int, plans: list[ParallelPlan], kv_dtype: str | None = None) -> None:
     """An engine of each plan serves a part of the conversations, and leaves its pages to the next one."""
     random = np.random.default_rng(seed)
     requests = random_requests(random, conversation(random, 6 * len(plans)))
-    wanted = expected(requests)
+    wanted = expected(requests, kv_dtype)
     count = sum(request.sampling.n for request in requests)
     assert len(wanted) == count
     found: list[Output] = []
     from_disk = 0
     with tempfile.TemporaryDirectory() as folder:
         for part, plan in zip(_parts(requests, 6), plans, strict=True):
-            engine = make_engine(plan, on_disk(Path(folder)))
+            engine = make_engine(plan, on_disk(Path(folder)), kv_dtype=kv_dtype)
             for some in _parts(part, int(random.integers(1, 4))):
                 found += answer(engine, some)
                 if random.random() < 0.3:
@@ -99,6 +100,26 @@ def check_conversations(seed: int, plans: list[ParallelPlan]) -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
     assert sum(output.metrics.loaded_tokens for output in found) > 0
     assert from_disk > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_conversations_with_fp8_pages_are_the_same_over_all_tiers(seed: int) -> None:
+    check_conversations(seed, [STAGES, RANKS, ONE], FP8_KV)
+
+
+def test_pages_of_another_kv_dtype_are_never_loaded(tmp_path: Path) -> None:
+    """Engines of both write into one folder, under the same keys; each finds its own."""
+    requests = [Request([*DOCUMENT, token], EXACT) for token in range(2)]
+    wanted = {kv_dtype: tokens(expected(requests, kv_dtype)) for kv_dtype in (None, FP8_KV)}
+    assert wanted[None] != wanted[FP8_KV], "the test would not see whose pages they are"
+    for is_first in (True, False):
+        for kv_dtype, right in wanted.items():
+            engine = make_engine(ONE, on_disk(tmp_path), kv_dtype=kv_dtype)
+            found = answer(engine, requests[:1]) + answer(engine, requests[1:])
+            assert tokens(found) == right
+            assert (found[0].metrics.loaded_tokens > 0) == (not is_first)
+            assert store_of(engine).stats.host.corrupt == 0
+            store_of(engine).close()
 
 
 def _parts(requests: list[Request], size: int) -> list[list[Request]]:

@@ -15,6 +15,7 @@ from process_threads import run_processes
 from test_stored_pages import LAYOUT, oracle
 from tiered_fake import TieredExecutor, make_tiered_engine, settle
 
+from longctx.models.footprint import FP8_KV
 from longctx.serving import Engine, EngineConfig, ParallelPlan, Request, SamplingParams
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.engine.thread import EngineThread
@@ -281,11 +282,12 @@ def test_a_recorded_engine_verifies_too(tmp_path: Path) -> None:
     engine.pages.close()
 
 
-def test_on_devices_what_is_computed_again_agrees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, FP8_KV])
+def test_on_devices_what_is_computed_again_agrees(tmp_path: Path, kv_dtype: str | None) -> None:
     """Other steps compute it, of other shapes, so some last bits differ."""
     random = np.random.default_rng(0)
     tiers = TierConfig(2**20, 2**20, str(tmp_path))
-    engine = Engine(oracle().model, oracle().params, EngineConfig(tiers=tiers, **SIZES))
+    engine = Engine(oracle().model, oracle().params, EngineConfig(tiers=tiers, kv_dtype=kv_dtype, **SIZES))
     documents = [random.integers(0, 50, 60).tolist() for _ in range(2)]
     for document in documents * 2:
         engine.core.pool.clear()
@@ -305,7 +307,12 @@ def test_what_agrees(dtype: str) -> None:
     noise = TOLERANCE[dtype] * np.abs(right).max((2, 3, 4), keepdims=True)
 
     def bits(page: np.ndarray) -> np.ndarray:
-        return page.astype(kind).view(layout.bits)
+        if dtype != FP8_KV:
+            return page.astype(kind).view(layout.bits)
+        scale = np.abs(page).max(-1, keepdims=True).astype(np.float32) / 448
+        with np.errstate(invalid="ignore"):
+            values = (page / scale).astype(kind)
+        return np.concatenate([values.view(np.uint8), scale.view(np.uint8)], -1)
 
     assert agree(bits(right), bits(right), dtype)
     assert agree(bits(right + noise / 2), bits(right), dtype)

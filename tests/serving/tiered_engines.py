@@ -56,13 +56,13 @@ def on_disk(folder: Path) -> TierConfig:
 
 
 @functools.cache
-def plain_engine() -> Engine:
-    """What all others are compared with."""
-    return make_engine(prefix_cache=False)
+def plain_engine(kv_dtype: str | None = None) -> Engine:
+    """What all others with such pages are compared with."""
+    return make_engine(prefix_cache=False, kv_dtype=kv_dtype)
 
 
-def expected(requests: list[Request]) -> list[Output]:
-    return plain_engine().generate([dataclasses.replace(request, session_id=None) for request in requests])
+def expected(requests: list[Request], kv_dtype: str | None = None) -> list[Output]:
+    return plain_engine(kv_dtype).generate([dataclasses.replace(request, session_id=None) for request in requests])
 
 
 def store_of(engine: Engine) -> TieredStore:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
@@ -46,7 +45,9 @@ def attention(
 
     Args:
       q: queries `[*B, T, N, H]`, floating point.
-      k, v: keys and values `[*B, S, K, H]`, N a multiple of K (grouped-query attention, nothing is repeated).
+      k, v: keys and values `[*B, S, K, H]`, N a multiple of K (grouped-query attention, nothing is repeated). Values
+        must be finite also where no query sees them, since 0 * NaN is NaN: there, NaN or infinity makes results NaN,
+        never wrong numbers. Keys that no query sees may hold anything, unless gradients are taken.
       q_positions, kv_positions: absolute positions, integers, `[T]` or `[*B, T]` and `[S]` or `[*B, S]`. Default:
         0, 1, 2, ...; where that would be a guess, causal with T != S or with `kv_positions`, give `q_positions`.
       q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
@@ -76,23 +77,24 @@ def attention(
     the context parallelism paper, section 3.5.
     """
     masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids
-    if plan is not None:
-        _check_plan(plan, q, k, masks, causal, implementation)
-        implementation = plan.implementation
     # A plan holds positions that have been checked.
     arguments = check_arrays(q, k, v, *masks, causal=causal and plan is None)
+    if plan is not None:
+        _check_plan(plan, arguments, causal, implementation)
+        implementation = plan.implementation
     out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
     kernel = check_kernel(arguments.q, causal, scale, implementation)
     return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments, plan)
 
 
-def _check_plan(
-    plan: AttentionPlan, q: Any, k: Any, masks: tuple[Any, ...], causal: bool, implementation: str | None
-) -> None:
-    for name, x in zip(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids"), masks, strict=True):
+def _check_plan(plan: AttentionPlan, arguments: Arguments, causal: bool, implementation: str | None) -> None:
+    if not isinstance(plan, AttentionPlan):
+        raise TypeError(f"plan must be what plan_attention returns, got {type(plan).__name__}")
+    q, k, _, *masks = arguments
+    for name, x in zip(Arguments._fields[3:], masks, strict=True):
         if x is not None:
             raise ValueError(f"{name} must not be given with a plan, which holds those that it was made of")
-    wanted = np.shape(q), np.shape(k), bool(causal), implementation or plan.implementation
+    wanted = q.shape, k.shape, bool(causal), implementation or plan.implementation
     found = plan.q_shape, plan.k_shape, plan.causal, plan.implementation
     if wanted != found:
         raise ValueError(

@@ -127,6 +127,8 @@ def make_tiles(
       The tiles; (last position seen, segment) of their rows, `[tiles, rows]` each; and positions and segments of the
       keys, `[2, Bm, S in whole blocks]`.
     """
+    # Positions may be shared by a batch whose segments are not, and the other way round.
+    queries, keys = (Tokens(*jnp.broadcast_arrays(*tokens)) for tokens in (queries, keys))
     num_rows = queries.positions.shape[1]
     per_entry = -(-num_rows // tile_config.block_q)
     # Rows of a tile beyond the end repeat its last row, so that they add no masked blocks.

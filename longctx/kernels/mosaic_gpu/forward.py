@@ -190,6 +190,9 @@ class Machine:
     def when(self, condition: Any, action: Callable[[], None]) -> None:
         pl.when(condition)(action)
 
+    def branch(self, condition: Any, function: Callable[[Any], Any], carry: Any) -> Any:
+        return lax.cond(condition, function, lambda carry: carry, carry)
+
     def minimum(self, a: Any, b: Any) -> Any:
         return jnp.minimum(a, b)
 

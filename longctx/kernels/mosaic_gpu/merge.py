@@ -23,7 +23,7 @@ from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
 from longctx.kernels.mosaic_gpu.device import Device
 
 # Thread blocks of many rows that a multiprocessor holds at once, by their registers.
-_RESIDENT = 6
+_RESIDENT = 5
 _LOG2E = math.log2(math.e)
 
 

@@ -88,6 +88,8 @@ def paged_attention(
     out_dtype = check_out_dtype(out_dtype, operands.q.dtype)
     if plan is None:
         implementation = choose_implementation(implementation, operands.q.dtype, operands.k_pages)
+    elif not isinstance(plan, PagedPlan):
+        raise TypeError(f"plan must be what plan_paged_attention returns, got {type(plan).__name__}")
     elif plan.shapes != shapes_of(operands) or implementation not in (None, plan.implementation):
         raise ValueError(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "

@@ -97,6 +97,8 @@ def plan_paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     if q_dtype is None:
         q_dtype = jnp.bfloat16 if k_pages.dtype in (jnp.uint16, BITS, E4M3) else k_pages.dtype
+    if not jnp.issubdtype(q_dtype, jnp.floating):
+        raise TypeError(f"q_dtype must be floating point, got {q_dtype}")
     pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
     num_rows = np.shape(q_positions)[0]
     q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), jnp.dtype(q_dtype))

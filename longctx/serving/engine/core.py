@@ -274,7 +274,9 @@ class Core:
     def _keep_pages(self, sequence: Sequence, lease_id: str) -> None:
         """Keep the pages of a sequence that is about to end, as far as their contents are known to be right."""
         completion, complete = completion_of(sequence), sequence.computed
-        if sequence.state is State.PREFILLING and self.scheduler.plan.stage > 1:
+        if self.scheduler.plan.stage > 1 and (
+            sequence.state is State.PREFILLING or self._has_chunk_in_flight(sequence)
+        ):
             complete = 0  # later stages compute its last chunks still
         length = min(complete, completion.num_known - 1)
         if not sequence.is_running or length <= 0:
@@ -283,6 +285,11 @@ class Core:
             lease_id, sequence, self._lease_keys(completion, sequence.keys, length), sequence.pages, length
         ):
             completion.lease = Lease(lease_id, length)
+
+    def _has_chunk_in_flight(self, sequence: Sequence) -> bool:
+        """Whether rows of its prompt, or of what it computes again, are in the stages."""
+        chunks = itertools.chain.from_iterable(batch.chunks for batch in self.in_flight)
+        return any(chunk.sequence is sequence and not chunk.decodes for chunk in chunks)
 
     def _lease_keys(self, completion: Completion, keys: list[Key], length: int) -> list[Key]:
         """A key for each page of the first `length` tokens; that of a partial page stands for its tokens too."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from longctx.models.footprint import FP8_KV, KV_SCALE_BYTES
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.jobs import Job
 from longctx.serving.executor.interface import Executor
@@ -33,8 +34,10 @@ from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}
-"""How far two numbers may differ that stand for the same, by dtype: relative to the largest of a layer's keys, or of
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, FP8_KV: 6e-2 + 32 / 448}
+"""Of float8 pages it is that of bfloat16, in which they may have been computed, and a step of the largest values.
+
+How far two numbers may differ that stand for the same, by dtype: relative to the largest of a layer's keys, or of
 its values, in a page. Other dtypes may not differ at all."""
 
 _PREFIX = "longctx-verify-"
@@ -204,21 +207,29 @@ class Verifier:
 
 
 def agree(one: np.ndarray, other: np.ndarray, dtype: str) -> bool:
-    """Whether two pages `[layers, 2, page_size, heads, head_dim]`, as bits, are the same but for `TOLERANCE`."""
+    """Whether two pages `[layers, 2, page_size, heads, row_size]`, as bits, are the same but for `TOLERANCE`."""
     if np.array_equal(one, other):
         return True
     if dtype not in TOLERANCE:
         return False
-    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    a, b = (np.ascontiguousarray(x).view(kind).astype(np.float32) for x in (one, other))
     axes = 2, 3, 4
     with np.errstate(invalid="ignore"):  # of infinite numbers, which agree with none
+        a, b = _values(one, dtype), _values(other, dtype)
         limits = TOLERANCE[dtype] * np.abs(b).max(axes)
         return bool((np.isfinite(limits) & (np.abs(a - b).max(axes) <= limits)).all())
 
 
+def _values(page: np.ndarray, dtype: str) -> np.ndarray:
+    """What the bits of a page stand for, float32 `[layers, 2, page_size, heads, H]`."""
+    if dtype == FP8_KV:
+        values, scales = (np.ascontiguousarray(x) for x in np.split(page, [-KV_SCALE_BYTES], -1))
+        return values.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales.view(np.float32)
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return np.ascontiguousarray(page).view(kind).astype(np.float32)
+
+
 def _pages(layout: PageLayout, read: PageRead, count: int) -> np.ndarray:
-    """Pages that are read, `[pages, layers, 2, page_size, K, H]` as bits; zeros where other processes have them."""
+    """Pages that are read, `[pages, layers, 2, page_size, K, row_size]`; zeros where other processes have them."""
     out = np.zeros((count, *layout.shape), layout.bits)
     assemble(read.result(), out, layout.whole)
     return out
