@@ -41,7 +41,7 @@ class MachineCode:
 
 # What a warp issues for a block of keys, at most: 2 % more than it does today. Of blocks without a mask, with the mask
 # of contiguous keys, and with that of pages, whose last block is cleaned too.
-LIMITS = {64: (440, 760, 850), 128: (480, 800, 1080), 256: (440, 610, 1000)}
+LIMITS = {64: (445, 760, 845), 128: (483, 796, 1096), 256: (442, 603, 1057)}
 
 
 def check_kernels(dumped: Path, copies: int = 1, is_fp8: bool = False) -> None:
