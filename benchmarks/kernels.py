@@ -172,8 +172,8 @@ def model(shapes: list[AttentionShape]) -> tuple[str, str]:
             peer, ours = (rate / 1e12 for rate in kernel_model.ablation())
             notes.append(
                 "Predictions come from machine code, not from a GPU. At the shape of FlashAttention-3's ablation\n"
-                f"the model says {peer:.0f} TFLOP/s of JAX's kernel (published without pipelining: 582, with which its\n"
-                f"clock is calibrated) and {ours:.0f} of ours (published with pipelining: 661)."
+                f"the model says {peer:.0f} TFLOP/s of JAX's kernel (published without pipelining: 582, with which\n"
+                f"its clock is calibrated) and {ours:.0f} of ours (published with pipelining: 661)."
             )
         except RuntimeError as error:
             notes.append(f"No predictions: {error}")
