@@ -1,7 +1,8 @@
 """Paged attention on this CPU, beside contiguous keys and gathered pages: `python -m benchmarks.paged_attention`.
 
 N = 8, K = 2, H = 64. `contiguous` is `attention` to the same keys without pages, a batch entry a sequence (of several
-lengths, a call each); `gather` copies the pages of each sequence together and attends densely, every score in memory.
+lengths, a call each); `FP8` has pages of e4m3 with scales; `gather` copies the pages of each sequence together and
+attends densely, every score in memory.
 The bounds are the machine's own matrix product and its own reading of memory, measured beside them. Medians of rounds.
 """
 
@@ -58,10 +59,8 @@ def paged_contenders(batch: list[Work], page_size: int, dtype: str) -> dict[str,
     k_pages, v_pages = (to_bits(jnp.asarray(rng.standard_normal(shape, np.float32), dtype)) for _ in range(2))
     q = jnp.asarray(rng.standard_normal((len(positions), HEADS, HEAD_SIZE), np.float32), dtype)
     arrays = (q, k_pages, v_pages, jnp.asarray(table))
-    packed = (pack_rows(from_bits(x, dtype)) for x in (k_pages, v_pages))
-    fp8_pages, scales = zip(
-        *((bits, jnp.swapaxes(scale, 1, 2)) for bits, scale in map(split_packed, packed)), strict=True
-    )
+    fp8 = [split_packed(pack_rows(from_bits(x, dtype))) for x in (k_pages, v_pages)]
+    scales = {f"{name}_scale": jnp.swapaxes(scale, 1, 2) for name, (_, scale) in zip("kv", fp8, strict=True)}
     metadata = tuple(map(jnp.asarray, (contexts, positions, np.repeat(np.arange(len(rows)), rows))))
     paged = jax.jit(lambda q, k, v, table, *x, **scales: paged_attention(q, k, v, table, None, *x, **scales))
 
@@ -84,7 +83,7 @@ def paged_contenders(batch: list[Work], page_size: int, dtype: str) -> dict[str,
     return {
         f"pages of {page_size}": lambda: jax.block_until_ready(paged(*arrays, *metadata)),
         f"pages of {page_size}, FP8": lambda: jax.block_until_ready(
-            paged(q, *fp8_pages, arrays[3], *metadata, k_scale=scales[0], v_scale=scales[1])
+            paged(q, fp8[0][0], fp8[1][0], arrays[3], *metadata, **scales)
         ),
         f"gather, pages of {page_size}": lambda: jax.block_until_ready(gathered(*arrays)),
     }
