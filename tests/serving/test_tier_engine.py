@@ -106,7 +106,7 @@ def check_conversations(seed: int, plans: list[ParallelPlan]) -> None:
 
 
 def test_conversations_with_fp8_pages_go_on_over_all_tiers(tmp_path: Path) -> None:
-    """Answers are those of one engine but for rounding: a key's last bits differ by plan, and FP8 makes more of them."""
+    """Answers are those of one engine but for rounding: a key's last bits differ by plan, which FP8 amplifies."""
     requests = [Request(prompt, NEAR) for prompt in conversation(np.random.default_rng(0), 18)]
     found: list[Output] = []
     for part, plan in zip(_parts(requests, 6), (STAGES, RANKS, ONE), strict=True):

@@ -263,15 +263,11 @@ def test_servers_with_fp8_pages_answer_as_one() -> None:
         one, other = apart(first, second, sent), post(whole, sent).json()
         # The plans differ, so the last bits of keys do, and FP8 makes more of them: both say nearly the same of a token
         # as long as those before it are the same.
-        choices = one["choices"][0], other["choices"][0]
-        steps = zip(*(zip(each["token_ids"], each["logprobs"]["token_logprobs"]) for each in choices), strict=True)
-        compared = 0
-        for (token, logprob), (expected_token, expected_logprob) in steps:
-            if token != expected_token:
-                break
-            assert logprob == pytest.approx(expected_logprob, abs=1.0)
-            compared += 1
-        assert compared
+        tokens, logprobs = ([each["choices"][0][name] for each in (one, other)] for name in ("token_ids", "logprobs"))
+        same = next((i for i, (a, b) in enumerate(zip(*tokens, strict=True)) if a != b), len(tokens[0]))
+        assert same
+        one_found, other_found = (each["token_logprobs"][:same] for each in logprobs)
+        assert one_found == pytest.approx(other_found, abs=1.0)
         assert second.server.engine._executor.mover.stats.loaded_pages > 0
         nothing_is_left(whole, first, second)
 
