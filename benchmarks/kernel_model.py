@@ -122,12 +122,20 @@ def predict_all(shapes: Sequence[AttentionShape]) -> list[Prediction]:
     return [predict(shape, costs[kinds[shape.name]]) for shape in shapes]
 
 
-def peer_flops_per_second() -> float:
-    """What the model says of JAX's own kernel at the shape of the ablation, which the clock is calibrated with."""
+def ablation() -> tuple[float, float]:
+    """FLOP/s of JAX's kernel and of ours at the shape of FlashAttention-3's ablation, which has no mask.
+
+    The clock is calibrated with the first; the second is a check.
+    """
+    shape, ours = kernel_ptx.ABLATION, "mha/tp1/prefill@16k"
     with tempfile.TemporaryDirectory() as folder:
-        (ptx,) = kernel_ptx.compile_ptx([kernel_ptx.PEER], Path(folder))[kernel_ptx.PEER].values()
-    shape = kernel_ptx.ABLATION
-    blocks, tiles = shape.kv_length // 128, shape.batch * shape.heads * shape.q_length // 128
-    cycles = -(-tiles // MULTIPROCESSORS) * item_cost(_program(ptx), 2, _PEER_TURNS).of(blocks, 0)
-    pairs = shape.batch * shape.heads * shape.q_length * shape.kv_length
-    return 4 * shape.head_size * pairs / (cycles / CLOCK + KERNEL_SECONDS)
+        ptx = kernel_ptx.compile_ptx([kernel_ptx.PEER, ours], Path(folder))
+    (peer,) = ptx[kernel_ptx.PEER].values()
+    # Tiles have 128 rows, blocks 128 keys. The last block of ours is beside its loops.
+    tiles, blocks = shape.batch * shape.heads * shape.q_length // 128, shape.kv_length // 128
+    of_peer = item_cost(_program(peer), 2, _PEER_TURNS).of(blocks, 0)
+    of_ours = item_cost(_program(ptx[ours]["attention"]), 2).of(blocks - 1, 0)
+    flops = 4 * shape.head_size * shape.batch * shape.heads * shape.q_length * shape.kv_length
+    rounds = -(-tiles // MULTIPROCESSORS)
+    peer_rate, our_rate = (flops / (rounds * cycles / CLOCK + KERNEL_SECONDS) for cycles in (of_peer, of_ours))
+    return peer_rate, our_rate

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import kernel_model, kernels
 
-# FlashAttention-3 without pipelining inside a warpgroup, which JAX's kernel does without too: TFLOP/s (table 2).
-PUBLISHED = 582
+# FlashAttention-3 without pipelining inside a warpgroup, as JAX's kernel is, and with, as ours is: TFLOP/s (table 2).
+PUBLISHED = 582, 661
 
 
 @pytest.mark.slow
@@ -25,5 +25,8 @@ def test_kernels_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_the_clock_is_calibrated() -> None:
-    assert kernel_model.peer_flops_per_second() / 1e12 == pytest.approx(PUBLISHED, rel=0.01)
+def test_the_model_explains_what_pipelining_gains() -> None:
+    """The clock is calibrated with the first figure alone."""
+    peer, ours = (rate / 1e12 for rate in kernel_model.ablation())
+    assert peer == pytest.approx(PUBLISHED[0], rel=0.01)
+    assert ours == pytest.approx(PUBLISHED[1], rel=0.05)

@@ -46,7 +46,7 @@ def compile_for_h100(function: Any, arguments: Any, donate: tuple[int, ...] = ()
         return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
 
 
-def check_kernels(dumped: Path, *entries: str, copies: int = 1) -> None:
+def check_kernels(dumped: Path, *entries: str, copies: int = 1, is_fp8: bool = False) -> None:
     """Products by wgmma and copies by TMA in the named kernels (attention); sound machine code of all, by two ptxas."""
     texts = [path.read_text() for path in dumped.glob("*.ptx")]
     for entry in entries or ("attention",):
@@ -55,7 +55,7 @@ def check_kernels(dumped: Path, *entries: str, copies: int = 1) -> None:
         for text in attending:
             assert "wgmma.mma_async" in text
             assert "cp.async.bulk.tensor" in text
-    machine_code.check_kernels(dumped, copies)
+    machine_code.check_kernels(dumped, copies, is_fp8)
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -104,51 +104,59 @@ def test_a_call_with_a_plan_is_its_kernels(name: str, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "page_size"),
+    ("head_size", "page_size", "is_fp8"),
     [
-        (64, 16),
-        (128, 64),
-        *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((256, 256), (64, 64), (128, 16), (256, 16))),
+        (64, 16, False),
+        (128, 64, False),
+        (128, 64, True),
+        *(pytest.param(h, p, False, marks=pytest.mark.slow) for h, p in ((256, 256), (64, 64), (128, 16), (256, 16))),
+        *(pytest.param(h, p, True, marks=pytest.mark.slow) for h, p in ((256, 256), (64, 64), (128, 32), (256, 32))),
     ],
 )
-def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, dumped: Path) -> None:
+def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, is_fp8: bool, dumped: Path) -> None:
     """In a `shard_map` over KV heads: pages written and read in place, and planned once for all layers."""
     layers, pages, rows, ranks = 3, 2048, 64, 2
     mesh = h100_mesh(tensor=ranks)
 
-    def step(k_pages, v_pages, q, new, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
+    def step(cache, q, new, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
         metadata = (table, None, lengths, positions, sequence)
-        plan = plan_paged_attention(q.shape[1], k_pages, *metadata)
+        plan = plan_paged_attention(q.shape[1], cache[0], *metadata)
         assert plan.implementation == "mosaic_gpu"
 
         def layer(carry, number):  # type: ignore[no-untyped-def]
-            q, *cache = carry
+            q, cache = carry
             page = number * pages + table[sequence, positions // page_size]
-            cache = write_pages(*cache, new, new, page, positions % page_size)
-            out, _ = paged_attention(q, *cache, *metadata, number * pages, plan=plan)
-            return (out, *cache), None
+            cache = write_pages(*cache[:2], new, new, page, positions % page_size, *cache[2:])
+            scales = dict(zip(("k_scale", "v_scale"), cache[2:], strict=False))
+            out, _ = paged_attention(q, *cache[:2], *metadata, number * pages, plan=plan, **scales)
+            return (out, cache), None
 
-        return lax.scan(layer, (q, k_pages, v_pages), jnp.arange(layers, dtype=jnp.int32))[0]
+        return lax.scan(layer, (q, cache), jnp.arange(layers, dtype=jnp.int32))[0]
 
     def sharded(dtype: Any, spec: P, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    of_pool, of_rows = P(None, None, "tensor"), P(None, "tensor")
-    pool = sharded(jnp.uint16, of_pool, layers * pages, page_size, ranks, head_size)
+    of_pool, of_scales, of_rows = P(None, None, "tensor"), P(None, "tensor"), P(None, "tensor")
+    pool = sharded(jnp.uint8 if is_fp8 else jnp.uint16, of_pool, layers * pages, page_size, ranks, head_size)
+    scales = sharded(jnp.float32, of_scales, layers * pages, ranks, page_size)
+    cache, of_cache = ((pool, pool), (of_pool, of_pool))
+    if is_fp8:
+        cache, of_cache = (*cache, scales, scales), (*of_cache, of_scales, of_scales)
     q, new = (sharded(jnp.bfloat16, of_rows, rows, n * ranks, head_size) for n in (8, 1))
     others = [sharded(jnp.int32, P(), *shape) for shape in ((16, 512), (16,), (rows,), (rows,))]
-    specs = (of_pool, of_pool, of_rows, of_rows, *(P(),) * 4)
-    function = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(of_rows, of_pool, of_pool))
+    specs = (of_cache, of_rows, of_rows, *(P(),) * 4)
+    function = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(of_rows, of_cache))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(function, donate_argnums=(0, 1)).lower(pool, pool, q, new, *others).compile()
-    block = TileConfig.choose(head_size, rows * 8).block_kv
-    check_kernels(dumped, copies=max(1, block // page_size))
+        compiled = jax.jit(function, donate_argnums=0).lower(cache, q, new, *others).compile()
+    block = TileConfig.choose(head_size, rows * 8, is_fp8).block_kv
+    check_kernels(dumped, copies=max(1, block // page_size) * (2 if is_fp8 else 1), is_fp8=is_fp8)
     layer = pages * page_size * head_size
-    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 2 * layers * layer
+    size = layer + 4 * pages * page_size if is_fp8 else 2 * layer
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * layers * size
     assert opcodes_of_size(compiled.as_text(), layers * layer) <= IN_PLACE | {"bitcast-convert"}
     body = [line for lines in computations_in_loops(compiled.as_text()).values() for line in lines]
     assert sum("custom-call(" in line and "mosaic" in line for line in body) == 2  # attention, and merging
-    assert sum(" fusion(" in line for line in body) <= 6
+    assert sum(" fusion(" in line for line in body) <= (10 if is_fp8 else 6)
 
 
 @pytest.mark.slow

@@ -64,7 +64,13 @@ def cases(draw: st.DrawFn, shapes: list[Shape] = SHAPES) -> Case:
     if rows == "shuffled":
         order = rng.permutation(shape.rows)
         q_sequence, q_positions = q_sequence[order], q_positions[order]
+    return make_case(shape, rng, kv_lengths, q_sequence, q_positions)
 
+
+def make_case(
+    shape: Shape, rng: np.random.Generator, kv_lengths: np.ndarray, q_sequence: np.ndarray, q_positions: np.ndarray
+) -> Case:
+    """Random queries, and pages in random order of which some are shared; NaN where nothing is written."""
     num_pages = shape.sequences * shape.entries
     first_page = int(rng.integers(0, 3)) * 2
     page_table = rng.permutation(num_pages).reshape(shape.sequences, shape.entries)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import SHAPES, Case, cases, error, oracle, run
+from paged_cases import SHAPES, Case, Shape, cases, error, oracle, run
 
 from longctx.kernels import explain, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.fp8_rows import dequantize_rows, join_packed, pack_rows, split_packed, unpack_rows
+from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.selection import Selection
 
 attend = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype"))
 
@@ -31,7 +33,9 @@ def fp8_case(case: Case) -> tuple[Case, dict[str, np.ndarray]]:
     return Case(case.q, *rounded, case.metadata), arguments
 
 
-def run_fp8(case: Case, pages: dict[str, np.ndarray], dtype: Any, implementation: str) -> tuple[np.ndarray, np.ndarray]:
+def run_fp8(
+    case: Case, pages: dict[str, np.ndarray], dtype: Any, implementation: str, attend: Any = attend
+) -> tuple[np.ndarray, np.ndarray]:
     metadata = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in case.metadata.items()}
     bits = {name: x.view(np.uint8) if name.endswith("pages") else x for name, x in pages.items()}
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -64,6 +68,29 @@ def test_half_precision_is_as_good_as_dense(case: Case, dtype: str) -> None:
     assert error(run_fp8(case, pages, dtype, "xla"), want) <= 2.5 * error(dense, want) + 2e-3
     # The values of keys are those of the dense computation to the last bit.
     assert error(run_fp8(case, pages, dtype, "reference"), dense) < 1e-6
+
+
+# Pages smaller and larger than a block of keys, groups whose rows are no multiple of 8.
+MOSAIC_GPU_SHAPES = (
+    Shape(rows=20, heads=3, kv_heads=1, size=64, page_size=32, sequences=3, entries=5, index_given=True),
+    Shape(rows=9, heads=4, kv_heads=1, size=128, page_size=256, sequences=2, entries=2, index_given=False),
+    Shape(rows=7, heads=2, kv_heads=1, size=256, page_size=64, sequences=3, entries=3, index_given=False),
+)
+
+
+@pytest.mark.parametrize(
+    "shape", [MOSAIC_GPU_SHAPES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in MOSAIC_GPU_SHAPES[1:])], ids=str
+)
+@given(data=st.data(), dtype=st.sampled_from(["bfloat16", "float16"]))
+@settings(max_examples=1)
+def test_mosaic_gpu_is_as_good_as_dense(shape: Shape, data: st.DataObject, dtype: str) -> None:
+    """In the interpreter, where a converter warpgroup rounds to the same values of keys."""
+    case = data.draw(cases((shape,)))
+    rounded, pages = fp8_case(case)
+    with adapter.interpreted():
+        got = run_fp8(case, pages, dtype, "mosaic_gpu", paged_attention)
+    want = oracle(rounded)
+    assert error(got, want) <= 2.5 * error(run(rounded, dtype, "reference"), want) + 2e-3
 
 
 def random_rows(seed: int, *shape: int) -> np.ndarray:
@@ -210,5 +237,11 @@ def test_pages_of_float8_are_those_of_their_bits() -> None:
 
 
 def test_explain_knows_fp8_pages() -> None:
-    q, pages = jax.ShapeDtypeStruct((6, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((5, 64, 2, 128), jnp.uint8)
-    assert explain(q, pages, paged=True).taken == "xla"
+    def explained(page_size: int) -> Selection:
+        q, pages = (6, 4, 128), (5, page_size, 2, 128)
+        return explain(jax.ShapeDtypeStruct(q, jnp.bfloat16), jax.ShapeDtypeStruct(pages, jnp.uint8), paged=True)
+
+    assert explained(64).taken == "xla"
+    with adapter.interpreted():
+        assert [explained(size).taken for size in (32, 64, 128, 256)] == ["mosaic_gpu"] * 4
+        assert explained(16).refused["mosaic_gpu"] == "needs FP8 pages of a multiple of 32 tokens, got 16"

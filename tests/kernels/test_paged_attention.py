@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_attention_test_base import PagedAttentionTestBase
-from paged_cases import SHAPES, Case, Shape, cases, dense, error, run
+from paged_cases import SHAPES, Case, Shape, cases, dense, error, make_case, run
 
 from longctx.kernels import paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.bits import to_bits
@@ -55,6 +55,24 @@ class TestMosaicGpu(PagedAttentionTestBase):
 class TestMosaicGpuShapes(TestMosaicGpu):
     shapes = half_shapes = MOSAIC_GPU_SHAPES
     half_examples, merge_examples = 4, 2
+
+
+def mixed_rows(group: int, rows: tuple[int, ...]) -> Case:
+    """One sequence for each number of rows, which are its last; of unequal lengths."""
+    shape = Shape(sum(rows), group, 1, 64, page_size=16, sequences=len(rows), entries=3, index_given=False)
+    rng = np.random.default_rng(group)
+    kv_lengths = rng.integers(max(rows), 3 * 16 + 1, len(rows))
+    positions = [np.arange(length - number, length) for number, length in zip(rows, kv_lengths, strict=True)]
+    return make_case(shape, rng, kv_lengths, np.repeat(np.arange(len(rows)), rows), np.concatenate(positions))
+
+
+@pytest.mark.parametrize("rows", [(1, 16), pytest.param((1, 1, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "group", [3, 4, *(pytest.param(group, marks=pytest.mark.slow) for group in (1, 5, 7, 8))], ids="group {}".format
+)
+def test_mosaic_gpu_decodes_beside_chunks(group: int, rows: tuple[int, ...]) -> None:
+    """Sequences whose rows are no multiples of 8: in the interpreter a copy that begins within a tile raises."""
+    TestMosaicGpu().check_half(mixed_rows(group, rows), jnp.bfloat16, False)
 
 
 @pytest.mark.gpu

@@ -291,7 +291,7 @@ def test_an_engine_of_another_kv_dtype_is_refused(
     """In both directions; the message names both, and the request is computed again."""
     pairs = [(pair, fp8_pair), (fp8_pair, pair)][sender]
     first, second = pairs[0].engines[0], pairs[1].engines[1]
-    request = Request(list(range(45)), SamplingParams(max_tokens=9, ignore_eos=True), "r")
+    request = Request(list(range(45)), SamplingParams(max_tokens=20, ignore_eos=True), "r")
     one, other = pairs[0].layout.dtype, pairs[1].layout.dtype
 
     def source(lease: str) -> Any:

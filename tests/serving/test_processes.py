@@ -249,6 +249,11 @@ def test_the_command_line_runs_in_two_processes(tmp_path: Path) -> None:
     assert "cpu 0 of process 0" in texts[1][1]
     for flag, value, error in (
         ("--dtype", "bfloat16", "same engine, and differ in dtype: 'float32' in process 0, 'bfloat16' in process 1"),
+        (
+            "--kv-dtype",
+            "float8_e4m3fn",
+            "same engine, and differ in kv_dtype: None in process 0, 'float8_e4m3fn' in process 1",
+        ),
         ("--model", str(other), f"same checkpoint, and differ in {SINGLE_FILE}"),
     ):
         for each in [run(0, "--stage", "2"), run(1, "--stage", "2", flag, value)]:

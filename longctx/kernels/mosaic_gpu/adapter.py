@@ -22,6 +22,9 @@ from longctx.kernels.mosaic_gpu.device import INTERPRETER, Interpreter
 # Layouts of wgmma accumulators: the tile, and its reductions to one value per row or per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+# A layout that loads four values of 8 bits at a time.
+FP8_TILE = plgpu.Layout.WGMMA_UPCAST_2X
+ROW_OF_FP8_TILE = FP8_TILE.reduce(1)
 # Rows of a tile of shared memory.
 ROWS_OF_TILE = 8
 
@@ -111,9 +114,11 @@ def _check(interpreter: Interpreter, results: Any) -> None:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that wgmma reads: tiles of 8 rows by 128 bytes, swizzled."""
-    tiling = plgpu.TilingTransform((ROWS_OF_TILE, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+    """Shared memory in the layout that wgmma reads: tiles of 8 rows by 128 bytes (or a whole row), swizzled."""
+    itemsize = jnp.dtype(dtype).itemsize
+    size = min(128, shape[-1] * itemsize)
+    tiling = plgpu.TilingTransform((ROWS_OF_TILE, size // itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(size)))
 
 
 def pad_for_tma(x: Array, axis: int, missing: int) -> Array:

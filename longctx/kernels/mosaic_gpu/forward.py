@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -23,6 +24,7 @@ from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter, schedule
 from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, copy_rows, read
+from longctx.kernels.mosaic_gpu.convert import convert_block
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig
 from longctx.kernels.mosaic_gpu.wgmma import Accumulator, multiply
@@ -68,36 +70,48 @@ def attention_forward(
     num_pieces = heads * num_tiles + num_workers
     of_rows = (num_pieces, block_q) if config.split else (num_tiles, block_q, heads)
     q, keys = adapter.pad_for_tma(q, 1, tile_config.block_q), keys.pad_to_block(tile_config.block_kv)
-    pipeline = schedule.Pipeline(tile_config.num_consumers, tile_config.num_stages, keys.copies(tile_config.block_kv))
+    pipeline = schedule.Pipeline(
+        tile_config.num_consumers,
+        tile_config.num_stages,
+        keys.copies(tile_config.block_kv),
+        tile_config.num_fp8_stages,
+    )
+    key_arrays, structure = jax.tree.flatten(keys)
     ring = adapter.tiled((tile_config.num_stages, tile_config.block_kv, head_size), q.dtype)
     kernel = adapter.kernel(
-        functools.partial(_kernel, config, pipeline, type(keys), len(rows), heads // kv_heads),
+        functools.partial(_kernel, config, pipeline, structure, len(rows), heads // kv_heads),
         [((*of_rows, head_size), out_dtype), (of_rows, jnp.float32)],
         like=q,
         kernel_name="attention",
         grid=(num_workers,),
         grid_names=("worker",),
-        num_threads=tile_config.num_consumers + 1,
+        num_threads=tile_config.num_consumers + 1 + bool(tile_config.num_fp8_stages),
         scratch_types={
             "q": adapter.tiled((tile_config.num_consumers, WARPGROUP_ROWS, head_size), q.dtype),
             "k": ring,
             "v": ring,
-            **keys.found(tile_config.block_kv),
+            **keys.shared(tile_config),
             **{
                 name: plgpu.Barrier(num_arrivals=spec.arrivals, num_barriers=spec.number)
                 for name, spec in pipeline.barriers.items()
             },
         },
     )
-    return kernel(q, *keys, *rows, work.tiles, work.items, work.workers)
+    return kernel(q, *key_arrays, *rows, work.tiles, work.items, work.workers)
 
 
 def _kernel(
-    config: ForwardConfig, pipeline: schedule.Pipeline, kind: Any, num_rows: int, group: int, *refs: Any, **scratch: Any
+    config: ForwardConfig,
+    pipeline: schedule.Pipeline,
+    structure: Any,
+    num_rows: int,
+    group: int,
+    *refs: Any,
+    **scratch: Any,
 ) -> None:
     q, refs = refs[0], refs[1:]
-    num_keys = len(kind._fields)
-    keys, rows = kind(*refs[:num_keys]), refs[num_keys : num_keys + num_rows]
+    num_keys = structure.num_leaves
+    keys, rows = jax.tree.unflatten(structure, refs[:num_keys]), refs[num_keys : num_keys + num_rows]
     block = ThreadBlock(config, pipeline, Operands(q, keys, rows, *refs[num_keys + num_rows :]), scratch, group)
     wg = lax.axis_index("wg")
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
@@ -115,6 +129,15 @@ def _kernel(
             adapter.set_registers(registers.producer, "decrease")
         producer = Producer(block)
         schedule.produce(producer, producer.start, producer.stop)
+
+    if pipeline.num_fp8_stages:
+
+        @pl.when(wg == num_consumers + 1)
+        def _() -> None:
+            if registers:
+                adapter.set_registers(registers.converter, "decrease")
+            converter = Converter(block)
+            schedule.convert(converter, converter.start, converter.stop)
 
 
 class Operands(NamedTuple):
@@ -208,9 +231,19 @@ class Producer(Machine):
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
 
     def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
-        to, ready = self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
-        kv_head = lax.div(tile.head, jnp.int32(self.block.group))
-        self.keys.fetch("kv".index(name), tile, tile.block(n), kv_head, self.shared, to, ready)
+        half, to, ready = "kv".index(name[0]), self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
+        what = half, tile, tile.block(n), lax.div(tile.head, jnp.int32(self.block.group)), self.shared
+        self.keys.fetch(*what, to, ready)
+        if isinstance(self.keys, Paged) and self.pipeline.num_fp8_stages:
+            self.keys.fetch_scales(*what, self.shared["scales"].at[half, stage], ready)
+
+
+class Converter(Machine):
+    """Converts blocks of FP8 pages."""
+
+    def convert(self, source: str, source_stage: Array, name: str, stage: Array) -> None:
+        scales = self.shared["scales"].at["kv".index(name), source_stage]
+        convert_block(self.shared[source].at[source_stage], scales, self.shared[name].at[stage])
 
 
 class Softmax(NamedTuple):

@@ -134,7 +134,8 @@ def _kernel(
         # The places of a group differ by constants, so that one address serves it.
         lse, out = lses.at[own], outs.at[own]
         numbers = range(config.num_loads)
-        return [lse[number, row.slot] for number in numbers], [
+        # + 0 drops the mesh axes from the types, as those of the first group have none.
+        return [lse[number, row.slot] + 0 for number in numbers], [
             read(out.at[number, row.slot], layout) for number in numbers
         ]
 

@@ -1,8 +1,8 @@
 """The order of waits, arrivals and data accesses of the forward kernel's warpgroups, written once.
 
-`produce` and `consume` are the two roles of a thread block. They act on a machine: the kernel's emits Pallas operations
-(`forward.py`); the one of `tests/kernels` records them, and every order in which the roles can run is searched for
-deadlocks and races. Nothing here depends on JAX.
+`produce` and `consume` are the roles of a thread block, and `convert` where pages are FP8. They act on a machine: the
+kernel's emits Pallas operations (`forward.py`); the one of `tests/kernels` records them, and every order in which the
+roles can run is searched for deadlocks and races. Nothing here depends on JAX.
 
 The producer copies the rows of each tile to `q` (a slot for each consumer) and its keys and values, block by block, to
 the rings `k` and `v` (a slot for each stage). A consumer computes, of block n,
@@ -12,6 +12,9 @@ the rings `k` and `v` (a slot for each stage). A consumer computes, of block n,
 and multiplies in turns with the other consumer: in one turn it issues scores(n + 1) and weights(n) @ v(n) together, so
 that the tensor cores go from one to the next. It computes weights(n + 1) while its own second product runs, and while
 the other consumer has its turn.
+
+Blocks of FP8 pages are copied to the rings `k_fp8` and `v_fp8` instead. The converter moves them to `k` and `v`, of
+which the consumers know nothing else.
 
 Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2.
 """
@@ -27,12 +30,31 @@ class BarrierSpec(NamedTuple):
     arrivals: int
 
 
+class Rings(NamedTuple):
+    """A ring of stages for blocks of keys and one for values, with barriers `{name}_ready` and `{name}_free`."""
+
+    names: tuple[str, str]
+    num_stages: int
+    arrivals: int  # that make a stage ready
+
+
 class Pipeline(NamedTuple):
     """Static sizes."""
 
     num_consumers: int  # 1 or 2
     num_stages: int
     copies: int  # copies that bring a block of keys, or of values
+    num_fp8_stages: int = 0  # 0: blocks are copied as they are multiplied, and there is no converter
+
+    @property
+    def multiplied(self) -> Rings:
+        """What the consumers read."""
+        return Rings(("k", "v"), self.num_stages, 1 if self.num_fp8_stages else self.copies)
+
+    @property
+    def copied(self) -> Rings:
+        """What the producer fills."""
+        return Rings(("k_fp8", "v_fp8"), self.num_fp8_stages, self.copies) if self.num_fp8_stages else self.multiplied
 
     @property
     def barriers(self) -> dict[str, BarrierSpec]:
@@ -40,11 +62,11 @@ class Pipeline(NamedTuple):
         specs = {
             "q_ready": BarrierSpec(self.num_consumers, 1),
             "q_free": BarrierSpec(self.num_consumers, 1),
-            "k_ready": BarrierSpec(self.num_stages, self.copies),
-            "k_free": BarrierSpec(self.num_stages, self.num_consumers),
-            "v_ready": BarrierSpec(self.num_stages, self.copies),
-            "v_free": BarrierSpec(self.num_stages, self.num_consumers),
         }
+        for rings, readers in ((self.copied, 1), (self.multiplied, self.num_consumers)):
+            for name in rings.names:
+                specs[f"{name}_ready"] = BarrierSpec(rings.num_stages, rings.arrivals)
+                specs[f"{name}_free"] = BarrierSpec(rings.num_stages, readers)
         if self.num_consumers == 2:
             specs["turn"] = BarrierSpec(2, 1)
         return specs
@@ -101,7 +123,14 @@ class Producer(Machine, Protocol):
         """Look up where the n-th block of a tile lies, for the two copies that follow."""
 
     def copy_block(self, name: str, tile: Any, n: Any, stage: Any) -> None:
-        """Begin to copy the keys ("k") or values ("v") of the n-th block to a stage of their ring."""
+        """Begin to copy the n-th block to a stage of a ring: keys to "k" or "k_fp8", values to "v" or "v_fp8"."""
+
+
+class Converter(Machine, Protocol):
+    """What the converter does besides."""
+
+    def convert(self, source: str, source_stage: Any, name: str, stage: Any) -> None:
+        """Write a block of an FP8 ring to another ring in 16 bits, visible to products that begin later."""
 
 
 class Consumer(Machine, Protocol):
@@ -161,15 +190,9 @@ def produce(machine: Producer, start: Any, stop: Any) -> None:
                 machine.copy_rows(tile, consumer)
 
         def copy_block(n: Any, _: None) -> None:
-            number = done.blocks + n
-            stage = machine.remainder(number, pipeline.num_stages)
             machine.find(tile, n)
-            for name in ("k", "v"):
-
-                def wait_for_slot(name: str = name) -> None:
-                    machine.wait(f"{name}_free", stage)
-
-                machine.when(number >= pipeline.num_stages, wait_for_slot)
+            for name in pipeline.copied.names:
+                stage = _free_stage(machine, pipeline.copied, name, done.blocks + n)
                 machine.copy_block(name, tile, n, stage)
 
         machine.when(tile.num_blocks > 0, copy_rows)
@@ -178,18 +201,53 @@ def produce(machine: Producer, start: Any, stop: Any) -> None:
 
     done = machine.loop(start, stop, copy_tile, Progress(machine.integer(0), machine.integer(0)))
 
-    # Every phase is waited for. So nothing is in flight when the producer ends.
-    def drain_stage(number: Any, _: None) -> None:
-        for name in ("k_free", "v_free"):
-            machine.wait(name, machine.remainder(number, pipeline.num_stages))
-
-    machine.loop(done.blocks - machine.minimum(done.blocks, pipeline.num_stages), done.blocks, drain_stage, None)
+    _drain(machine, pipeline.copied, done.blocks)
 
     def drain_rows() -> None:
         for consumer in range(pipeline.num_consumers):
             machine.wait("q_free", consumer)
 
     machine.when(done.tiles > 0, drain_rows)
+
+
+def convert(machine: Converter, start: Any, stop: Any) -> None:
+    """Convert the blocks of the tiles [start, stop) of this worker's list to what the consumers multiply."""
+    pipeline = machine.pipeline
+
+    def convert_tile(position: Any, done: Any) -> Any:
+        tile = machine.tile(position)
+
+        def convert_block(n: Any, _: None) -> None:
+            number = done + n
+            copied = machine.remainder(number, pipeline.copied.num_stages)
+            for source, name in zip(pipeline.copied.names, pipeline.multiplied.names, strict=True):
+                machine.wait(f"{source}_ready", copied)
+                stage = _free_stage(machine, pipeline.multiplied, name, number)
+                machine.convert(source, copied, name, stage)
+                machine.arrive(f"{source}_free", copied)
+                machine.arrive(f"{name}_ready", stage)
+
+        machine.loop(0, tile.num_blocks, convert_block, None)
+        return done + tile.num_blocks
+
+    _drain(machine, pipeline.multiplied, machine.loop(start, stop, convert_tile, machine.integer(0)))
+
+
+def _free_stage(machine: Machine, rings: Rings, name: str, number: Any) -> Any:
+    """The stage for a block, by its number since the beginning, once nobody reads what it held before."""
+    stage = machine.remainder(number, rings.num_stages)
+    machine.when(number >= rings.num_stages, lambda: machine.wait(f"{name}_free", stage))
+    return stage
+
+
+def _drain(machine: Machine, rings: Rings, blocks: Any) -> None:
+    """Wait until all blocks have been read. So every phase is waited for, and nothing is in flight in the end."""
+
+    def drain_stage(number: Any, _: None) -> None:
+        for name in rings.names:
+            machine.wait(f"{name}_free", machine.remainder(number, rings.num_stages))
+
+    machine.loop(blocks - machine.minimum(blocks, rings.num_stages), blocks, drain_stage, None)
 
 
 def consume(machine: Consumer, start: Any, stop: Any) -> None:

@@ -8,6 +8,8 @@ WARPGROUP_ROWS = 64
 # (block_kv, num_stages) of each head size.
 _BLOCKS = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
 HEAD_SIZES = tuple(_BLOCKS)
+# Of FP8 pages, (num_stages, num_fp8_stages): together they take as much.
+_FP8_STAGES = {64: (4, 4), 128: (2, 2), 256: (2, 2)}
 
 
 class Registers(NamedTuple):
@@ -15,6 +17,7 @@ class Registers(NamedTuple):
 
     producer: int
     consumer: int
+    converter: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +31,15 @@ class TileConfig:
       block_kv: keys of a block.
       num_stages: blocks that are in flight to shared memory.
       registers: None if each warpgroup keeps what it starts with.
+      num_fp8_stages: blocks of FP8 pages that are in flight to shared memory, and wait for a warpgroup that converts
+        them to the `num_stages` others; 0: keys and values have 16 bits.
     """
 
     block_q: int
     block_kv: int
     num_stages: int
     registers: Registers | None = None
+    num_fp8_stages: int = 0
 
     @property
     def num_consumers(self) -> int:
@@ -41,9 +47,15 @@ class TileConfig:
         return self.block_q // WARPGROUP_ROWS
 
     @classmethod
-    def choose(cls, head_size: int, num_rows: int) -> "TileConfig":
-        """The configuration of the forward kernel for `num_rows` rows of one head."""
-        block_q = WARPGROUP_ROWS if num_rows <= WARPGROUP_ROWS else 2 * WARPGROUP_ROWS
-        # Of three warpgroups each starts with 168. Of two each has all that a thread can.
-        registers = Registers(producer=40, consumer=232) if block_q > WARPGROUP_ROWS else None
-        return cls(block_q, *_BLOCKS[head_size], registers)
+    def choose(cls, head_size: int, num_rows: int, fp8: bool = False) -> "TileConfig":
+        """The configuration of the forward kernel for `num_rows` rows of one head, with FP8 pages or without."""
+        block_kv, num_stages = _BLOCKS[head_size]
+        # Of three warpgroups each starts with 168. Of two each has all that a thread can. For two consumers and a
+        # converter there are not enough.
+        if fp8:
+            num_stages, num_fp8_stages = _FP8_STAGES[head_size]
+            registers = Registers(producer=40, consumer=240, converter=152)
+            return cls(WARPGROUP_ROWS, block_kv, num_stages, registers, num_fp8_stages)
+        if num_rows <= WARPGROUP_ROWS:
+            return cls(WARPGROUP_ROWS, block_kv, num_stages)
+        return cls(2 * WARPGROUP_ROWS, block_kv, num_stages, Registers(producer=40, consumer=232))

@@ -4,10 +4,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from longctx.kernels.bits import from_bits
+from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.mosaic_gpu.device import Device
 from longctx.kernels.mosaic_gpu.forward import ForwardConfig, attention_forward, with_positive_scale
 from longctx.kernels.mosaic_gpu.keys import Paged
@@ -43,10 +44,11 @@ def mosaic_gpu_paged_attention(
     (length, heads, head_size), kv_heads = q.shape, k_pages.shape[2]
     q, scale = with_positive_scale(q, scale)
     rows = q.reshape(length, kv_heads, heads // kv_heads, head_size)[plan.token, :, plan.head][None]
-    pages = Paged(
-        from_bits(k_pages, q.dtype), from_bits(v_pages, q.dtype), operands.page_table, operands.first_page[None]
-    )
-    config = ForwardConfig(TileConfig.choose(head_size, plan.last.shape[1]), scale, split=True)
+    fp8 = operands.k_scale is not None
+    k_pages, v_pages = (lax.bitcast_convert_type(x, E4M3) if fp8 else from_bits(x, q.dtype) for x in (k_pages, v_pages))
+    scales = operands.k_scale, operands.v_scale
+    pages = Paged(k_pages, v_pages, operands.page_table, operands.first_page[None], *scales)
+    config = ForwardConfig(TileConfig.choose(head_size, plan.last.shape[1], fp8), scale, split=True)
     out, lse = attention_forward(rows, pages, (plan.last,), plan.work, config, jnp.float32)
     assert plan.work.pieces is not None
     return merge_pieces(out, lse, plan.work.pieces, plan.place, heads, out_dtype)
@@ -59,7 +61,8 @@ def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None =
     """
     (length, heads, head_size), kv_heads = operands.q.shape, operands.k_pages.shape[2]
     most = length if max_rows_per_sequence is None else min(length, max_rows_per_sequence)
-    tile_config = TileConfig.choose(head_size, most * heads // kv_heads)
+    fp8 = operands.k_pages.dtype in (BITS, E4M3)
+    tile_config = TileConfig.choose(head_size, most * heads // kv_heads, fp8)
     group, num_sequences = heads // kv_heads, operands.page_table.shape[0]
     real = (operands.q_sequence >= 0) & (operands.q_sequence < num_sequences)
     sequence = jnp.where(real, operands.q_sequence, num_sequences)

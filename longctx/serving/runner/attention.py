@@ -59,7 +59,7 @@ class PagedAttend:
         has_unsharded = shape.replicated or shape.local
         sharded: KeyRing | GatheredKeys | None = None
         if shape.sharded and shape.exchange == "pass_kv":
-            sharded = KeyRing.make(inputs, tables, shape)
+            sharded = KeyRing.make(inputs, tables, shape, num_heads, pool, dtype)
         elif shape.sharded:
             sharded = GatheredKeys.make(inputs, tables, shape, num_heads, pool, dtype)
         return cls(
@@ -115,7 +115,9 @@ class _UnshardedRows:
         empty = jnp.zeros_like(tables.table[:, 0])
         lengths = empty.at[jnp.maximum(slots, 0)].max(jnp.where(slots >= 0, positions + 1, 0))
         metadata = (lengths, positions, slots)
-        plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype)
+        # No more rows than requests may run are most often all decodes; of more some are of a chunk.
+        most = 1 if shape.replicated + shape.local <= shape.samples else None
+        plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype, max_rows_per_sequence=most)
         return cls(inputs.groups.reshape(shape.ranks, -1) if shape.replicated else None, metadata, plan, shape)
 
     def __call__(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> Array:

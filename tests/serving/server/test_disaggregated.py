@@ -224,6 +224,48 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
         release_leases(coupled)
 
 
+def test_a_peer_of_another_kv_dtype_is_refused(coupled: Served) -> None:
+    """The answer names both, either way."""
+    sent = body(f"Of another kind. {TEXT}")
+    with instance(make_engine(kv_dtype="float8_e4m3fn")) as other:
+        for one, another, theirs, own in (
+            (coupled, other, "float32", "float8_e4m3fn"),
+            (other, coupled, "float8_e4m3fn", "float32"),
+        ):
+            refused = post(another, sent | {"kv_transfer_params": prefill(one, sent)})
+            assert refused.status_code == 409
+            expected = f"its pages have kv_dtype {theirs}, those of this server {own}"
+            assert expected in refused.json()["error"]["message"]
+            release_leases(one)
+        info, plain = (httpx.get(f"{each.url}/server_info").json() for each in (other, coupled))
+        config = other.server.engine.model.config
+        row = 2 * config.num_layers * config.num_kv_heads
+        assert info["engine"]["kv_dtype"] == info["kv_transfer"]["kv_dtype"] == "float8_e4m3fn"
+        assert (plain["engine"]["kv_dtype"], plain["kv_transfer"]["kv_dtype"]) == (None, "float32")
+        assert info["kv_bytes_per_token"] == row * (config.head_dim + 4)
+        assert plain["kv_bytes_per_token"] == row * config.head_dim * 4
+        odd = {"kv_transfer_params": prefill(other, sent) | {"kv_dtype": 8}}
+        assert post(other, sent | odd).status_code == 400
+        release_leases(other)
+        nothing_is_left(other)
+
+
+@pytest.mark.slow
+def test_servers_with_fp8_pages_answer_as_one() -> None:
+    """A prompt that one reads over two stages, and another goes on with over two tensor ranks."""
+    options: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+    with (
+        instance(make_engine(**options)) as whole,
+        instance(make_engine(stage=2, **options), "prefill") as first,
+        instance(make_engine(tensor=2, **options), "decode") as second,
+    ):
+        for name in ("greedy", "logprobs"):
+            sent = body(f"{name} in FP8. {TEXT}", **OPTIONS[name])
+            alike(apart(first, second, sent), post(whole, sent).json())
+        assert second.server.engine._executor.mover.stats.loaded_pages > 0
+        nothing_is_left(whole, first, second)
+
+
 def test_pages_go_by_mooncake(coupled: Served) -> None:
     try:
         import mooncake.engine  # noqa: F401
