@@ -18,11 +18,11 @@ RESTARTING = np.r_[0:30, 0:50, 0:30]
 
 # What differs from a causal call of T = S = 100 tokens of one head of size 64. An interpreted call takes seconds.
 FAST: dict[str, dict[str, Any]] = {
-    "packed, with padding": {
+    "packed, with padding, from the least position on": {
         "length": 110,
         "kv_length": 110,
-        "q_positions": RESTARTING,
-        "kv_positions": RESTARTING,
+        "q_positions": RESTARTING - 2**31,
+        "kv_positions": RESTARTING - 2**31,
         "q_segments": DOCUMENTS,
         "kv_segments": DOCUMENTS,
     },

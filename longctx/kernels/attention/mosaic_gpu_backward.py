@@ -44,10 +44,10 @@ def mosaic_gpu_backward(
         config = BackwardConfig(from_keys, scores, weights, scale, _tile_config(head_size, from_keys))
         rows, others, sides = (q, d_out), (k, v), (queries, keys)
         if from_keys:
-            # A query sees keys that are not after it. With negated positions, a key sees queries that are not before
-            # it.
+            # A query sees keys that are not after it. With positions in reverse order, a key sees queries that are not
+            # before it. (~x is -x - 1, and has no overflow.)
             rows, others = others, rows
-            sides = Tokens(-keys.positions, keys.segments), Tokens(-queries.positions, queries.segments)
+            sides = Tokens(~keys.positions, keys.segments), Tokens(~queries.positions, queries.segments)
         length = rows[0].shape[-3]
         shared_rows, shared_keys = (x[0].shape[-4] < batch for x in (rows, others))
         tiles, seen, tokens = make_tiles(batch, *sides, causal, config.tile_config, shared_rows, shared_keys)
