@@ -28,4 +28,4 @@ def test_unchanged_kernels_pass() -> None:
 
 @pytest.mark.parametrize(("change", "number"), SITES)
 def test_a_changed_barrier_operation_is_noticed(change: str, number: int) -> None:
-    assert outcome(change, number, 120) != "passes"
+    assert outcome(change, number, 90) != "passes"
