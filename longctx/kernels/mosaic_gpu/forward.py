@@ -173,16 +173,10 @@ class Machine:
         self.start, self.stop = self._of_worker(0), self._of_worker(1)
 
     def wait(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_wait(self._barrier(barrier, index))
+        plgpu.barrier_wait(self.shared[barrier].at[index])
 
     def arrive(self, barrier: str, index: Any) -> None:
-        plgpu.barrier_arrive(self._barrier(barrier, index))
-
-    def _barrier(self, barrier: str, index: Any) -> Any:
-        if isinstance(index, int):
-            # Plus 0, which the compiler can't know: it would keep the address in a register from the kernel's begin on.
-            index = index + jnp.minimum(self.start, 0)
-        return self.shared[barrier].at[index]
+        plgpu.barrier_arrive(self.shared[barrier].at[index])
 
     def loop(self, start: Any, stop: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
         return lax.fori_loop(start, stop, step, carry)
@@ -280,8 +274,7 @@ class Consumer(Machine):
         weights = jnp.exp2(scores * factor - broadcast(peak, scores.shape, 0))
         decay = jnp.exp2(softmax.peak - peak)
         total = softmax.total * decay + weights.sum(1)
-        # So that all of it is issued while products run, and none waits for them.
-        return lax.optimization_barrier((Softmax(peak, total), weights, decay))
+        return Softmax(peak, total), weights, decay
 
     def scale(self, acc: Array, decay: Array) -> Array:
         return acc * broadcast(decay, acc.shape, 0)
