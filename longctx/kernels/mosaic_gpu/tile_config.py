@@ -56,8 +56,8 @@ class TileConfig:
         # converter there are not enough.
         if fp8:
             num_stages, num_fp8_stages = _FP8_STAGES[head_size]
-            registers = Registers(producer=40, consumer=240, converter=152)
-            return cls(WARPGROUP_ROWS, block_kv, num_stages, registers, num_fp8_stages)
+            of_three = Registers(producer=40, consumer=240, converter=152)
+            return cls(WARPGROUP_ROWS, block_kv, num_stages, of_three, num_fp8_stages)
         block_q = WARPGROUP_ROWS if num_rows <= WARPGROUP_ROWS else 2 * WARPGROUP_ROWS
         rows_bytes, stage_bytes = (2 * n * head_size for n in (block_q, 2 * block_kv))
         num_stages = min(_MOST_STAGES, (_OPERAND_BYTES - rows_bytes) // stage_bytes)
