@@ -31,9 +31,8 @@ _PIPES: dict[str, tuple[str, int]] = {
     "SHFL": ("shared memory", 4),  # 32
     **dict.fromkeys(("LDS", "STS", "LD", "ST", "LDG", "STG", "SYNCS"), ("shared memory", 4)),
 }
-# Cycles until a result whose time varies is there. Shared memory and the second-level cache: Luo et al. 2024,
-# Benchmarking and Dissecting the Nvidia Hopper GPU Architecture, table of latencies. The others are assumed, close to
-# what such tables have for Volta to Ampere; none is fitted.
+# Cycles until a result whose time varies is there. All assumed, of the size that microbenchmarks of Volta to Hopper
+# find (Jia et al. 2018; Luo et al. 2024, Benchmarking and Dissecting the Nvidia Hopper GPU Architecture); none fitted.
 LATENCY = {"LDS": 29, "LD": 29, "LDG": 262, "MUFU": 24, "SHFL": 24, "SYNCS": 24, "BAR": 20, "S2R": 24, "R2UR": 12}
 _OTHER_LATENCY = 12
 # From a product's last multiplication until a wait for it ends; assumed.
