@@ -50,7 +50,7 @@ class EngineConfig:
         compared.
       kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
         each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
-        answers: keys and values are rounded (docs/fp8_pages.md).
+        answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
       transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
