@@ -6,6 +6,7 @@
 import ast
 import inspect
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def install(change: str, number: int) -> None:
 
 
 def check() -> None:
-    """Contiguous keys with several blocks and tiles per worker; then pages with NaN in slots never written."""
+    """Contiguous keys with several blocks and tiles per worker; pages with NaN in slots never written; FP8 pages."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((n, 1, 64)), jnp.bfloat16) for n in (140, 800, 800))
     positions = jnp.arange(140) + 660
@@ -59,16 +60,22 @@ def check() -> None:
         got = jax.block_until_ready(attention(q, k, v, **arguments))
     compare(got, attention(q, k, v, **arguments, implementation="reference"))
 
-    q, pages = (
-        q[:70],
-        jnp.where(jnp.arange(832) < 800, 1, jnp.nan)[:, None, None] * jnp.pad(k, ((0, 32), (0, 0), (0, 0))),
-    )
-    pages = pages.reshape(13, 64, 1, 64).astype(jnp.bfloat16)
-    table = jnp.arange(13)[None]
-    operands = (q, pages, pages, table, None, jnp.array([800]), positions[70:], jnp.zeros(70, int))
+    written = (jnp.arange(832) < 800)[:, None, None]
+    pages = jnp.where(written, jnp.pad(k, ((0, 32), (0, 0), (0, 0))), jnp.nan).reshape(13, 64, 1, 64)
+    metadata = jnp.arange(13)[None], None, jnp.array([800]), positions[70:], jnp.zeros(70, int)
+    check_paged(q[:70], pages, *metadata)
+    scale = jnp.where(written, 0.5, jnp.nan).astype(jnp.float32).reshape(13, 1, 64)
+    check_paged(q[:70], pages.astype(jnp.float8_e4m3fn), *metadata, k_scale=scale, v_scale=scale)
+
+
+def check_paged(q: jax.Array, pages: jax.Array, *metadata: Any, **scales: jax.Array) -> None:
+    def run(implementation: str | None) -> tuple[jax.Array, jax.Array]:
+        arguments = scales | {"out_dtype": jnp.float32, "implementation": implementation}
+        return jax.block_until_ready(paged_attention(q, pages, pages, *metadata, **arguments))
+
     with adapter.interpreted(num_multiprocessors=1):
-        got = jax.block_until_ready(paged_attention(*operands, out_dtype=jnp.float32))
-    compare(got, paged_attention(*operands, out_dtype=jnp.float32, implementation="reference"))
+        got = run(None)
+    compare(got, run("reference"))
 
 
 def compare(got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array]) -> None:

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from mutants import CHANGES, mutate
 
-# Each takes half a minute, or hangs until its time is over.
+# Each takes a minute, or hangs until its time is over.
 pytestmark = pytest.mark.slow
 
 SITES = [(change, number) for change in CHANGES for number in range(len(mutate(change, -1)[1]))]
@@ -22,10 +23,14 @@ def outcome(change: str, number: int, timeout: float) -> str:
     return "passes" if result.returncode == 0 else "fails"
 
 
-def test_unchanged_kernels_pass() -> None:
-    assert outcome("none", 0, 300) == "passes"
+@pytest.fixture(scope="module")
+def patience() -> float:
+    """Seconds after which a changed kernel hangs: several times what the unchanged one takes, which passes."""
+    start = time.monotonic()
+    assert outcome("none", 0, 600) == "passes"
+    return 30 + 3 * (time.monotonic() - start)
 
 
 @pytest.mark.parametrize(("change", "number"), SITES)
-def test_a_changed_barrier_operation_is_noticed(change: str, number: int) -> None:
-    assert outcome(change, number, 90) != "passes"
+def test_a_changed_barrier_operation_is_noticed(change: str, number: int, patience: float) -> None:
+    assert outcome(change, number, patience) != "passes"
