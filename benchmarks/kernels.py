@@ -171,9 +171,9 @@ def model(shapes: list[AttentionShape]) -> tuple[str, str]:
             rows = [row | x.row for row, x in zip(rows, kernel_model.predict_all(shapes), strict=True)]
             peer, ours = (rate / 1e12 for rate in kernel_model.ablation())
             notes.append(
-                "Predictions come from machine code, not from a GPU. At the shape of FlashAttention-3's ablation the\n"
-                f"model says {peer:.0f} TFLOP/s of JAX's kernel (published without pipelining: 582, which calibrates the\n"
-                f"clock) and {ours:.0f} of ours (published with pipelining: 661)."
+                "Predictions come from machine code, not from a GPU. At the shape of FlashAttention-3's ablation\n"
+                f"the model says {peer:.0f} TFLOP/s of JAX's kernel (published without pipelining: 582, with which\n"
+                f"its clock is calibrated) and {ours:.0f} of ours (published with pipelining: 661)."
             )
         except RuntimeError as error:
             notes.append(f"No predictions: {error}")

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
-from longctx.kernels import attention
+from longctx.kernels import attention, plan_attention
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
@@ -200,23 +200,31 @@ class Llama:
 # Jitted here, because outside of jit every call would compile its scan again.
 @functools.partial(jax.jit, static_argnums=0)
 def _dense_logits(model: Llama, params: Params, tokens: Array, positions: Array, segment_ids: Array | None) -> Array:
-    hidden, _ = model.forward(params, tokens, positions, dense_attend(positions, segment_ids), None)
+    attend = dense_attend(model.config, params["embed"].dtype, positions, segment_ids)
+    hidden, _ = model.forward(params, tokens, positions, attend, None)
     return model.logits(params, hidden)
 
 
-def dense_attend(positions: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None) -> Attend:
-    """Causal attention among the tokens of this call, with no cache."""
+def dense_attend(
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    positions: Int[Array, "*B T"],
+    segment_ids: Int[Array, "*B T"] | None = None,
+) -> Attend:
+    """Causal attention among the tokens of this call, with no cache, planned once for all layers.
+
+    Args:
+      dtype: of hidden states.
+      positions: in the shape of the tokens.
+    """
+    q, k = (
+        jax.ShapeDtypeStruct((*positions.shape, heads, config.head_dim), dtype)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    plan = plan_attention(q, k, positions, positions, segment_ids, segment_ids)
 
     def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
-        out, _ = attention(
-            q,
-            k,
-            v,
-            q_positions=positions,
-            kv_positions=positions,
-            q_segment_ids=segment_ids,
-            kv_segment_ids=segment_ids,
-        )
+        out, _ = attention(q, k, v, plan=plan)
         return out, cache
 
     return attend

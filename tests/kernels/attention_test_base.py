@@ -148,11 +148,11 @@ class AttentionTestBase:
         rng = np.random.default_rng(causal)
         q, k, v = (
             jnp.asarray(rng.standard_normal(shape), self.dtype)
-            for shape in ((2, 9, 4, 64), (2, 140, 2, 64), (2, 140, 2, 64))
+            for shape in ((2, 3, 4, 64), (2, 140, 2, 64), (2, 140, 2, 64))
         )
         segments = np.zeros((2, 140), int)
         segments[1, :30] = -1
-        masks = np.arange(131, 140), np.arange(140), np.zeros((2, 9), int), segments
+        masks = np.arange(137, 140), np.arange(140), np.zeros((2, 3), int), segments
 
         def planned(q: Any, k: Any, v: Any) -> Any:
             types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))

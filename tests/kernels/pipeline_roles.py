@@ -69,6 +69,9 @@ class Recorder:
         if condition:
             action()
 
+    def branch(self, condition: bool, function: Callable[[Any], Any], carry: Any) -> Any:
+        return function(carry) if condition else carry
+
     def minimum(self, a: int, b: int) -> int:
         return min(a, b)
 

@@ -1,4 +1,4 @@
-"""Every copy that the forward kernel makes delivers its rows, by the rule of `tma_copy`: of Q, K and V, pages too."""
+"""Every copy that the forward kernel makes delivers its rows, by the rule of `tma_copy`: of Q, K, V, and in pages."""
 
 from typing import Any
 from unittest import mock
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.launch_context import TileTransform
 from jax.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
-from tma_copy import TILE, tma_copy
+from tma_copy import tile_of, tma_copy
 
 from longctx.kernels.attention import mosaic_gpu as contiguous
 from longctx.kernels.attention.mask import Tokens
@@ -42,10 +43,11 @@ def constant(value: Any) -> int:
 
 @given(st.integers(0, 200), st.integers(0, 2))
 def test_mosaic_splits_shapes_and_starts_as_the_emulation_does(row: int, column: int) -> None:
-    transform = TileTransform(TILE)
-    assert transform.transform_gmem_shape((3, 40, 192)) == (3, 5, 3, *TILE)
+    tile = tile_of(192, itemsize=2)
+    transform = TileTransform(tile)
+    assert transform.transform_gmem_shape((3, 40, 192)) == (3, 5, 3, *tile)
     assert transform.transform_gmem_shape((3, 5, 64)) == (3, 1, 1, 5, 64)
-    assert transform.transform_shape((1, 16, 192)) == (1, 2, 3, *TILE)
+    assert transform.transform_shape((1, 16, 192)) == (1, 2, 3, *tile)
     with make_ir_context(), ir.Location.unknown(), ir.InsertionPoint(ir.Module.create().body):
         index = [arith.constant(ir.IndexType.get(), i) for i in (2, row, 64 * column)]
         coordinates = [constant(x) for x in transform.transform_index(index)]
@@ -66,67 +68,87 @@ def test_a_copy_delivers_its_rows_if_it_starts_at_a_tile(tiles: int, start: int,
     assert not got[lost].any()
 
 
-@pytest.mark.parametrize(
-    ("shape", "count"), [((12, 64), 8), ((16, 96), 8), ((16, 64), 12), ((16, 32), 8), ((4096, 64), 2056)]
-)
+@pytest.mark.parametrize(("shape", "count"), [((12, 64), 8), ((16, 96), 8), ((16, 64), 12), ((4096, 64), 2056)])
 def test_copies_that_mosaic_refuses(shape: tuple[int, int], count: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         tma_copy(np.zeros(shape), 0, count)
 
 
-class Shared:
-    """A reference to shared memory."""
+class Ref:
+    """A reference to memory."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.shape = values, values.shape
 
     @property
-    def at(self) -> "Shared":
+    def at(self) -> "Ref":
         return self
 
-    def __getitem__(self, rows: Any) -> "Shared":
-        return Shared(self.values[int(rows.start) :][: rows.size])
+    def __getitem__(self, index: Any) -> "Ref":
+        parts = [
+            slice(int(part.start), int(part.start) + part.size) if isinstance(part, type(pl.ds(0, 1))) else int(part)
+            for part in (index if isinstance(index, tuple) else (index,))
+        ]
+        return Ref(self.values[tuple(parts)])
 
 
-def copy_rows(source: np.ndarray, before: tuple[Any, ...], start: Any, head: int, to: Shared, barrier: None) -> None:
-    """`adapter.copy_rows` by the rule."""
-    to.values[...] = tma_copy(source[tuple(map(int, before))][:, head], int(start), len(to.values))
+def block_of(operands: keys.Contiguous | keys.Paged, half: int, tile: Tile, block: int, head: int) -> Any:
+    """A block of keys (half 0) or values (half 1) as the kernel's own code copies it, and its scales."""
+    head_size, is_fp8 = operands.k.shape[-1], getattr(operands, "k_scale", None) is not None
+    config = TileConfig.choose(head_size, 1, is_fp8)
+    size = config.block_kv
+    to, scales = Ref(np.full((size, head_size), np.nan)), Ref(np.full(size, np.nan))
 
+    def copy_rows(source: np.ndarray, before: tuple[Any, ...], start: Any, head: int, to: Ref, barrier: None) -> None:
+        of_head = source[tuple(map(int, before))][:, head]
+        to.values[...] = tma_copy(of_head, int(start), len(to.values), itemsize=1 if is_fp8 else 2)
 
-def block_of(operands: keys.Contiguous | keys.Paged, half: int, tile: Tile, block: int, head: int) -> np.ndarray:
-    """A block of keys (half 0) or values (half 1) as the kernel's own code copies it."""
-    size, head_size = TileConfig.choose(operands.k.shape[-1], 1).block_kv, operands.k.shape[-1]
-    found = {name: np.zeros(ref.shape, int) for name, ref in operands.found(size).items()}
-    to = Shared(np.full((size, head_size), np.nan))
-    with jax.disable_jit(), mock.patch.object(keys, "copy_rows", copy_rows):
+    def copy(source: Ref, to: Ref, barrier: None) -> None:
+        to.values[...] = source.values
+
+    with (
+        jax.disable_jit(),
+        mock.patch.object(keys, "copy_rows", copy_rows),
+        mock.patch.object(keys.plgpu, "copy_gmem_to_smem", copy),
+    ):
+        shared = {"pages": np.zeros(operands.shared(config)["pages"].shape, int)} if operands.shared(config) else {}
         operands = operands.load()
-        operands.find(tile, jnp.int32(block), size, found)
-        operands.fetch(half, tile, jnp.int32(block), head, found, to, None)
-    return to.values
+        operands.find(tile, jnp.int32(block), size, shared)
+        operands.fetch(half, tile, jnp.int32(block), head, shared, to, None)
+        if is_fp8:
+            operands.fetch_scales(half, tile, jnp.int32(block), head, shared, scales, None)
+    return to.values, scales.values
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=3)
-def test_pages_arrive(head_size: int, page_size: int, seed: int) -> None:
-    """Slot by slot of every block, as far as there are any in use."""
+@settings(max_examples=2)
+def test_pages_arrive(head_size: int, page_size: int, is_fp8: bool, seed: int) -> None:
+    """Slot by slot of every block, as far as there are any in use; so do their scales."""
     rng = np.random.default_rng(seed)
     entries, heads = -(-400 // page_size), 2
     k, v = rng.random((2, entries + 3, page_size, heads, head_size))
+    k_scale, v_scale = rng.random((2, entries + 3, heads, page_size))
     table = rng.permutation(entries)[None]
     operands: Any = keys.Paged(k, v, table.astype(np.int32), np.array([2], np.int32))
+    if is_fp8:
+        operands = operands._replace(k_scale=Ref(k_scale), v_scale=Ref(v_scale))
     in_use = int(rng.integers(1, 401))
-    zero = jnp.int32(0)
-    tile = Tile(*[zero] * len(Tile._fields))._replace(kv_tokens=jnp.int32(in_use))
+    tile = Tile(*[jnp.int32(0)] * len(Tile._fields))._replace(kv_tokens=jnp.int32(in_use))
     size, head = TileConfig.choose(head_size, 1).block_kv, int(rng.integers(heads))
-    for half, pages in enumerate((k, v)):
+    for half, (pages, scale) in enumerate(((k, k_scale), (v, v_scale))):
         slots = pages[2 + table[0], :, head].reshape(-1, head_size)
+        of_slots = scale[2 + table[0], head].ravel()
         for block in range(-(-in_use // size)):
             stop = min(in_use, (block + 1) * size)
-            arrived = block_of(operands, half, tile, block, head)
+            arrived, scales = block_of(operands, half, tile, block, head)
             np.testing.assert_array_equal(arrived[: stop - block * size], slots[block * size : stop])
             assert np.isfinite(arrived).all()  # the rest came from some page
+            if is_fp8:
+                np.testing.assert_array_equal(scales[: stop - block * size], of_slots[block * size : stop])
+                assert np.isfinite(scales).all()
 
 
 class Reached(Exception):
@@ -221,4 +243,4 @@ def test_contiguous_queries_and_keys_arrive(length: int, kv_length: int, group: 
         tile = Tile(*[jnp.int32(0)] * len(Tile._fields))._replace(kv=jnp.int32(entry))
         for half, x in enumerate((k, v)):
             want = rows_of(np.asarray(x[entry, :, 1], np.float32), block * block_kv, block_kv)
-            np.testing.assert_array_equal(block_of(operands, half, tile, block, 1), want)
+            np.testing.assert_array_equal(block_of(operands, half, tile, block, 1)[0], want)

@@ -40,7 +40,7 @@ def test_the_same_logits_on_one_device(dtype: type, tied: bool, rows: int) -> No
 def logits_of(model: Llama, arranged: dict, tokens: jax.Array) -> jax.Array:
     """Logits by parameters of `shard_params` for one device."""
     positions = jnp.arange(len(tokens))
-    attend, rope = dense_attend(positions), model.rope(positions)
+    attend, rope = dense_attend(model.config, arranged["embed"].dtype, positions), model.rope(positions)
     x, layers = arranged["embed"][tokens], arranged["layers"]
     for index, layer in enumerate(layers):
         weights = jax.tree.map(lambda weight: weight[0], layer)

@@ -235,6 +235,9 @@ def test_estimated_operations_agree_with_those_that_xla_counts() -> None:
     pairs = 7 + 11 + 12 + 13 + 14
     per_key = 2 * MODEL.config.num_layers * MODEL.config.num_kv_heads * MODEL.config.head_dim * 4
     assert cost.bytes(chunk) == 1000 + per_key * (7 + 14)
+    head_dim = MODEL.config.head_dim
+    fp8 = ModelCost(MODEL.config, 1000, 4, "float8_e4m3fn").bytes(chunk)
+    assert fp8 == 1000 + per_key * (head_dim + 4) / (4 * head_dim) * (7 + 14)
     bare = StepMetrics(0, 0.0, 1.0, True, 1.0, 5, (), samples=1)
     per_pair = 4 * MODEL.config.num_layers * MODEL.config.num_heads * MODEL.config.head_dim
     assert cost.flops(chunk) - cost.flops(bare) == per_pair * pairs

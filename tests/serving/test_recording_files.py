@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import drive, recorded_engine, replay, summary
 
+from longctx.models.footprint import FP8_KV
 from longctx.serving import Engine, Output, ParallelPlan
 from longctx.serving.recording import writer
 from longctx.serving.recording.frames import HEADER_BYTES, frame, read_frames
+from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import RecordedLog, find_run
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.recording.records import Snapshot
@@ -138,6 +140,18 @@ def test_headers_that_are_damaged(recorded: Path, tmp_path: Path, change: dict[s
     (tmp_path / "header.json").write_text(json.dumps(header | change))
     with pytest.raises(ValueError, match=r"header.json is not as this version of longctx writes it"):
         RecordedLog(tmp_path)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8_KV])
+def test_headers_say_what_pages_are_and_older_ones_are_read(
+    recorded: Path, tmp_path: Path, kv_dtype: str | None
+) -> None:
+    """A log from before there was `kv_dtype` has none, as its engine had none."""
+    header = json.loads((recorded / "header.json").read_text())
+    assert header["config"].pop("kv_dtype") is None
+    header["config"] |= {} if kv_dtype is None else {"kv_dtype": kv_dtype}
+    (tmp_path / "header.json").write_text(json.dumps(header))
+    assert Header.read(tmp_path).config.kv_dtype == kv_dtype
 
 
 def test_a_disk_that_fails_does_not_fail_the_engine(

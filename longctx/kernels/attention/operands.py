@@ -93,7 +93,9 @@ def flatten_tokens(
     return _tokens(q_positions, q_segment_ids, q_length), _tokens(kv_positions, kv_segment_ids, kv_length)
 
 
-def check_kernel(q: Array, causal: bool, scale: float | None, implementation: str | None) -> Kernel:
+def check_kernel(
+    q: Array | jax.ShapeDtypeStruct, causal: bool, scale: float | None, implementation: str | None
+) -> Kernel:
     """Check the static arguments, fill in defaults and choose the implementation."""
     check_implementation(implementation, IMPLEMENTATIONS)
     implementation = selection.choose(implementation, selection.Case(q.dtype, q.shape[-1]))

@@ -59,7 +59,7 @@ class PagedAttend:
         has_unsharded = shape.replicated or shape.local
         sharded: KeyRing | GatheredKeys | None = None
         if shape.sharded and shape.exchange == "pass_kv":
-            sharded = KeyRing.make(inputs, tables, shape)
+            sharded = KeyRing.make(inputs, tables, shape, num_heads, pool, dtype)
         elif shape.sharded:
             sharded = GatheredKeys.make(inputs, tables, shape, num_heads, pool, dtype)
         return cls(

@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
@@ -36,6 +37,7 @@ class KeyRing:
       places: `[ranks, rows]`, where in its first block each rank has its new keys.
       own, cached: pages that this rank sends, and labels of those of all ranks `[ranks, pages]`; None: nothing.
       num_rounds: how many rounds all ranks need; None: one.
+      plans: of the attention to the first block that is here after each hop, as `Kernel.plan` makes it.
 
     Source: context parallelism paper, 3.5.2 and algorithm 2.
     """
@@ -47,10 +49,14 @@ class KeyRing:
     own: CachedPages | None
     cached: CachedPages | None
     num_rounds: Array | None
+    plans: list[Any]
     shape: Shape = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def make(cls, inputs: RowInputs, tables: PageTables, shape: Shape) -> Self:
+    def make(
+        cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
+    ) -> Self:
+        """As `PagedAttend.make`."""
         ranks, rows, message = shape.ranks, shape.sharded, shape.message
         new = Tokens(*(x.reshape(ranks, rows) for x in (inputs.sharded_positions, inputs.sharded_slots)))
         own = cached = None
@@ -66,16 +72,14 @@ class KeyRing:
             padding = Tokens(*(jnp.full((ranks, 1), x, jnp.int32) for x in (0, -1)))
             every = (jnp.concatenate(x, 1) for x in zip(first, new, padding, strict=True))
             keys = Tokens(*(jnp.take_along_axis(x, sources, 1) for x in every))
-        return cls(
-            Tokens(inputs.positions[None, :rows], inputs.slots[None, :rows]),
-            Tokens(*(x[:, None] for x in keys)),
-            source,
-            places,
-            own,
-            cached,
-            inputs.message_rounds[0] if shape.rounds > 1 else None,
-            shape,
-        )
+        queries = Tokens(inputs.positions[None, :rows], inputs.slots[None, :rows])
+        keys = Tokens(*(x[:, None] for x in keys))
+        kv_heads, head_size = pool.shape[2:]
+        kernel = check_kernel(jax.ShapeDtypeStruct((rows, num_heads, head_size), dtype), True, None, None)
+        sizes = (1, rows, num_heads, head_size), (1, keys.positions.shape[-1], kv_heads, head_size)
+        plans = [kernel.plan(*sizes, queries, _keys_after(hop, keys)) for hop in range(ranks)]
+        num_rounds = inputs.message_rounds[0] if shape.rounds > 1 else None
+        return cls(queries, keys, source, places, own, cached, num_rounds, plans, shape)
 
     def __call__(
         self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, new: NewKeys
@@ -86,13 +90,12 @@ class KeyRing:
         kernel = check_kernel(q, True, None, None)
         block = self._first_block(cache, first_page, jnp.moveaxis(sharded, 1, 0))
 
-        def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
+        def step(state: Any, kv: Array, keys: tuple[Tokens, Any], source: Array) -> Any:
             attended, *passed = state
-            return self._attend(kernel, q, kv, keys, attended), *passed, kv[:, 0, self.places[source]]
+            return self._attend(kernel, q, kv, *keys, attended), *passed, kv[:, 0, self.places[source]]
 
-        def keys_of(hop: int) -> Tokens:
-            source = ring_source("context", hop)
-            return Tokens(*(x[source] for x in self.keys))
+        def keys_of(hop: int) -> tuple[Tokens, Any]:
+            return _keys_after(hop, self.keys), self.plans[hop]
 
         state, *passed = fold_ring(block, keys_of, step, "context", (None,))
         if self.num_rounds is not None:
@@ -104,9 +107,9 @@ class KeyRing:
         gathered = jnp.moveaxis(jnp.stack(passed)[hops], 1, 2).reshape(-1, *new.kv.shape[1:])
         return state[0][0].astype(q.dtype), new.write(cache, jnp.concatenate([gathered, others]), 0)
 
-    def _attend(self, kernel: Kernel, q: Array, kv: Array, keys: Tokens, state: Any) -> tuple[Array, Array]:
+    def _attend(self, kernel: Kernel, q: Array, kv: Array, keys: Tokens, plan: Any, state: Any) -> tuple[Array, Array]:
         kv = as_floats(kv, q.dtype)
-        return kernel.forward(match_varying(Operands(q, kv, kv, self.queries, keys)), state)
+        return kernel.forward(match_varying(Operands(q, kv, kv, self.queries, keys)), state, plan)
 
     def _first_block(self, cache: PagedCache, first_page: Array, new: Array) -> Array:
         """`[2, 1, length, K, width]`, from the new keys and values `[2, rows, K, width]`."""
@@ -128,7 +131,7 @@ class KeyRing:
         assert cached is not None
 
         def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:
-            return self._attend(kernel, q, kv, keys, state)
+            return self._attend(kernel, q, kv, keys, None, state)
 
         def further(number: Array, carry: Any) -> Any:
             (state, cache), labels = carry, cached.round(number, message)
@@ -144,6 +147,12 @@ class KeyRing:
             return lax.optimization_barrier((fold_ring(block, keys_of, step, "context", state), cache))
 
         return further
+
+
+def _keys_after(hop: int, keys: Tokens) -> Tokens:
+    """Those of the block that is here after a hop, of all ranks' `[ranks, 1, length]`."""
+    source = ring_source("context", hop)
+    return Tokens(*(x[source] for x in keys))
 
 
 def _sort_block(cached: Array, new: Array, num_slots: int) -> tuple[Array, Array]:
