@@ -41,9 +41,9 @@ _PRODUCT_LATENCY = 32
 
 
 def product_cycles(x: Instruction) -> int:
-    """Cycles of the tensor cores for HGMMA.64xNx16: 64 * N * 16 multiplications at 1024 a cycle and multiprocessor.
+    """Cycles of the tensor cores for HGMMA.64xNx16: 64 * N * 16 multiplications, 2048 a cycle and multiprocessor.
 
-    Source: NVIDIA's data sheet: 989 TFLOP/s are 132 multiprocessors, 1.83 GHz, 2048 FLOP for each 1024.
+    Source: NVIDIA's data sheet: 989 TFLOP/s are 4096 FLOP a cycle on each of 132 multiprocessors at 1.83 GHz.
     """
     columns = int(x.opcode.split(".")[1].split("x")[1])
     return columns * 64 * 16 // 2048

@@ -51,7 +51,7 @@ class Recorder:
         blocks = [(tile.position, n) for tile in tiles for n in range(tile.num_blocks)]
         self.next_scores, self.next_converted = iter(blocks), iter([block for block in blocks for _ in "kv"])
 
-    # Both roles
+    # All roles
 
     def wait(self, barrier: str, index: int) -> None:
         self.operations.append(Wait((barrier, index)))

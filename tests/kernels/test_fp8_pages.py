@@ -15,6 +15,7 @@ from paged_cases import SHAPES, Case, Shape, cases, error, oracle, run
 from longctx.kernels import explain, paged_attention, plan_paged_attention, write_pages
 from longctx.kernels.fp8_rows import dequantize_rows, join_packed, pack_rows, split_packed, unpack_rows
 from longctx.kernels.mosaic_gpu import adapter
+from longctx.kernels.mosaic_gpu.tile_config import HEAD_SIZES, TileConfig
 from longctx.kernels.selection import Selection
 
 attend = jax.jit(paged_attention, static_argnames=("implementation", "out_dtype"))
@@ -245,6 +246,18 @@ def test_a_plan_is_for_fp8_pages_or_for_others() -> None:
         paged_attention(**CALL, plan=of_wide)
     with pytest.raises(ValueError, match="plan must be for k_pages of float32, got one for FP8 pages"):
         paged_attention(Q, wide, wide, *metadata, plan=of_fp8)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_tiles_of_fp8_pages_fit_into_a_multiprocessor(head_size: int) -> None:
+    config = TileConfig.choose(head_size, 1000, fp8=True)
+    multiplied = (config.block_q + 2 * config.num_stages * config.block_kv) * head_size * 2
+    copied = 2 * config.num_fp8_stages * config.block_kv * (head_size + 4)
+    assert multiplied + copied + 1024 <= 227 * 1024
+    assert config.num_consumers == 1  # there is no room for the registers of another
+    registers = config.registers
+    assert registers is not None
+    assert 128 * (registers.producer + registers.consumer + registers.converter) <= 65536
 
 
 def test_explain_knows_fp8_pages() -> None:

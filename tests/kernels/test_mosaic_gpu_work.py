@@ -78,7 +78,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_worke
 
 @given(drawn_tiles(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 4, 20]))
 @settings(max_examples=12)
-def test_whole_items_are_dealt_longest_first(tiles: Tiles, heads: int, num_workers: int) -> None:
+def test_whole_items_are_distributed_longest_first(tiles: Tiles, heads: int, num_workers: int) -> None:
     work = whole_items(tiles, heads, num_workers)
     found, loads = blocks_of(work)
     assert sorted(found) == [*np.ndindex(heads, len(tiles.start))]
@@ -89,12 +89,12 @@ def test_whole_items_are_dealt_longest_first(tiles: Tiles, heads: int, num_worke
     assert max(loads) - min(loads) <= lengths.max()
     numbers = np.asarray(work.workers[:, 1] - work.workers[:, 0])
     assert numbers.max() - numbers.min() <= 1
-    # To and fro over the workers, longest first, and all heads of a tile before the next.
-    dealt, workers = [], work.workers[:, :2].tolist()
+    # In snake order over the workers, longest first, and all heads of a tile before the next.
+    taken, workers = [], work.workers[:, :2].tolist()
     for number in range(numbers.max()):
         for first, stop in workers[:: -1 if number % 2 else 1]:
-            dealt += [int(work.items[first + number, 1])] if first + number < stop else []
-    assert dealt == np.repeat(np.argsort(-lengths, kind="stable"), heads).tolist()
+            taken += [int(work.items[first + number, 1])] if first + number < stop else []
+    assert taken == np.repeat(np.argsort(-lengths, kind="stable"), heads).tolist()
 
 
 def seen_by(case: Case) -> np.ndarray:

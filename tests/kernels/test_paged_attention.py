@@ -163,6 +163,7 @@ CALL = {
             r"implementation must be None or one of \['mosaic_gpu', 'reference', 'xla'\]",
         ),
         ({"out_dtype": int}, TypeError, "out_dtype must be a floating-point type"),
+        ({"plan": 3}, TypeError, "plan must be what plan_paged_attention returns, got int"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], refusal: type[Exception], message: str) -> None:

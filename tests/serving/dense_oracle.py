@@ -13,6 +13,7 @@ from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens, sa
 
 VOCAB, LENGTH = 50, 176
 EOS = 7
+NEARLY = 2.0  # of logits: less than their standard deviation in these models
 
 
 def make_model(num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2, intermediate: int = 48) -> Llama:
@@ -66,6 +67,22 @@ class Oracle:
             if tokens[-1] == eos and not params.ignore_eos:
                 break
         return tokens[len(prompt) :]
+
+    def follows(self, tokens: list[int], prompt: list[int], params: SamplingParams, completion: int = 0) -> list[bool]:
+        """Whether each token is the one that is drawn after the tokens before it; it has to be nearly so.
+
+        Where keys are rounded to FP8, a sum in another order may round one the other way, and logits differ by up to
+        the error of FP8 itself (docs/fp8_pages.md). A wrong key gives another token altogether.
+        """
+        found = []
+        for at, token in enumerate(tokens):
+            seen = count_tokens(np.array(prompt), np.array(tokens[:at], int), VOCAB)
+            controls, bias = Controls.row(params, params.seed or 0, completion), LogitBias.row(params)
+            logits, position = self.logits_after((*prompt, *tokens[:at])), np.int32(len(prompt) + at)
+            nearly = logits + NEARLY * (np.arange(VOCAB) == token).astype(np.float32)
+            found.append(int(_draw(logits, seen, controls, position, bias)) == token)
+            assert found[-1] or int(_draw(nearly, seen, controls, position, bias)) == token
+        return found
 
     def agrees(self, tokens: list[int], prompt: list[int], params: SamplingParams, completion: int = 0) -> bool:
         """Whether tokens are those expected, up to a difference where the two best logits are closer than 1e-4."""

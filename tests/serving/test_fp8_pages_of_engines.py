@@ -1,4 +1,7 @@
-"""FP8 pages in engines: every plan gives the tokens of dense attention to keys and values in FP8."""
+"""FP8 pages in engines: every plan gives the tokens of dense attention to keys and values in FP8.
+
+That they are the same to the last bit where the same keys come in, `test_row_exchanges` says.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ from dense_oracle import make_engine
 from hlo import IN_PLACE, collectives, opcodes_of_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_workload import ALL, STRATEGIES, UNEVEN, check_tokens, make_mesh_engine, oracle_of
+from mesh_workload import ALL, STRATEGIES, UNEVEN, check_tokens, make_mesh_engine, oracle_of, run_workload
 from workload import Workload
 
 from longctx.models.footprint import FP8_KV as FP8
@@ -31,7 +34,7 @@ def test_tokens_equal_those_of_one_device(sizes: tuple[int, int, int], strategy:
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "strategy"), [case for case in ALL if case not in SOME], ids=str)
 def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, int], strategy: tuple[str, str]) -> None:
-    check_tokens(sizes, strategy, events=60, kv_dtype=FP8)
+    check_tokens(sizes, strategy, kv_dtype=FP8)
 
 
 @pytest.mark.slow
@@ -39,7 +42,7 @@ def test_tokens_equal_those_of_one_device_on_every_mesh(sizes: tuple[int, int, i
 def test_tokens_with_uneven_stages_equal_those_of_one_device(
     sizes: tuple[int, int, int], strategy: tuple[str, str]
 ) -> None:
-    check_tokens(sizes, strategy, events=60, layers=5, kv_dtype=FP8)
+    check_tokens(sizes, strategy, layers=5, kv_dtype=FP8)
 
 
 @pytest.mark.slow
@@ -58,7 +61,7 @@ def test_random_workloads_on_all_three_axes(
     plan = ParallelPlan(2, 2, 2, exchange=strategy[1], placement=strategy[0], rank_tokens=rank_tokens)  # type: ignore[arg-type]
     options = {"run_ahead": run_ahead, "admission": admission, "page_size": page_size, "num_pages": 192 // page_size}
     engine = make_mesh_engine(plan, kv_dtype=FP8, **options)
-    Workload(engine, seed, oracle_of(2, 2, FP8).expected_tokens).run(30)
+    run_workload(engine, seed, 30)
 
 
 def test_chunks_prefix_hits_and_preemption_change_no_token() -> None:
@@ -66,7 +69,7 @@ def test_chunks_prefix_hits_and_preemption_change_no_token() -> None:
     oracle, shapes = oracle_of(1, 1, FP8), {"admission": "optimistic", "kv_dtype": FP8}
     for budget, num_pages in ((8, 24), (32, 24), (32, 11)):
         engine = make_engine(None, oracle, token_budget=budget, buckets=(budget,), num_pages=num_pages, **shapes)
-        Workload(engine, 1, oracle.expected_tokens).run(60)
+        Workload(engine, 1, oracle.expected_tokens, oracle.follows).run(60)
         assert num_pages > 11 or engine.stats().preemptions
 
 

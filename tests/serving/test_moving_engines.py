@@ -11,8 +11,9 @@ import pytest
 from dense_oracle import VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from near_outputs import LOGPROBS, check_near
 from test_handoff import note, run
-from tiered_engines import ONE, RANKS, STAGES, expected, make_engine
+from tiered_engines import ONE, PAGE_SIZE, RANKS, STAGES, expected, make_engine, page_bits
 
 from longctx.cluster.engine_exporter import EngineExporter
 from longctx.cluster.transfer.lease import LeaseGone
@@ -106,8 +107,8 @@ def move(
     return final
 
 
-def check(final: dict[str, list[Output]], requests: list[Request], kv_dtype: str | None = None) -> None:
-    wanted = iter(expected([dataclasses.replace(request, request_id=None) for request in requests], kv_dtype))
+def check(final: dict[str, list[Output]], requests: list[Request]) -> None:
+    wanted = iter(expected([dataclasses.replace(request, request_id=None) for request in requests]))
     for request in requests:
         for output in sorted_outputs(final, request):
             other = next(wanted)
@@ -265,23 +266,37 @@ def fp8_pair() -> Pair:
     return Pair(STAGES, RANKS, kv_dtype=FP8_KV)
 
 
-@pytest.mark.parametrize("steps", [5, 14])
-def test_requests_with_fp8_pages_move(fp8_pair: Pair, steps: int) -> None:
-    """To and fro, locally and over sockets: pages come as they were, values and scales."""
-    for sender in (0, 1):
-        requests = make_requests(np.random.default_rng(steps))
-        first, second = fp8_pair.engines[sender], fp8_pair.engines[1 - sender]
-        check(move(first, second, requests, steps, fp8_pair.local(sender)), requests, FP8_KV)
-        check_empty(first, second)
-    requests, made = make_requests(np.random.default_rng(steps)), (fp8_pair.layout, fp8_pair.fingerprint)
+def test_requests_with_fp8_pages_move(fp8_pair: Pair) -> None:
+    """To and fro, locally and over sockets: pages come as they were, values and scales, bit by bit."""
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=LOGPROBS)
+    made = fp8_pair.layout, fp8_pair.fingerprint
     with (
         PageSender(fp8_pair.exporters[0], *made, options=OPTIONS) as sends,
         PageReceiver(*made, options=OPTIONS) as gets,
     ):
-        final = move(*fp8_pair.engines, requests, steps, lambda lease: gets.source(sends.address, lease))
-        check(final, requests, FP8_KV)
+        for number, (sender, source) in enumerate(
+            (
+                (0, fp8_pair.local(0)),
+                (1, fp8_pair.local(1)),
+                (0, lambda lease: gets.source(sends.address, lease)),
+            )
+        ):
+            random = np.random.default_rng(number)
+            prompts = [random.integers(0, VOCAB, length).tolist() for length in (40, 9, 33, 25)]
+            requests = [Request(prompt, sampling, f"r{next(NUMBERS)}") for prompt in prompts]
+            first, second = fp8_pair.engines[sender], fp8_pair.engines[1 - sender]
+            final = move(first, second, requests, 14, source)
+            found = [output for request in requests for output in final[str(request.request_id)]]
+            check_near(found, expected([dataclasses.replace(each, request_id=None) for each in requests], FP8_KV))
+            moved = 0
+            for request, output in zip(requests, found, strict=True):
+                if output.metrics.loaded_tokens == output.metrics.cached_tokens:
+                    keys = first.prepare(request).keys[: output.metrics.loaded_tokens // PAGE_SIZE]
+                    np.testing.assert_array_equal(page_bits(second, keys), page_bits(first, keys))
+                    moved += len(keys)
+            assert moved > 4
+            check_empty(first, second)
         assert gets.stats.outcomes["complete"] > 0
-    check_empty(*fp8_pair.engines)
 
 
 @pytest.mark.parametrize("sender", [0, 1])

@@ -4,6 +4,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import fp8_numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ def program(ranks: int, shape: Shape) -> Any:
 
     def on_device(cache: PagedCache, tables: PageTables, packed: Any, q: Any, k: Any, v: Any) -> Any:
         tables = PageTables(*(x[0] for x in tables))
-        attend = PagedAttend.make(RowInputs.views(packed[0], shape), tables, shape, HEADS, cache.k)
+        attend = PagedAttend.make(RowInputs.views(packed[0], shape), tables, shape, HEADS, cache.k, q.dtype)
         out, cache = attend(cache, jnp.int32(LAYER), q[0], k[0], v[0])
         return out[None], cache
 
@@ -53,7 +54,8 @@ class Case(NamedTuple):
         return Shape.of((12, 0, 8), SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds)
 
 
-def check(case: Case, exchange: str, message: int, rounds: int) -> None:
+def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = False) -> None:
+    """Check what rows attend to, within rounding, and what is in the cache afterwards, bit by bit."""
     rng, ranks, shape = np.random.default_rng(case.seed), case.ranks, case.shape(exchange, message, rounds)
     lengths = [cached + new for cached, new in zip(case.cached, case.new, strict=True)]
     free = [(rank * PAGES + rng.permutation(PAGES)).tolist() for rank in range(ranks)]
@@ -99,12 +101,20 @@ def check(case: Case, exchange: str, message: int, rounds: int) -> None:
     for (slot, at), row in row_of.items():
         q[row], new[row] = queries[slot][at], kv[slot][at]
 
-    flat = pool.reshape(2, ranks * LAYERS * PAGES, PAGE, KV_HEADS, SIZE)
-    out, cache = program(ranks, shape)(PagedCache(*flat), PageTables(*tables), packed, q, new[:, :, 0], new[:, :, 1])
-    np.testing.assert_array_equal(np.stack(cache).reshape(pool.shape), written)
-    out = np.asarray(out)
+    caches = [cache_of(x.reshape(2, ranks * LAYERS * PAGES, PAGE, KV_HEADS, SIZE), is_fp8) for x in (pool, written)]
+    out, cache = program(ranks, shape)(caches[0], PageTables(*tables), packed, q, new[:, :, 0], new[:, :, 1])
+    jax.tree.map(np.testing.assert_array_equal, cache, caches[1])
+    out, worth = np.asarray(out), [fp8_numpy.round_rows(x) for x in kv] if is_fp8 else kv
     for (slot, at), row in row_of.items():
-        np.testing.assert_allclose(out[row], attend(queries[slot][at], kv[slot][: at + 1]), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(out[row], attend(queries[slot][at], worth[slot][: at + 1]), atol=1e-5, rtol=1e-5)
+
+
+def cache_of(pools: np.ndarray, is_fp8: bool) -> PagedCache:
+    """Of keys and values `[2, pages, page_size, K, H]`; in FP8 a row of NaN has values and a scale of NaN."""
+    if not is_fp8:
+        return PagedCache(*pools)
+    values, scale = fp8_numpy.quantize(pools)
+    return PagedCache(*values.view(np.uint8), *np.swapaxes(scale, 2, 3))
 
 
 def attend(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
@@ -143,3 +153,17 @@ def test_sharded_rows_see_cached_and_new_keys(
 @given(case=cases(3, 0))
 def test_where_nothing_is_cached_new_keys_alone_travel(exchange: str, message: int, rounds: int, case: Case) -> None:
     check(case, exchange, message, rounds)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "message", "rounds"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[1] == PAGES else ()) for each in EXCHANGES],
+)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_fp8_keys_are_the_same_numbers_by_every_exchange(
+    ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
+) -> None:
+    """From the same keys: what travels, what is attended to and what is written are one row's values and scale."""
+    check(data.draw(cases(ranks, 20)), exchange, message, rounds, is_fp8=True)

@@ -12,12 +12,18 @@ from longctx.serving import Engine, Event, Request, SamplingParams
 Oracle = Callable[[list[int], SamplingParams, int, int], list[int]]
 """`oracle(prompt, params, index of the completion, end token) -> expected tokens`"""
 
+Follows = Callable[[list[int], list[int], SamplingParams, int], list[bool]]
+"""`follows(tokens, prompt, params, index of the completion)`: which tokens are those expected after the ones before."""
+
 
 class Workload:
     """Random requests, cancels and steps on one engine; every event is checked as it comes."""
 
-    def __init__(self, engine: Engine, seed: int, oracle: Oracle = expected_tokens) -> None:
+    def __init__(
+        self, engine: Engine, seed: int, oracle: Oracle = expected_tokens, follows: Follows | None = None
+    ) -> None:
         self.engine, self.rng, self.oracle = engine, np.random.default_rng(seed), oracle
+        self.follows, self.drawn = follows, list[bool]()
         self.open: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: Counter[tuple[str, int]] = Counter()
@@ -98,7 +104,9 @@ class Workload:
         request, output = self.open[at[0]], event.output
         assert output is not None
         assert output.token_ids == self.tokens[at]
-        expected = self.oracle(list(request.prompt), request.sampling, at[1], EOS)
+        if self.follows is not None:
+            self.drawn += self.follows(output.token_ids, list(request.prompt), request.sampling, at[1])
+        expected = self.expected(request, at[1], output.token_ids)
         if output.finish_reason == "cancelled":
             assert at[0] in self.cancelled
             assert output.token_ids == expected[: len(output.token_ids)]
@@ -108,6 +116,14 @@ class Workload:
             self.conversations[request.session_id] = list(request.prompt) + output.token_ids
         if sum(self.ends[at[0], i] for i in range(request.sampling.n)) == request.sampling.n:
             del self.open[at[0]]
+
+    def expected(self, request: Request, completion: int, tokens: list[int]) -> list[int]:
+        """What a request's tokens should be; with `follows`, which has checked them, how far they should go."""
+        if self.follows is None:
+            return self.oracle(list(request.prompt), request.sampling, completion, EOS)
+        ends = [at for at, token in enumerate(tokens, 1) if token == EOS and not request.sampling.ignore_eos]
+        length = min([*ends, request.sampling.max_tokens])
+        return tokens[:length] + [EOS] * (length - len(tokens))
 
     def check_scheduler(self) -> None:
         """Check that pages, promises and slots in use are exactly those of the running sequences."""
@@ -130,6 +146,7 @@ class Workload:
         while self.engine.has_work:
             self.step()
         assert not self.open
+        assert not self.drawn or np.mean(self.drawn) > 0.8
         assert set(self.ends.values()) <= {1}
         pool = self.engine.scheduler.pool
         assert pool.num_held == pool.num_reserved == 0

@@ -109,9 +109,9 @@ def _splitting_pays(lengths: np.ndarray, heads: int, num_workers: int) -> bool:
     if rounds > 8:
         return False
     lengths = np.repeat(lengths, heads)
-    dealt = np.pad(lengths, (0, rounds * num_workers - len(lengths))).reshape(rounds, num_workers)
-    dealt[1::2] = dealt[1::2, ::-1]
-    lost = dealt.sum(0).max() - lengths.sum() / num_workers
+    loads = np.pad(lengths, (0, rounds * num_workers - len(lengths))).reshape(rounds, num_workers)
+    loads[1::2] = loads[1::2, ::-1]  # snake order, as in `whole_items`
+    lost = loads.sum(0).max() - lengths.sum() / num_workers
     # In blocks: a second kernel and the latency of its reads; writing and reading 128 rows of float32 an item.
     return bool(lost > 2 + 3 * len(lengths) / num_workers)
 

@@ -1,6 +1,6 @@
-"""The warpgroup that converts blocks of FP8 pages to the 16 bits that wgmma takes: it multiplies FP8 only as they lie.
+"""What the converter warpgroup does: blocks of FP8 pages become the 16 bits that consumers multiply.
 
-Keys lie as wgmma wants its second operand of 8 bits, values don't. So both are converted, and the consumers don't know.
+wgmma takes a second operand of 8 bits only where the summed dimension is contiguous: keys are such, values are not.
 """
 
 from typing import Any

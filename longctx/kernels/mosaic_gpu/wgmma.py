@@ -16,9 +16,9 @@ from longctx.kernels.mosaic_gpu.adapter import interpreting
 class Accumulator:
     """A wgmma accumulator of `multiply`.
 
-    In the interpreter, whose wgmma takes neither factors in registers nor transposed ones, products are plain ones. As
-    wgmma may read its operands at any time until it is awaited, they are read when a product is issued, and again when
-    it is awaited; if they differ, the result is NaN.
+    In the interpreter, whose wgmma takes no factor in registers (nor a transposed one before jax 0.12), products are
+    plain ones. As wgmma may read its operands at any time until it is awaited, they are read when a product is issued,
+    and again when it is awaited; if they differ, the result is NaN.
     """
 
     def __init__(self, start: Array | tuple[int, int], ref: Any, issued: list["Accumulator"]) -> None:

@@ -68,7 +68,7 @@ def equal_shares(tiles: Tiles, heads: int, num_workers: int) -> Work:
 
 
 def whole_items(tiles: Tiles, heads: int, num_workers: int) -> Work:
-    """Deal whole items to the workers, longest first, to and fro.
+    """Distribute whole items over the workers, longest first, in snake order.
 
     So the loads of two workers differ by at most one item, in blocks and in number. The heads of a tile are neighbours:
     they run at the same time, and those that share keys find them in the cache.

@@ -60,8 +60,8 @@ def paged_attention(
         `layer * num_pages`: a slice of the pool would be a copy.
       scale: factor on the scores, a Python number, default `H ** -0.5`.
       implementation: `"mosaic_gpu"` (Hopper GPUs; float16 and bfloat16; H of 64, 128 or 256; page sizes of 16 to
-        128 that divide it, or multiples of it), `"xla"` or `"reference"` (dense, the oracle); None picks the best that
-        supports the case (`longctx.kernels.explain`).
+        128 that divide it, or multiples of it, and of FP8 pages from 32 on), `"xla"` or `"reference"` (dense, the
+        oracle); None picks the best that supports the case (`longctx.kernels.explain`).
       out_dtype: dtype of `out`, default that of `q`. Take float32 for parts that are still to be merged.
       plan: what `plan_paged_attention` derived from the same metadata, for all layers of a step. Default: derived in
         this call.
