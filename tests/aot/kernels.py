@@ -104,23 +104,37 @@ def test_a_call_with_a_plan_is_its_kernels(name: str, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "page_size", "is_fp8"),
+    ("head_size", "page_size", "is_fp8", "most_rows"),
     [
-        (64, 16, False),
-        (128, 64, False),
-        (128, 64, True),
-        *(pytest.param(h, p, False, marks=pytest.mark.slow) for h, p in ((256, 256), (64, 64), (128, 16), (256, 16))),
-        *(pytest.param(h, p, True, marks=pytest.mark.slow) for h, p in ((256, 256), (64, 64), (128, 32), (256, 32))),
+        (64, 16, False, 1),
+        (128, 64, False, None),
+        (128, 64, True, None),
+        *(
+            pytest.param(*sizes, False, most_rows, marks=pytest.mark.slow)
+            for *sizes, most_rows in (
+                *((256, 256, None), (64, 64, None), (64, 16, None), (128, 16, None), (256, 16, None)),
+                *((256, 256, 1), (128, 64, 1), (128, 16, 1), (256, 16, 1)),
+            )
+        ),
+        *(
+            pytest.param(h, p, True, None, marks=pytest.mark.slow)
+            for h, p in ((256, 256), (64, 64), (128, 32), (256, 32))
+        ),
     ],
 )
-def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, is_fp8: bool, dumped: Path) -> None:
-    """In a `shard_map` over KV heads: pages written and read in place, and planned once for all layers."""
+def test_layers_over_pages_kept_as_bits(
+    head_size: int, page_size: int, is_fp8: bool, most_rows: int | None, dumped: Path
+) -> None:
+    """In a `shard_map` over KV heads: pages written and read in place, and planned once for all layers.
+
+    With tiles for any number of rows a sequence, or for decodes.
+    """
     layers, pages, rows, ranks = 3, 2048, 64, 2
     mesh = h100_mesh(tensor=ranks)
 
     def step(cache, q, new, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
         metadata = (table, None, lengths, positions, sequence)
-        plan = plan_paged_attention(q.shape[1], cache[0], *metadata)
+        plan = plan_paged_attention(q.shape[1], cache[0], *metadata, max_rows_per_sequence=most_rows)
         assert plan.implementation == "mosaic_gpu"
 
         def layer(carry, number):  # type: ignore[no-untyped-def]
@@ -148,7 +162,7 @@ def test_layers_over_pages_kept_as_bits(head_size: int, page_size: int, is_fp8: 
     function = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(of_rows, of_cache))
     with jax.set_mesh(mesh):
         compiled = jax.jit(function, donate_argnums=0).lower(cache, q, new, *others).compile()
-    block = TileConfig.choose(head_size, rows * 8, is_fp8).block_kv
+    block = TileConfig.choose(head_size, (most_rows or rows) * 8, is_fp8).block_kv
     check_kernels(dumped, copies=max(1, block // page_size) * (2 if is_fp8 else 1), is_fp8=is_fp8)
     layer = pages * page_size * head_size
     size = layer + 4 * pages * page_size if is_fp8 else 2 * layer

@@ -1,11 +1,12 @@
-"""Changes one barrier operation of the Mosaic GPU kernel's schedule and interprets it: for test_mosaic_gpu_barriers.
+"""Deletes one barrier operation of the Mosaic GPU kernel's schedule and interprets it: for test_mosaic_gpu_barriers.
 
-`python mutants.py CHANGE NUMBER`: exits 0 if results are right and nothing was noticed.
+`python mutants.py NUMBER`: exits 0 if results are right and nothing was noticed. -1: nothing is deleted.
 """
 
 import ast
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,74 +17,72 @@ from longctx.kernels import attention, paged_attention
 from longctx.kernels.mosaic_gpu import adapter, schedule
 
 OPERATIONS = ("wait", "arrive")
-CHANGES = ("delete", "double")
 
 
-class Change(ast.NodeTransformer):
-    """Deletes or doubles the n-th call of `machine.wait` or `machine.arrive`; lists their lines."""
+class Delete(ast.NodeTransformer):
+    """Deletes the n-th call of `machine.wait` or `machine.arrive`; lists their lines."""
 
-    def __init__(self, change: str, number: int) -> None:
-        self.change, self.number, self.lines = change, number, []
+    def __init__(self, number: int) -> None:
+        self.number, self.lines = number, []
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in OPERATIONS:
             return node
         self.lines.append(node.lineno)
-        if len(self.lines) - 1 != self.number:
-            return node
-        # (None, call, call)[0]: a lambda that is one call still returns None.
-        calls = [] if self.change == "delete" else [node, node]
-        none = ast.Tuple([ast.Constant(None), *calls], ast.Load())
-        return ast.copy_location(ast.Subscript(none, ast.Constant(0), ast.Load()), node)
+        return ast.copy_location(ast.Constant(None), node) if len(self.lines) - 1 == self.number else node
 
 
-def mutate(change: str, number: int) -> tuple[ast.Module, list[int]]:
+def mutate(number: int) -> tuple[ast.Module, list[int]]:
     """The changed module, and the lines of all its barrier operations."""
-    transformer = Change(change, number)
+    transformer = Delete(number)
     tree = ast.fix_missing_locations(transformer.visit(ast.parse(inspect.getsource(schedule))))
     return tree, transformer.lines
 
 
-def install(change: str, number: int) -> None:
-    """Change the functions that the kernel calls."""
-    exec(compile(mutate(change, number)[0], schedule.__file__, "exec"), vars(schedule))
+def is_of_converter(line: int) -> bool:
+    source, first = inspect.getsourcelines(schedule.convert)
+    return first <= line < first + len(source)
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
 
 
 def check() -> None:
-    """Contiguous keys with several blocks and tiles per worker; pages with NaN in slots never written; FP8 pages."""
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((n, 1, 64)), jnp.bfloat16) for n in (140, 800, 800))
+    """Contiguous keys with several blocks and tiles per worker; then pages with NaN in slots never written."""
+    q, k, v = draw(140, 1, 64), draw(800, 1, 64), draw(800, 1, 64)[::-1]
     positions = jnp.arange(140) + 660
-    arguments = {"q_positions": positions, "out_dtype": jnp.float32}
+    compare(attention, q, k, v, q_positions=positions)
+
+    pages = jnp.where(jnp.arange(832) < 800, 1, jnp.nan)[:, None, None] * jnp.pad(k, ((0, 32), (0, 0), (0, 0)))
+    pages = pages.reshape(13, 64, 1, 64).astype(jnp.bfloat16)
+    table = jnp.arange(13)[None]
+    compare(paged_attention, q[:70], pages, pages, table, None, jnp.array([800]), positions[70:], jnp.zeros(70, int))
+
+
+def check_fp8() -> None:
+    """FP8 pages, of more blocks than both rings have stages."""
+    q, pages = draw(8, 1, 128), draw(10, 128, 1, 128).astype(jnp.float8_e4m3fn)
+    metadata = jnp.arange(10)[None], None, jnp.array([1280]), jnp.arange(8) + 1272, jnp.zeros(8, int)
+    scale = jnp.ones((10, 1, 128), jnp.float32)
+    compare(paged_attention, q, pages, pages, *metadata, k_scale=scale, v_scale=scale)
+
+
+def compare(function: Callable[..., Any], *operands: Any, **options: Any) -> None:
+    options |= {"out_dtype": jnp.float32}
     with adapter.interpreted(num_multiprocessors=1):
-        got = jax.block_until_ready(attention(q, k, v, **arguments))
-    compare(got, attention(q, k, v, **arguments, implementation="reference"))
-
-    written = (jnp.arange(832) < 800)[:, None, None]
-    pages = jnp.where(written, jnp.pad(k, ((0, 32), (0, 0), (0, 0))), jnp.nan).reshape(13, 64, 1, 64)
-    metadata = jnp.arange(13)[None], None, jnp.array([800]), positions[70:], jnp.zeros(70, int)
-    check_paged(q[:70], pages, *metadata)
-    scale = jnp.where(written, 0.5, jnp.nan).astype(jnp.float32).reshape(13, 1, 64)
-    check_paged(q[:70], pages.astype(jnp.float8_e4m3fn), *metadata, k_scale=scale, v_scale=scale)
-
-
-def check_paged(q: jax.Array, pages: jax.Array, *metadata: Any, **scales: jax.Array) -> None:
-    def run(implementation: str | None) -> tuple[jax.Array, jax.Array]:
-        arguments = scales | {"out_dtype": jnp.float32, "implementation": implementation}
-        return jax.block_until_ready(paged_attention(q, pages, pages, *metadata, **arguments))
-
-    with adapter.interpreted(num_multiprocessors=1):
-        got = run(None)
-    compare(got, run("reference"))
-
-
-def compare(got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array]) -> None:
-    for a, b in zip(got, want, strict=True):
+        got = jax.block_until_ready(function(*operands, **options))
+    for a, b in zip(got, function(*operands, **options, implementation="reference"), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-3)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != "none":
-        install(sys.argv[1], int(sys.argv[2]))
-    check()
+    number = int(sys.argv[1])
+    tree, lines = mutate(number)
+    exec(compile(tree, schedule.__file__, "exec"), vars(schedule))
+    in_converter = number >= 0 and is_of_converter(lines[number])
+    if not in_converter:
+        check()
+    if in_converter or number < 0:
+        check_fp8()

@@ -237,6 +237,17 @@ def test_pages_of_float8_are_those_of_their_bits() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_plan_is_for_fp8_pages_or_for_others() -> None:
+    """The kernels take other tiles for them."""
+    metadata = [CALL[name] for name in ("page_table", "page_index", "kv_lengths", "q_positions", "q_sequence")]
+    wide = jnp.zeros(PAGES.shape)
+    of_wide, of_fp8 = (plan_paged_attention(4, pages, *metadata, q_dtype=Q.dtype) for pages in (wide, PAGES))
+    with pytest.raises(ValueError, match="plan must be for k_pages of uint8, got one for pages that are not FP8"):
+        paged_attention(**CALL, plan=of_wide)
+    with pytest.raises(ValueError, match="plan must be for k_pages of float32, got one for FP8 pages"):
+        paged_attention(Q, wide, wide, *metadata, plan=of_fp8)
+
+
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_tiles_of_fp8_pages_fit_into_a_multiprocessor(head_size: int) -> None:
     config = TileConfig.choose(head_size, 1000, fp8=True)

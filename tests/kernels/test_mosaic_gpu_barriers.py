@@ -1,4 +1,7 @@
-"""Whichever barrier operation is deleted or doubled, the Mosaic GPU kernel fails, races or hangs in the interpreter."""
+"""Whichever barrier operation is deleted, the Mosaic GPU kernel fails, races or hangs in the interpreter.
+
+The search of `test_mosaic_gpu_schedule` finds the same in the schedule alone; this is about the operations it becomes.
+"""
 
 import subprocess
 import sys
@@ -6,16 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from mutants import CHANGES, mutate
+from mutants import mutate
 
-# Each takes a minute, or hangs until its time is over.
+# Each takes half a minute, or hangs until its time is over.
 pytestmark = pytest.mark.slow
 
-SITES = [(change, number) for change in CHANGES for number in range(len(mutate(change, -1)[1]))]
 
-
-def outcome(change: str, number: int, timeout: float) -> str:
-    command = [sys.executable, str(Path(__file__).parent / "mutants.py"), change, str(number)]
+def outcome(number: int, timeout: float) -> str:
+    command = [sys.executable, str(Path(__file__).parent / "mutants.py"), str(number)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -24,13 +25,13 @@ def outcome(change: str, number: int, timeout: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def patience() -> float:
-    """Seconds after which a changed kernel hangs: several times what the unchanged one takes, which passes."""
+def timeout() -> float:
+    """Twice what the unchanged kernels take, so that none is taken to hang because the machine is busy."""
     start = time.monotonic()
-    assert outcome("none", 0, 600) == "passes"
-    return 30 + 3 * (time.monotonic() - start)
+    assert outcome(-1, 600) == "passes"
+    return max(60, 2 * (time.monotonic() - start))
 
 
-@pytest.mark.parametrize(("change", "number"), SITES)
-def test_a_changed_barrier_operation_is_noticed(change: str, number: int, patience: float) -> None:
-    assert outcome(change, number, patience) != "passes"
+@pytest.mark.parametrize("number", range(len(mutate(-1)[1])))
+def test_a_deleted_barrier_operation_is_noticed(number: int, timeout: float) -> None:
+    assert outcome(number, timeout) != "passes"

@@ -14,7 +14,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.mosaic_gpu import make_tiles
 from longctx.kernels.mosaic_gpu.adapter import interpreted
 from longctx.kernels.mosaic_gpu.tile_config import TileConfig
-from longctx.kernels.mosaic_gpu.work import LEAST_SHARE, Tile, Tiles, Work, equal_shares, whole_items
+from longctx.kernels.mosaic_gpu.work import Tile, Tiles, Work, equal_shares, whole_items
 from longctx.kernels.paged_attention.mosaic_gpu import max_rows, plan_mosaic_gpu
 from longctx.kernels.paged_attention.operands import check_paged_operands
 
@@ -72,7 +72,7 @@ def test_equal_shares_cover_every_block_once(tiles: Tiles, heads: int, num_worke
         assert [piece for piece, *_ in parts] == list(range(first, first + number))
     assert max(numbers, default=0) < len(work.pieces) + num_workers
     # Heads need not divide the workers: all have an equal share, but for the last one.
-    share = max(LEAST_SHARE, -(-sum(loads) // num_workers))
+    share = max(1, -(-sum(loads) // num_workers))
     assert loads == np.clip(sum(loads) - share * np.arange(num_workers), 0, share).tolist()
 
 

@@ -85,7 +85,7 @@ def plan_mosaic_gpu(
     per_entry = -(-num_rows // config.block_q)
     # Tiles are of like length only within one sequence: those of a batch may differ.
     lengths = _typical_lengths(per_entry, -(-kv_length // config.block_kv), causal and length <= kv_length)
-    if num_rows <= config.block_q or _splitting_pays(np.repeat(lengths, batch * row_heads), num_sms):
+    if num_rows <= config.block_q or _splitting_pays(lengths, batch * row_heads, num_sms):
         work = equal_shares(tiles, row_heads, num_sms)
     else:
         work = whole_items(tiles, row_heads, num_sms)
@@ -100,11 +100,15 @@ def _typical_lengths(num_tiles: int, num_blocks: int, causal: bool) -> np.ndarra
     return np.linspace(num_blocks, shortest, num_tiles)
 
 
-def _splitting_pays(lengths: np.ndarray, num_workers: int) -> bool:
-    """Whether dividing items of these lengths (longest first) equally saves more than merging their pieces costs."""
-    rounds = -(-len(lengths) // num_workers)
+def _splitting_pays(lengths: np.ndarray, heads: int, num_workers: int) -> bool:
+    """Whether dividing items equally saves more than merging their pieces costs.
+
+    `lengths` are those of one head's tiles, longest first, and the same for all heads.
+    """
+    rounds = -(-len(lengths) * heads // num_workers)
     if rounds > 8:
         return False
+    lengths = np.repeat(lengths, heads)
     loads = np.pad(lengths, (0, rounds * num_workers - len(lengths))).reshape(rounds, num_workers)
     loads[1::2] = loads[1::2, ::-1]  # snake order, as in `whole_items`
     lost = loads.sum(0).max() - lengths.sum() / num_workers

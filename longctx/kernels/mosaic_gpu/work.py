@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-# A worker takes at least this many blocks: writing and merging a piece costs about as much as one block.
-LEAST_SHARE = 4
-
 
 class Tiles(NamedTuple):
     """Tiles of query rows and the key blocks that they see: int32 `[tiles]` each."""
@@ -45,13 +42,14 @@ class Work(NamedTuple):
 def equal_shares(tiles: Tiles, heads: int, num_workers: int) -> Work:
     """Divide the blocks of all items equally. At most `items + num_workers` pieces; no piece for an empty item.
 
-    A unit is one block of one item; units are counted over the items of all heads, head by head.
+    A unit is one block of one item; units are counted over the items of all heads, head by head. A share may be one
+    block: more pieces to merge cost less than a second block of one worker.
     """
     num_tiles = tiles.start.shape[0]
     num_units = jnp.tile(tiles.stop - tiles.start, heads)
     stop_unit = jnp.cumsum(num_units, dtype=jnp.int32)
     first_unit, total = stop_unit - num_units, stop_unit[-1]
-    share = jnp.maximum(-(-total // num_workers), LEAST_SHARE)
+    share = jnp.maximum(-(-total // num_workers), 1)
     worker = jnp.arange(num_workers, dtype=jnp.int32)
     start = jnp.minimum(worker * share, total)
     stop = jnp.minimum(start + share, total)

@@ -95,6 +95,9 @@ def paged_attention(
             f"plan must be for the shapes {shapes_of(operands)} and the implementation {implementation}, got one for "
             f"{plan.shapes} and {plan.implementation}"
         )
+    elif plan.is_fp8 != (operands.k_scale is not None):
+        of_plan = "FP8 pages" if plan.is_fp8 else "pages that are not FP8"
+        raise ValueError(f"plan must be for k_pages of {operands.k_pages.dtype}, got one for {of_plan}")
     else:
         implementation = choose_implementation(plan.implementation, operands.q.dtype, operands.k_pages)
     return _paged_attention(operands, plan, implementation, scale, out_dtype)

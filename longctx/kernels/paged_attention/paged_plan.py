@@ -53,7 +53,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands, int | None], Any], Cal
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("implementation", "shapes", "empty")
+    jax.tree_util.register_dataclass, data_fields=("data",), meta_fields=("implementation", "shapes", "is_fp8", "empty")
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
@@ -61,6 +61,7 @@ class PagedPlan:
 
     implementation: str
     shapes: tuple[tuple[int, ...], ...]
+    is_fp8: bool  # the pages
     empty: bool  # no row, or no page
     data: Any
 
@@ -127,7 +128,7 @@ def make_plan(operands: PagedOperands, implementation: str, max_rows_per_sequenc
     q, k_pages = operands.q, operands.k_pages
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
     data = None if empty else IMPLEMENTATIONS[implementation][0](operands, max_rows_per_sequence)
-    return PagedPlan(implementation, shapes_of(operands), empty, data)
+    return PagedPlan(implementation, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
 
 
 def choose_implementation(implementation: str | None, q_dtype: jnp.dtype, k_pages: Any) -> str:
