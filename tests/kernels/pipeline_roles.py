@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from barrier_checker import Arrive, Barrier, Copy, Done, Fault, Operation, Read, Slot, Wait, Write
 
 from longctx.kernels.mosaic_gpu import schedule
-from longctx.kernels.mosaic_gpu.schedule import Pipeline
+from longctx.kernels.mosaic_gpu.schedule import Pipeline, Ring
 
 
 class Tile(NamedTuple):
@@ -95,23 +95,22 @@ class Recorder:
     def find(self, tile: Tile, n: int) -> None:
         pass
 
-    def copy_block(self, name: str, tile: Tile, n: int, stage: int) -> None:
-        for slot in self.parts(name, stage):
-            self.operations.append(Copy((f"{name}_ready", stage), slot, (tile.position, n)))
+    def copy_block(self, ring: Ring, tile: Tile, n: int, stage: int) -> None:
+        for slot in self.parts(ring, stage):
+            self.operations.append(Copy((ring.ready, stage), slot, (tile.position, n)))
 
-    def parts(self, name: str, stage: int) -> list[Slot]:
+    def parts(self, ring: Ring, stage: int) -> list[Slot]:
         """The slots of a block, each filled by one copy; of what is converted, one."""
-        return [
-            (name, stage, part) for part in range(self.pipeline.copies if name in self.pipeline.copied.names else 1)
-        ]
+        copies = self.pipeline.copies if ring in self.pipeline.copied.both else 1
+        return [(ring.stages, stage, part) for part in range(copies)]
 
     # The converter
 
-    def convert(self, source: str, source_stage: int, name: str, stage: int) -> None:
+    def convert(self, source: Ring, source_stage: int, ring: Ring, stage: int) -> None:
         block = next(self.next_converted)
         parts = self.parts(source, source_stage)
         self.operations += [Read(slot, (block,)) for slot in parts] + [Done(slot) for slot in parts]
-        self.operations += [Write(slot, ..., block) for slot in self.parts(name, stage)]
+        self.operations += [Write(slot, ..., block) for slot in self.parts(ring, stage)]
 
     # A consumer
 
@@ -133,7 +132,7 @@ class Recorder:
         return weights
 
     def clean(self, tile: Tile, n: int, stage: int) -> None:
-        for slot in self.parts("v", stage):
+        for slot in self.parts(self.pipeline.multiplied.of_values, stage):
             self.operations.append(Write(slot, (tile.position, n), (tile.position, n, "clean")))
 
     def multiply(self, products: Callable[..., Any], scores: bool, acc: Any = None, like: Any = None) -> Any:
@@ -147,7 +146,7 @@ class Recorder:
 
     def issue_scores(self, accumulator: Accumulator, stage: int) -> None:
         block = next(self.next_scores)
-        reads = [Read(slot, (block,)) for slot in self.parts("k", stage)]
+        reads = [Read(slot, (block,)) for slot in self.parts(self.pipeline.multiplied.of_keys, stage)]
         self.issue(accumulator, [Read(("q", self.consumer), block[:1]), *reads], block)
 
     def issue_values(self, accumulator: Accumulator, weights: Weights, stage: int) -> None:
@@ -155,7 +154,7 @@ class Recorder:
         assert accumulator.start == Sum(position, n, n)
         # A full block may be clean, as it stays what it is.
         contents = [(position, n, "clean"), *([(position, n)] if n < self.tiles[position].num_full else [])]
-        reads = [Read(slot, tuple(contents)) for slot in self.parts("v", stage)]
+        reads = [Read(slot, tuple(contents)) for slot in self.parts(self.pipeline.multiplied.of_values, stage)]
         self.issue(accumulator, reads, Sum(position, n + 1, n))
 
     def awaited(self, accumulator: Accumulator, in_flight: int = 0) -> Any:

@@ -112,13 +112,27 @@ def test_write_pages_is_numpy_assignment(seed: int, dtype: str) -> None:
         np.testing.assert_array_equal(np.asarray(got, np.float32), expected)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "1"])
+@pytest.mark.parametrize("wrong", [True, 0, -1, 1.5, "1"])
 def test_max_rows_per_sequence_must_be_a_positive_integer(wrong: Any) -> None:
     pages, zeros = jnp.ones((5, 3, 2, 8)), np.zeros(6, int)
     with pytest.raises(ValueError, match="max_rows_per_sequence must be an integer of 1 or more"):
         plan_paged_attention(
             4, pages, np.zeros((2, 2), int), None, np.zeros(2, int), zeros, zeros, max_rows_per_sequence=wrong
         )
+
+
+def test_more_blocks_than_int32_counts_are_refused() -> None:
+    pages = jax.ShapeDtypeStruct((1 << 20, 256, 8, 128), jnp.bfloat16)
+    table, one, rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1 << 16), (1,), (1 << 16,)))
+
+    def plan(table: Any, lengths: Any, positions: Any, sequence: Any) -> Any:
+        return plan_paged_attention(128, pages, table, None, lengths, positions, sequence)
+
+    with (
+        adapter.interpreted(),
+        pytest.raises(NotImplementedError, match="65536 rows of q with 128 heads over 16777216"),
+    ):
+        jax.eval_shape(plan, table, one, rows, rows)
 
 
 Q, PAGES = jnp.ones((6, 4, 8)), jnp.ones((5, 3, 2, 8))

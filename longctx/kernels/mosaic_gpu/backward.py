@@ -137,6 +137,20 @@ class Steps(NamedTuple):
         return lax.rem(n, jnp.int32(self.stages))
 
 
+class ThreadBlock(NamedTuple):
+    """What the warpgroups of a thread block share."""
+
+    config: BackwardConfig
+    steps: Steps
+    head: Array
+    rows: Any  # references to global memory from here on
+    others: Contiguous
+    seen: Any
+    stats: Any
+    results: Any
+    shared: dict[str, Any]  # shared memory and barriers
+
+
 def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **scratch: Any) -> None:
     split = config.num_resident
     rows, others, seen = refs[:split], Contiguous(*refs[split : split + 3]), refs[split + 3 : split + 5]
@@ -148,55 +162,47 @@ def _kernel(config: BackwardConfig, heads: int, other_heads: int, *refs: Any, **
     tile = Tile(*(*(tiles[number, i] + 0 for i in range(len(Tiles._fields))), number))
     first_head = lax.div(head * other_heads, jnp.int32(heads))
     steps = Steps(tile, first_head, max(other_heads // heads, 1), config.tile_config.num_stages)
+    block = ThreadBlock(config, steps, head, rows, others, seen, stats, results, scratch)
     num_consumers, registers = config.tile_config.num_consumers, config.tile_config.registers
 
     @pl.when(wg < num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.consumer, "increase")
-        _consume(config, rows, others, seen, stats, results, scratch, wg, head, steps)
+        _consume(block, wg)
 
     @pl.when(wg == num_consumers)
     def _() -> None:
         if registers:
             adapter.set_registers(registers.producer, "decrease")
-        _fetch(config, others, stats, scratch, steps)
+        _fetch(block)
 
 
-def _fetch(config: BackwardConfig, others: Contiguous, stats: Any, scratch: Any, steps: Steps) -> None:
+def _fetch(thread_block: ThreadBlock) -> None:
+    config, steps, shared = thread_block.config, thread_block.steps, thread_block.shared
+
     def fetch(n: Array, _: None) -> None:
         at, block, head = steps.stage(n), steps.block(n), steps.head(n)
-        pl.when(n >= steps.stages)(functools.partial(wait, scratch["free"].at[at]))
-        ready = scratch["ready"].at[at]
-        for half, name in enumerate("xy"):
-            others.fetch(half, steps.tile, block, head, scratch, scratch[f"{name}_smem"].at[at], ready)
+        pl.when(n >= steps.stages)(functools.partial(wait, shared["free"].at[at]))
+        ready = shared["ready"].at[at]
+        for half, ring in enumerate((shared["x_smem"], shared["y_smem"])):
+            thread_block.others.fetch(half, steps.tile, block, head, shared, ring.at[at], ready)
         if config.from_keys:
-            x = stats.at[
-                :, steps.tile.kv, head, pl.ds(block * config.tile_config.block_kv, config.tile_config.block_kv)
-            ]
-            plgpu.copy_gmem_to_smem(x, scratch["stats_smem"].at[at], ready)
+            own = pl.ds(block * config.tile_config.block_kv, config.tile_config.block_kv)
+            x = thread_block.stats.at[:, steps.tile.kv, head, own]
+            plgpu.copy_gmem_to_smem(x, shared["stats_smem"].at[at], ready)
 
     def drain(n: Array, _: None) -> None:
         # Wait for every phase of the barriers, so that the block does not end while a copy is in flight.
-        wait(scratch["free"].at[steps.stage(n)])
+        wait(shared["free"].at[steps.stage(n)])
 
     lax.fori_loop(0, steps.num, fetch, None)
     lax.fori_loop(jnp.maximum(steps.num - steps.stages, 0), steps.num, drain, None)
 
 
-def _consume(
-    config: BackwardConfig,
-    row_refs: Any,
-    others: Contiguous,
-    seen_refs: Any,
-    stats: Any,
-    results: Any,
-    scratch: Any,
-    wg: Array,
-    head: Array,
-    steps: Steps,
-) -> None:
+def _consume(thread_block: ThreadBlock, wg: Array) -> None:
     """Compute 64 rows of a tile over all of its steps."""
+    config, steps, head, row_refs, others, seen_refs, stats, results, shared = thread_block
     tile, shape = steps.tile, (WARPGROUP_ROWS, config.tile_config.block_kv)
     own = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
     first_row = tile.q_row + wg * WARPGROUP_ROWS
@@ -204,21 +210,21 @@ def _consume(
     slots = [i * config.tile_config.num_consumers + wg for i in range(config.num_resident)]
     for half, (x, slot) in enumerate(zip(row_refs, slots, strict=True)):
         before = (half, tile.q_batch) if len(x.shape) == 5 else (tile.q_batch,)
-        copy_rows(x, before, first_row, head, scratch["row_smem"].at[slot], scratch["rows_ready"].at[wg])
+        copy_rows(x, before, first_row, head, shared["row_smem"].at[slot], shared["rows_ready"].at[wg])
     row_stats = [] if config.from_keys else [read(stats.at[i, tile.q_batch, head, own_rows], ROW) for i in (0, 1)]
     last, segments = (read(ref.at[tile.number, own], ROW) for ref in seen_refs)
-    wait(scratch["rows_ready"].at[wg])
+    wait(shared["rows_ready"].at[wg])
 
     def step(n: Array, accs: list[Array], masked: bool) -> list[Array]:
         at, block = steps.stage(n), steps.block(n)
-        x, y = scratch["x_smem"].at[at], scratch["y_smem"].at[at]
+        x, y = shared["x_smem"].at[at], shared["y_smem"].at[at]
         # Always 0, but unknown to the compiler, which would otherwise keep all addresses in registers, and spill.
         zero = jnp.minimum(tile.start + n, 0)
-        a, b = (scratch["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
+        a, b = (shared["row_smem"].at[zero + slot] for slot in (slots[0], slots[-1]))
 
         def start(i: int) -> Array:
             if config.from_keys:
-                return broadcast(read(scratch["stats_smem"].at[at, i], COLUMN), shape, 1)
+                return broadcast(read(shared["stats_smem"].at[at, i], COLUMN), shape, 1)
             return broadcast(row_stats[i], shape, 0)
 
         def to_weights(scores: Array) -> Array:
@@ -245,7 +251,7 @@ def _consume(
                 accumulator.issue(*factor)
             return [accumulator.awaited() for accumulator in accumulators]
 
-        wait(scratch["ready"].at[at])
+        wait(shared["ready"].at[at])
         if config.scores and not masked:
             weights, d_weights = multiply([start(0), start(1)], first_products, like=(start(0), start(1)))
         else:  # a mask takes registers, so the products run one after the other
@@ -255,7 +261,7 @@ def _consume(
         if config.weights:
             factors.append((weights.astype(y.dtype), y))
         accs = multiply(accs, sums, like=accs)
-        arrive(scratch["free"].at[at])
+        arrive(shared["free"].at[at])
         return accs
 
     zeros = cast(jnp.zeros((WARPGROUP_ROWS, row_refs[0].shape[-1]), jnp.float32), TILE)

@@ -224,20 +224,20 @@ class Producer(Machine):
     def find(self, tile: Tile, n: Array) -> None:
         self.keys.find(tile, tile.block(n), self.tile_config.block_kv, self.shared)
 
-    def copy_block(self, name: str, tile: Tile, n: Array, stage: Array) -> None:
-        half, to, ready = "kv".index(name[0]), self.shared[name].at[stage], self.shared[f"{name}_ready"].at[stage]
-        what = half, tile, tile.block(n), lax.div(tile.head, jnp.int32(self.block.group)), self.shared
+    def copy_block(self, ring: schedule.Ring, tile: Tile, n: Array, stage: Array) -> None:
+        to, ready = self.shared[ring.stages].at[stage], self.shared[ring.ready].at[stage]
+        what = ring.half, tile, tile.block(n), lax.div(tile.head, jnp.int32(self.block.group)), self.shared
         self.keys.fetch(*what, to, ready)
         if isinstance(self.keys, Paged) and self.pipeline.num_fp8_stages:
-            self.keys.fetch_scales(*what, self.shared["scales"].at[half, stage], ready)
+            self.keys.fetch_scales(*what, self.shared["scales"].at[ring.half, stage], ready)
 
 
 class Converter(Machine):
     """Converts blocks of FP8 pages."""
 
-    def convert(self, source: str, source_stage: Array, name: str, stage: Array) -> None:
-        scales = self.shared["scales"].at["kv".index(name), source_stage]
-        convert_block(self.shared[source].at[source_stage], scales, self.shared[name].at[stage])
+    def convert(self, source: schedule.Ring, source_stage: Array, ring: schedule.Ring, stage: Array) -> None:
+        scales = self.shared["scales"].at[ring.half, source_stage]
+        convert_block(self.shared[source.stages].at[source_stage], scales, self.shared[ring.stages].at[stage])
 
 
 class Softmax(NamedTuple):

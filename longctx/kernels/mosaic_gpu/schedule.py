@@ -30,12 +30,30 @@ class BarrierSpec(NamedTuple):
     arrivals: int
 
 
-class Rings(NamedTuple):
-    """A ring of stages for blocks of keys and one for values, with barriers `{name}_ready` and `{name}_free`."""
+class Ring(NamedTuple):
+    """Names of the stages of a ring, which hold blocks of keys or of values, and of their barriers."""
 
-    names: tuple[str, str]
+    stages: str
+    ready: str
+    free: str
+    half: int  # 0: keys, 1: values
+
+
+_MULTIPLIED = Ring("k", "k_ready", "k_free", 0), Ring("v", "v_ready", "v_free", 1)
+_FP8 = Ring("k_fp8", "k_fp8_ready", "k_fp8_free", 0), Ring("v_fp8", "v_fp8_ready", "v_fp8_free", 1)
+
+
+class Rings(NamedTuple):
+    """A ring for keys and one for values."""
+
+    of_keys: Ring
+    of_values: Ring
     num_stages: int
     arrivals: int  # that make a stage ready
+
+    @property
+    def both(self) -> tuple[Ring, Ring]:
+        return self.of_keys, self.of_values
 
 
 class Pipeline(NamedTuple):
@@ -49,12 +67,12 @@ class Pipeline(NamedTuple):
     @property
     def multiplied(self) -> Rings:
         """What the consumers read."""
-        return Rings(("k", "v"), self.num_stages, 1 if self.num_fp8_stages else self.copies)
+        return Rings(*_MULTIPLIED, self.num_stages, 1 if self.num_fp8_stages else self.copies)
 
     @property
     def copied(self) -> Rings:
         """What the producer fills."""
-        return Rings(("k_fp8", "v_fp8"), self.num_fp8_stages, self.copies) if self.num_fp8_stages else self.multiplied
+        return Rings(*_FP8, self.num_fp8_stages, self.copies) if self.num_fp8_stages else self.multiplied
 
     @property
     def barriers(self) -> dict[str, BarrierSpec]:
@@ -64,9 +82,9 @@ class Pipeline(NamedTuple):
             "q_free": BarrierSpec(self.num_consumers, 1),
         }
         for rings, readers in ((self.copied, 1), (self.multiplied, self.num_consumers)):
-            for name in rings.names:
-                specs[f"{name}_ready"] = BarrierSpec(rings.num_stages, rings.arrivals)
-                specs[f"{name}_free"] = BarrierSpec(rings.num_stages, readers)
+            for ring in rings.both:
+                specs[ring.ready] = BarrierSpec(rings.num_stages, rings.arrivals)
+                specs[ring.free] = BarrierSpec(rings.num_stages, readers)
         if self.num_consumers == 2:
             specs["turn"] = BarrierSpec(2, 1)
         return specs
@@ -122,14 +140,14 @@ class Producer(Machine, Protocol):
     def find(self, tile: Any, n: Any) -> None:
         """Look up where the n-th block of a tile lies, for the two copies that follow."""
 
-    def copy_block(self, name: str, tile: Any, n: Any, stage: Any) -> None:
-        """Begin to copy the n-th block to a stage of a ring: keys to "k" or "k_fp8", values to "v" or "v_fp8"."""
+    def copy_block(self, ring: Ring, tile: Any, n: Any, stage: Any) -> None:
+        """Begin to copy the keys or values of the n-th block to a stage of a ring."""
 
 
 class Converter(Machine, Protocol):
     """What the converter does besides."""
 
-    def convert(self, source: str, source_stage: Any, name: str, stage: Any) -> None:
+    def convert(self, source: Ring, source_stage: Any, ring: Ring, stage: Any) -> None:
         """Write a block of an FP8 ring to another ring in 16 bits, visible to products that begin later."""
 
 
@@ -191,9 +209,9 @@ def produce(machine: Producer, start: Any, stop: Any) -> None:
 
         def copy_block(n: Any, _: None) -> None:
             machine.find(tile, n)
-            for name in pipeline.copied.names:
-                stage = _free_stage(machine, pipeline.copied, name, done.blocks + n)
-                machine.copy_block(name, tile, n, stage)
+            for ring in pipeline.copied.both:
+                stage = _free_stage(machine, pipeline.copied, ring, done.blocks + n)
+                machine.copy_block(ring, tile, n, stage)
 
         machine.when(tile.num_blocks > 0, copy_rows)
         machine.loop(0, tile.num_blocks, copy_block, None)
@@ -220,12 +238,12 @@ def convert(machine: Converter, start: Any, stop: Any) -> None:
         def convert_block(n: Any, _: None) -> None:
             number = done + n
             copied = machine.remainder(number, pipeline.copied.num_stages)
-            for source, name in zip(pipeline.copied.names, pipeline.multiplied.names, strict=True):
-                machine.wait(f"{source}_ready", copied)
-                stage = _free_stage(machine, pipeline.multiplied, name, number)
-                machine.convert(source, copied, name, stage)
-                machine.arrive(f"{source}_free", copied)
-                machine.arrive(f"{name}_ready", stage)
+            for source, ring in zip(pipeline.copied.both, pipeline.multiplied.both, strict=True):
+                machine.wait(source.ready, copied)
+                stage = _free_stage(machine, pipeline.multiplied, ring, number)
+                machine.convert(source, copied, ring, stage)
+                machine.arrive(source.free, copied)
+                machine.arrive(ring.ready, stage)
 
         machine.loop(0, tile.num_blocks, convert_block, None)
         return done + tile.num_blocks
@@ -233,10 +251,10 @@ def convert(machine: Converter, start: Any, stop: Any) -> None:
     _drain(machine, pipeline.multiplied, machine.loop(start, stop, convert_tile, machine.integer(0)))
 
 
-def _free_stage(machine: Machine, rings: Rings, name: str, number: Any) -> Any:
+def _free_stage(machine: Machine, rings: Rings, ring: Ring, number: Any) -> Any:
     """The stage for a block, by its number since the beginning, once nobody reads what it held before."""
     stage = machine.remainder(number, rings.num_stages)
-    machine.when(number >= rings.num_stages, lambda: machine.wait(f"{name}_free", stage))
+    machine.when(number >= rings.num_stages, lambda: machine.wait(ring.free, stage))
     return stage
 
 
@@ -244,8 +262,8 @@ def _drain(machine: Machine, rings: Rings, blocks: Any) -> None:
     """Wait until all blocks have been read. So every phase is waited for, and nothing is in flight in the end."""
 
     def drain_stage(number: Any, _: None) -> None:
-        for name in rings.names:
-            machine.wait(f"{name}_free", machine.remainder(number, rings.num_stages))
+        for ring in rings.both:
+            machine.wait(ring.free, machine.remainder(number, rings.num_stages))
 
     machine.loop(blocks - machine.minimum(blocks, rings.num_stages), blocks, drain_stage, None)
 

@@ -87,6 +87,12 @@ def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None =
     seen = jnp.where(real, _count_slots(operands, operands.q_positions, operands.q_sequence), 0)
 
     tile = jnp.arange(length * group // tile_config.block_q + min(length, num_sequences), dtype=jnp.int32)
+    slots = operands.page_table.shape[1] * operands.k_pages.shape[1]
+    if kv_heads * tile.size * -(-slots // tile_config.block_kv) > jnp.iinfo(jnp.int32).max:
+        raise NotImplementedError(
+            f"implementation 'mosaic_gpu' counts blocks in int32, which {length} rows of q with {heads} heads over "
+            f"{slots} slots of a page table exceed: pass fewer rows at a time"
+        )
     of = _index_below(stop_tile, tile)
     used = tile < stop_tile[-1]
     first = first_row[of] + (tile - first_tile[of]) * tile_config.block_q

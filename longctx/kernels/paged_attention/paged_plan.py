@@ -107,7 +107,8 @@ def plan_paged_attention(
     if num_heads < 1 or num_heads % k_pages.shape[2]:
         raise ValueError(f"num_heads must be a multiple of k_pages' heads, got {num_heads} and {k_pages.shape}")
     if max_rows_per_sequence is not None:
-        if not isinstance(max_rows_per_sequence, Integral) or max_rows_per_sequence < 1:
+        is_integer = isinstance(max_rows_per_sequence, Integral) and not isinstance(max_rows_per_sequence, bool)
+        if not is_integer or max_rows_per_sequence < 1:
             raise ValueError(f"max_rows_per_sequence must be an integer of 1 or more, got {max_rows_per_sequence!r}")
         max_rows_per_sequence = int(max_rows_per_sequence)
     chosen = choose_implementation(implementation, q.dtype, pages)
