@@ -34,11 +34,12 @@ from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, FP8_KV: 6e-2 + 32 / 448}
-"""Of float8 pages it is that of bfloat16, in which they may have been computed, and a step of the largest values.
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, FP8_KV: 0.5}
+"""How far two numbers may differ that stand for the same, by dtype: relative to the largest of a layer's keys, or of
+its values, in a page. Other dtypes may not differ at all.
 
-How far two numbers may differ that stand for the same, by dtype: relative to the largest of a layer's keys, or of
-its values, in a page. Other dtypes may not differ at all."""
+Last bits carry numbers of float8 pages to the next ones, 32/448 of the largest away, and later layers see it: 0.22 has
+been measured (docs/fp8_pages.md)."""
 
 _PREFIX = "longctx-verify-"
 _MOST_SAMPLES = 16  # loads that wait; the oldest goes
