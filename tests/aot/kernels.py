@@ -67,10 +67,10 @@ def test_named_shapes(name: str, dumped: Path) -> None:
     shape = SHAPES[name]
     compiled = compile_for_h100(*program_of(shape))
     check_kernels(dumped)
-    # Nothing of the size of the keys is made.
+    # Nothing of the size of the keys is made, but by a kernel pieces of a decode of few keys.
     size = shape.batch * shape.kv_length * shape.kv_heads * shape.head_size
     if shape.kind != "prefill":
-        assert opcodes_of_size(compiled.as_text(), size) <= IN_PLACE - {"fusion"}
+        assert opcodes_of_size(compiled.as_text(), size) <= IN_PLACE - {"fusion"} | {"custom-call"}
 
 
 @pytest.mark.parametrize(
