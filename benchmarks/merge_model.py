@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.kernel_plan import MULTIPROCESSORS, plan_of
-from longctx.kernels.mosaic_gpu.merge import MergeConfig
+from longctx.kernels.mosaic_gpu.merge import RESIDENT, MergeConfig
 from longctx.kernels.shapes import AttentionShape, select
 
 CLOCK = 1.755e9
@@ -25,7 +25,6 @@ CYCLES_ALONE = (1.2, 2.0)
 # Instructions of a warp for each piece: of the first group of a row, of others, and of the last to be absorbed.
 FIRST, LATER, LAST = 9, 10.5, 6.5
 ROW = 60  # instructions besides, to find a row and to store its results
-RESIDENT = 5  # thread blocks on a multiprocessor
 
 
 class Merge(NamedTuple):

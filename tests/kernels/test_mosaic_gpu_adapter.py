@@ -21,6 +21,22 @@ def draw(seed: int, *shape: int) -> Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
 
 
+def interpret(kernel: Callable[..., None], scratch: list[Any], *operands: Array) -> Array:
+    """Interpret a kernel in one warpgroup; its result is float32 `[64, 64]`."""
+    with adapter.interpreted():
+        call = adapter.kernel(
+            kernel,
+            [(SHAPE, jnp.float32)],
+            like=operands[0],
+            kernel_name="test",
+            grid=(1,),
+            grid_names=("block",),
+            num_threads=1,
+            scratch_types=scratch,
+        )
+        return call(*operands)[0]
+
+
 def run(body: Callable[[Any, Any, Any], None], a: Array, b: Array) -> Array:
     """Interpret `body(a_smem, b_smem, out)` in one warpgroup: `[64, 64]` operands, a float32 result of that shape."""
 
@@ -30,18 +46,8 @@ def run(body: Callable[[Any, Any, Any], None], a: Array, b: Array) -> Array:
             plgpu.barrier_wait(ready.at[i])
         body(a_smem, b_smem, out)
 
-    with adapter.interpreted():
-        call = adapter.kernel(
-            kernel,
-            [(SHAPE, jnp.float32)],
-            like=a,
-            kernel_name="test",
-            grid=(1,),
-            grid_names=("block",),
-            num_threads=1,
-            scratch_types=[*(adapter.tiled(SHAPE, a.dtype),) * 2, plgpu.Barrier(num_barriers=2)],
-        )
-        return call(a[:, None], b[:, None])[0]
+    scratch = [*(adapter.tiled(SHAPE, a.dtype),) * 2, plgpu.Barrier(num_barriers=2)]
+    return interpret(kernel, scratch, a[:, None], b[:, None])
 
 
 def close(got: Array, want: Array) -> None:
@@ -124,18 +130,7 @@ def copied(start: int) -> Array:
         plgpu.barrier_wait(ready)
         out[...] = smem[...].astype(jnp.float32)
 
-    with adapter.interpreted():
-        call = adapter.kernel(
-            kernel,
-            [(SHAPE, jnp.float32)],
-            like=x,
-            kernel_name="test",
-            grid=(1,),
-            grid_names=("block",),
-            num_threads=1,
-            scratch_types=[adapter.tiled(SHAPE, x.dtype), plgpu.Barrier()],
-        )
-        (out,) = call(x, jnp.array([start], jnp.int32))
+    out = interpret(kernel, [adapter.tiled(SHAPE, x.dtype), plgpu.Barrier()], x, jnp.array([start], jnp.int32))
     np.testing.assert_array_equal(out, x[start : start + 64, 1].astype(jnp.float32))
     return out
 

@@ -139,13 +139,17 @@ def cases(draw: Any, ranks: int, most_cached: int) -> Case:
     [pytest.param(*each, marks=pytest.mark.slow if each[1] == PAGES else ()) for each in EXCHANGES],
 )
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("is_fp8", [False, True])
 @settings(max_examples=6)
 @given(data=st.data())
 def test_sharded_rows_see_cached_and_new_keys(
-    ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
+    is_fp8: bool, ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
 ) -> None:
-    """Packed sequences, any placement of pages, any number of rounds; new keys reach the owners of their pages."""
-    check(data.draw(cases(ranks, 20)), exchange, message, rounds)
+    """Packed sequences, any placement of pages, any number of rounds; new keys reach the owners of their pages.
+
+    FP8: what travels, what is attended to and what is written are one row's values and scale.
+    """
+    check(data.draw(cases(ranks, 20)), exchange, message, rounds, is_fp8)
 
 
 @pytest.mark.parametrize(("exchange", "message", "rounds"), NOTHING_CACHED)
@@ -153,17 +157,3 @@ def test_sharded_rows_see_cached_and_new_keys(
 @given(case=cases(3, 0))
 def test_where_nothing_is_cached_new_keys_alone_travel(exchange: str, message: int, rounds: int, case: Case) -> None:
     check(case, exchange, message, rounds)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "message", "rounds"),
-    [pytest.param(*each, marks=pytest.mark.slow if each[1] == PAGES else ()) for each in EXCHANGES],
-)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
-@settings(max_examples=6)
-@given(data=st.data())
-def test_fp8_keys_are_the_same_numbers_by_every_exchange(
-    ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
-) -> None:
-    """From the same keys: what travels, what is attended to and what is written are one row's values and scale."""
-    check(data.draw(cases(ranks, 20)), exchange, message, rounds, is_fp8=True)

@@ -23,7 +23,7 @@ from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
 from longctx.kernels.mosaic_gpu.device import Device
 
 # Thread blocks of many rows that a multiprocessor holds at once, by their registers.
-_RESIDENT = 5
+RESIDENT = 5
 _LOG2E = math.log2(math.e)
 
 
@@ -74,9 +74,9 @@ class MergeConfig(NamedTuple):
         With many rows, several at once keep more loads in flight than many pieces of one.
         """
         num_sms = Device.target().num_multiprocessors
-        if total > _RESIDENT * num_sms:
+        if total > RESIDENT * num_sms:
             num_rows = next(n for n in (4, 2, 1) if heads % n == 0)
-            return cls(min(total // num_rows, _RESIDENT * num_sms), num_rows, 2)
+            return cls(min(total // num_rows, RESIDENT * num_sms), num_rows, 2)
         values = 1 if head_size == 128 else 2  # of a piece in a thread
         return cls(total, 1, 8 if total > 2 * num_sms else 32 // values)
 
