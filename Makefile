@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo chat serve test test-all check bench figures clean
+.PHONY: demo chat serve test test-all check bench docs figures clean
 
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
@@ -99,6 +99,10 @@ bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
 
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.
 DATA ?= $(wildcard ../shared/data)
+
+# The documentation's site, in build/site.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
 
 figures: .venv/installed-docs
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))

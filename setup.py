@@ -4,7 +4,12 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# What the examples train with.
+# Plots, reports and figures.
+PLOT = ["matplotlib>=3.9"]
+# The documentation's site, and the notebooks of examples/.
+DOCS = [*PLOT, "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+NOTEBOOKS = [*PLOT, "ipykernel>=7", "jupytext>=1.19", "nbclient>=0.10"]
+# Flax modules (`longctx.nnx`), and what the examples train with.
 TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]
 # Models from where they are: llama.cpp's files, and the Hugging Face hub.
 GGUF, HUB = ["gguf>=0.17"], ["huggingface_hub>=1.0"]
@@ -66,15 +71,19 @@ setup(
         # `make test` installs it aside.
         "aot": ["jax-cuda12-plugin>=0.10"],
         "distributed": ["pyzmq>=26"],  # one engine in many processes
-        "docs": ["matplotlib>=3.9"],
+        "docs": DOCS,
         "gguf": GGUF,
         "hub": HUB,
         "mooncake": MOONCAKE,
+        "notebooks": NOTEBOOKS,
         "otlp": OTLP,
+        "plot": PLOT,
         "serve": SERVE,
         "train": TRAIN,
         "transfer": TRANSFER,
         "test": [
+            *DOCS,
+            *NOTEBOOKS,
             *GGUF,
             *HUB,
             *TRAIN,
@@ -82,6 +91,7 @@ setup(
             *SERVE,
             *MOONCAKE,
             "accelerate>=1.0",  # with which transformers loads GGUF
+            "build>=1.2",
             "chex>=0.1.90",
             "filelock>=3.16",  # with which JAX locks its store of compiled programs
             "compressed-tensors>=0.15",  # with which transformers runs FP8 checkpoints on a CPU

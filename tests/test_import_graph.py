@@ -9,10 +9,11 @@ import longctx
 ROOT = Path(longctx.__file__).parent
 # Packages from the bottom up: each may import itself and those of lower layers.
 LAYERS = [
-    ["gpu_flags"],
+    ["gpu_flags", "plotting"],
     ["kernels"],
     ["parallel"],
     ["models"],
+    ["nnx"],
     ["serving.validation", "serving.worker_process"],
     ["serving.request", "serving.kv_cache", "serving.predictor"],
     ["serving.parallel_plan"],

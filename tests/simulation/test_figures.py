@@ -13,7 +13,7 @@ from longctx.simulation.figures.compute import compute
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.registry import Registered, registered
 from longctx.simulation.figures.results import read_result, write_figure
-from longctx.simulation.reports import style
+from longctx import plotting
 
 FIGURES = registered()
 NUMBER = Statement("1", "TTFT of 1M tokens", 2.0, 1.5, "s", "no host")
@@ -112,7 +112,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     result = read_result(Registered("meta", "toy", "figure_1"), tmp_path)
     assert result is not None
     assert (result.title, result.statements, result.is_from_data) == ("A toy", figure.statements, True)
-    assert result.has_drawing == style.can_draw()
+    assert result.has_drawing == plotting.can_draw()
 
 
 def test_inputs_are_checked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.figures.pages import count, write_pages
 from longctx.simulation.figures.registry import PAPERS, Registered, registered
 from longctx.simulation.figures.results import Result, read_result
-from longctx.simulation.reports import style
+from longctx import plotting
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"figures: {error}", file=sys.stderr)
         return 2
-    if not style.can_draw():
-        print("figures: nothing is drawn: it needs matplotlib: pip install 'longctx-jax[docs]'", file=sys.stderr)
+    if not plotting.can_draw():
+        print("figures: nothing is drawn: it needs matplotlib: pip install 'longctx-jax[plot]'", file=sys.stderr)
     modules = [list(group) for _, group in groupby(sorted(figures, key=_module), key=_module)]
     tasks = [Task(group, inputs, options.out, options.png) for group in modules]
     done = compute_all(tasks, options.jobs) if tasks else []

@@ -9,7 +9,7 @@ from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_ti
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor, number
-from longctx.simulation.reports import style
+from longctx import plotting
 
 TOTAL, HOSTS = 128_000, 4
 # New tokens of T + P = 128,000: milliseconds of TTFT by pass-KV and by pass-Q, on 4 hosts.
@@ -125,7 +125,7 @@ def table_4(inputs: Inputs) -> Figure:
         rates = [100 * row["miss_rate"] for row in table]
         paper = [kv / q for kv, q in TABLE_4.values()]
         axes.plot(rates, [row["pass_kv_ms"] / row["pass_q_ms"] for row in table], marker="o", label="predicted")
-        axes.plot(rates, paper, "x-", color=style.PAPER, label="paper")
+        axes.plot(rates, paper, "x-", color=plotting.PAPER, label="paper")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set(xscale="log", xlabel="miss rate, %", ylabel="pass-KV over pass-Q")
         axes.legend()

@@ -7,7 +7,7 @@ from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, LLAMA, K, M, number, serve
-from longctx.simulation.reports import style
+from longctx import plotting
 from longctx.simulation.utilization import max_tokens, model_flops
 
 LENGTHS = tuple(k * K for k in (2, 4, 8, 16, 32, 64, 128))
@@ -47,7 +47,7 @@ def figure_6(inputs: Inputs) -> Figure:
                 axes.plot([tokens / K for tokens in LENGTHS], seconds, marker="o", label=f"CP{hosts}")
             axes.set(xscale="log", yscale="log", xlabel="thousand tokens", ylabel="TTFT, s")
             axes.legend()
-        left.plot([128] * 4, [*PAPER_128K.values()], "x", color=style.PAPER)
+        left.plot([128] * 4, [*PAPER_128K.values()], "x", color=plotting.PAPER)
         left.set_title("GTT: RDMA (x: paper)")
         right.set_title("GTI: TCP")
 
@@ -88,7 +88,7 @@ def figure_7(inputs: Inputs) -> Figure:
         axes.plot(hosts, [row["cp"] for row in table], marker="o", label="context parallel")
         axes.plot(hosts, [row["tp"] for row in table], marker="s", label="tensor parallel")
         paper = {1: 1.0, 2: 42.01 / 29.917, 4: 42.01 / 19.841}
-        axes.plot([*paper], [*paper.values()], "x", color=style.PAPER, label="paper, TP")
+        axes.plot([*paper], [*paper.values()], "x", color=plotting.PAPER, label="paper, TP")
         axes.set(xlabel="hosts", ylabel="scaling ratio", title="128K tokens")
         axes.legend()
 
@@ -120,7 +120,7 @@ def figure_8(inputs: Inputs) -> Figure:
     def draw(axes: Any) -> None:
         for hosts in (8, 16):
             axes.plot([n / K for n in lengths], [found[hosts, n] for n in lengths], marker="o", label=f"CP{hosts}")
-        axes.plot([128, M / K], [3.8, 77.0], "x", color=style.PAPER, label="paper, CP16")
+        axes.plot([128, M / K], [3.8, 77.0], "x", color=plotting.PAPER, label="paper, CP16")
         axes.set(xscale="log", yscale="log", xlabel="thousand tokens", ylabel="TTFT, s")
         axes.legend()
 

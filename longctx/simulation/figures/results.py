@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.simulation.figures.figure import Cell, Figure, Statement
 from longctx.simulation.figures.registry import Registered
-from longctx.simulation.reports import style
+from longctx import plotting
 
 FILES = "simulation"  # subfolder for the files of figures
 
@@ -34,12 +34,12 @@ def write_figure(figure: Figure, out: Path, is_from_data: bool, png: bool = Fals
         "statements": [dataclasses.asdict(statement) for statement in figure.statements],
     }
     (folder / f"{figure.name}.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    if figure.draw is not None and style.can_draw():
-        with style.style():
-            drawn, axes = style.drawing(figure.panels, figure.width, figure.height)
+    if figure.draw is not None and plotting.can_draw():
+        with plotting.style():
+            drawn, axes = plotting.drawing(figure.panels, figure.width, figure.height)
             figure.draw(*axes)
             for suffix in (".svg", ".png") if png else (".svg",):
-                style.save(drawn, folder / f"{figure.name}{suffix}")
+                plotting.save(drawn, folder / f"{figure.name}{suffix}")
 
 
 def write_csv(figure: Figure, path: Path) -> None:

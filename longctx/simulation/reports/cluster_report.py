@@ -9,7 +9,7 @@ import numpy as np
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
-from longctx.simulation.reports.style import drawing, save, style
+from longctx.plotting import drawing, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

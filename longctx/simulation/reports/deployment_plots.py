@@ -1,4 +1,4 @@
-"""Drawings of simulated deployments and of sweeps over them, with matplotlib (extra `docs`)."""
+"""Drawings of simulated deployments and of sweeps over them, with matplotlib (extra `plot`)."""
 
 import io
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.simulation.record import Record, merge_timelines
 from longctx.simulation.reports.plots import plot_chunks, plot_requests, plot_slack, plot_timeline
 from longctx.simulation.reports.stage_trace import StageTrace, Tick
-from longctx.simulation.reports.style import COLORS, MARKERS, drawing, save, style
+from longctx.plotting import COLORS, MARKERS, drawing, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

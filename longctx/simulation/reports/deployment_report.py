@@ -11,7 +11,7 @@ from longctx.simulation.reports import html_page
 from longctx.simulation.reports.deployment_plots import deployment_svg
 from longctx.simulation.reports.request_metrics import write_request_metrics
 from longctx.simulation.reports.stage_trace import StageTrace
-from longctx.simulation.reports.style import can_draw
+from longctx.plotting import can_draw
 from longctx.simulation.reports.usage import deployment_table
 
 

@@ -1,4 +1,4 @@
-"""Plots of a served workload, with matplotlib (extra `docs`), which is imported only to draw."""
+"""Plots of a served workload, with matplotlib (extra `plot`), which is imported only to draw."""
 
 import importlib.util
 from collections.abc import Sequence as List
@@ -24,7 +24,7 @@ def check_can_plot(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("needs matplotlib, which is not installed: pip install 'longctx-jax[docs]'")
+        raise ValueError("needs matplotlib, which is not installed: pip install 'longctx-jax[plot]'")
 
 
 def plot(record: Record, path: Path) -> None:

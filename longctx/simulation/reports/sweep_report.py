@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.simulation.reports import html_page
 from longctx.simulation.reports.deployment_plots import sweep_svg
-from longctx.simulation.reports.style import can_draw
+from longctx.plotting import can_draw
 
 _FOUND = (
     ("requests", "requests"),

@@ -1,4 +1,4 @@
-"""One style for all drawings, with matplotlib (extra `docs`), which is imported only to draw."""
+"""One style for all drawings, with matplotlib (extra `plot`), which is imported only to draw."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-COLORS = ("#3366aa", "#dd7733", "#339966", "#aa3355", "#8866bb", "#888888", "#ccaa22", "#33aabb")
+# Okabe and Ito's colours, which people of every colour vision tell apart, but their yellow, which is too light for lines.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: dict[str, Any] = {
