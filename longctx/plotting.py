@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-# Okabe and Ito's colours, which people of every colour vision tell apart, but their yellow, which is too light for lines.
+# Okabe and Ito's colours, which people of every colour vision tell apart; their yellow is too light for lines.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")

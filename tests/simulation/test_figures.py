@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from longctx import plotting
 from longctx.simulation.figures import __main__ as program
 from longctx.simulation.figures import registry
 from longctx.simulation.figures.compute import compute
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.registry import Registered, registered
 from longctx.simulation.figures.results import read_result, write_figure
-from longctx import plotting
 
 FIGURES = registered()
 NUMBER = Statement("1", "TTFT of 1M tokens", 2.0, 1.5, "s", "no host")

@@ -6,12 +6,12 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+from longctx import plotting
 from longctx.simulation.figures.compute import Task, compute_all
 from longctx.simulation.figures.figure import Inputs
 from longctx.simulation.figures.pages import count, write_pages
 from longctx.simulation.figures.registry import PAPERS, Registered, registered
 from longctx.simulation.figures.results import Result, read_result
-from longctx import plotting
 
 
 def main(arguments: list[str] | None = None) -> int:

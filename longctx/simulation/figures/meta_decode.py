@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from longctx import plotting
 from longctx.parallel.cost import LayerCost
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, K, number, serve
-from longctx import plotting
 
 TREE = "3 % less here, 2 % more in the paper: all-reduces over 4 hosts take longer there"
 OUTPUTS = 8
@@ -79,7 +79,9 @@ def table_7(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         at = range(len(found))
         for axes, column, unit, scale in ((left, "ttft_ms", "TTFT, s", 1e-3), (right, "ttit_ms", "TTIT, ms", 1.0)):
-            axes.bar([x - 0.2 for x in at], [row[f"paper_{column}"] * scale for row in table], 0.4, color=plotting.PAPER)
+            axes.bar(
+                [x - 0.2 for x in at], [row[f"paper_{column}"] * scale for row in table], 0.4, color=plotting.PAPER
+            )
             axes.bar([x + 0.2 for x in at], [row[column] * scale for row in table], 0.4, color=plotting.COLORS[0])
             axes.set_xticks(list(at), [row["plan"] for row in table], rotation=20)
             axes.set_ylabel(f"{unit} (grey: paper)")

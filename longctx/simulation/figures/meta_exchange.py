@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence as List
 from typing import Any
 
+from longctx import plotting
 from longctx.parallel.choose import EmpiricalRule, choose_ring, paper_rule
 from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_times
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor, number
-from longctx import plotting
 
 TOTAL, HOSTS = 128_000, 4
 # New tokens of T + P = 128,000: milliseconds of TTFT by pass-KV and by pass-Q, on 4 hosts.

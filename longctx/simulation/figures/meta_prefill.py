@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from longctx import plotting
 from longctx.parallel.device_tables import DEVICES
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, based_on, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, LLAMA, K, M, number, serve
-from longctx import plotting
 from longctx.simulation.utilization import max_tokens, model_flops
 
 LENGTHS = tuple(k * K for k in (2, 4, 8, 16, 32, 64, 128))

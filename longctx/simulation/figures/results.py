@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from longctx import plotting
 from longctx.simulation.figures.figure import Cell, Figure, Statement
 from longctx.simulation.figures.registry import Registered
-from longctx import plotting
 
 FILES = "simulation"  # subfolder for the files of figures
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from longctx.plotting import drawing, save, style
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
-from longctx.plotting import drawing, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,10 +6,10 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx.plotting import COLORS, MARKERS, drawing, save, style
 from longctx.simulation.record import Record, merge_timelines
 from longctx.simulation.reports.plots import plot_chunks, plot_requests, plot_slack, plot_timeline
 from longctx.simulation.reports.stage_trace import StageTrace, Tick
-from longctx.plotting import COLORS, MARKERS, drawing, save, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

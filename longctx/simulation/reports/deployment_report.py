@@ -6,12 +6,12 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
+from longctx.plotting import can_draw
 from longctx.simulation.record import Record
 from longctx.simulation.reports import html_page
 from longctx.simulation.reports.deployment_plots import deployment_svg
 from longctx.simulation.reports.request_metrics import write_request_metrics
 from longctx.simulation.reports.stage_trace import StageTrace
-from longctx.plotting import can_draw
 from longctx.simulation.reports.usage import deployment_table
 
 

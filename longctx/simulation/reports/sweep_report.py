@@ -6,9 +6,9 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
+from longctx.plotting import can_draw
 from longctx.simulation.reports import html_page
 from longctx.simulation.reports.deployment_plots import sweep_svg
-from longctx.plotting import can_draw
 
 _FOUND = (
     ("requests", "requests"),
