@@ -15,7 +15,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import Arguments, flatten
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.kvp import kvp_attention
-from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
+from longctx.parallel.mesh_axes import MeshAxes, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
@@ -42,7 +42,8 @@ class StaticArguments(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def mesh_attention(static: StaticArguments, arguments: Arguments) -> Array:
     """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
-    return with_auto_axes(functools.partial(_sharded_attention, static), static.mesh, arguments, like=arguments.q)
+    out_spec = spec_of(arguments.q, static.mesh)
+    return with_auto_axes(functools.partial(_sharded_attention, static), static.mesh, arguments, out_spec)
 
 
 def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None, arguments: Arguments) -> Array:

@@ -63,12 +63,15 @@ def check_axes(
 
 
 def with_auto_axes(
-    function: Callable[[Mesh | AbstractMesh | None, Any], Any], mesh: Mesh | AbstractMesh, operands: Any, like: Array
+    function: Callable[[Mesh | AbstractMesh | None, Any], Any], mesh: Mesh | AbstractMesh, operands: Any, out_specs: Any
 ) -> Any:
     """Call `function(mesh, operands)`, in which `jax.shard_map` takes the mesh, whatever the types of the mesh's axes.
 
-    Where the mesh of the context or of the operands' types has Explicit axes, it is called with None for the mesh of the context, and its results
-    have the sharding of `like`, as far as this is over the same mesh.
+    Where the mesh of the context or of the operands' types has Explicit axes, the function is called with None, for the
+    mesh of the context, and its results have the shardings of `out_specs`, a PartitionSpec or a tree of them.
+
+    Raises:
+      ValueError: the mesh with Explicit axes has another shape.
     """
     meshes = (get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)))
     explicit = next((found for found in meshes if AxisType.Explicit in found.axis_types), None)
@@ -79,6 +82,13 @@ def with_auto_axes(
         return function(auto, operands)
     if explicit.shape != mesh.shape:
         raise ValueError(f"mesh must be that of the arrays, {explicit.shape}, got {mesh.shape}")
-    of_like = jax.typeof(like).sharding
-    sharding = NamedSharding(explicit, of_like.spec if of_like.mesh.shape == mesh.shape else P())
-    return jax.sharding.auto_axes(lambda operands: function(None, operands), out_sharding=sharding)(operands)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(explicit, spec), out_specs, is_leaf=lambda leaf: isinstance(leaf, P)
+    )
+    return jax.sharding.auto_axes(lambda operands: function(None, operands), out_sharding=shardings)(operands)
+
+
+def spec_of(x: Array, mesh: Mesh | AbstractMesh) -> P:
+    """The PartitionSpec of the type of x over a mesh with Explicit axes; `P()` where it is over another mesh."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if sharding.mesh.shape == mesh.shape else P()
