@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from longctx.kernels.attention.kernel import ATTENTION_STATE
 from longctx.kernels.attention.operands import match_varying
 from longctx.models.config import LlamaConfig
 from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
-from longctx.models.params import Param, Params, map_table, param_table
+from longctx.models.params import Params, map_table, param_table
 from longctx.nnx.chunks import map_rows
 from longctx.nnx.loss import sum_cross_entropy
 from longctx.parallel.mesh_attention import METHODS

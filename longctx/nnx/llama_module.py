@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.attention.operands import check_implementation
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
+from longctx.kernels.attention.operands import check_implementation
 from longctx.models.llama import Llama, check_positions, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
 from longctx.nnx.forward import Plan, Rows, logits_of, loss_of, weight_specs
