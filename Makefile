@@ -5,7 +5,7 @@ WORKERS ?= 2
 
 .PHONY: demo chat serve test test-all check bench docs figures clean
 
-.venv/installed: setup.py
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable .
