@@ -7,8 +7,7 @@ from setuptools import find_packages, setup
 # Plots, reports and figures.
 PLOT = ["matplotlib>=3.9"]
 # The documentation's site, and the notebooks of examples/.
-# latex2mathml: formulas that browsers draw without a script.
-DOCS = [*PLOT, "latex2mathml>=3.77", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+DOCS = [*PLOT, "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 NOTEBOOKS = [*PLOT, "ipykernel>=7", "jupytext>=1.19", "nbclient>=0.10"]
 # Flax modules (`longctx.nnx`), and what the examples train with.
 TRAIN = ["flax>=0.12", "optax>=0.2.5", "orbax-checkpoint>=0.11"]

@@ -14,5 +14,10 @@ BLOCK = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    content = INLINE.sub(lambda match: convert(html.unescape(match[1])), content)
-    return BLOCK.sub(lambda match: f'<div class="formula">{convert(html.unescape(match[1]), "block")}</div>', content)
+    content = INLINE.sub(lambda match: mathml(match[1], "inline"), content)
+    return BLOCK.sub(lambda match: f'<div class="formula">{mathml(match[1], "block")}</div>', content)
+
+
+def mathml(latex: str, display: str) -> str:
+    """MathML of LaTeX that stands in HTML. Of environments with aligned lines the converter knows `split`."""
+    return convert(html.unescape(latex).replace("{aligned}", "{split}"), display=display)

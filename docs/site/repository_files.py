@@ -20,6 +20,8 @@ FOLDER = "repository"
 # Files of the root that the navigation names, though no page may link to them.
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
+# A link whose text is the name of the page that it leads to.
+NAMED = re.compile(r"\[`?([\w./-]+\.md)`?\](?=\(([^()\s#:]+))")
 LINK = re.compile(r"(\]\()([^()\s#:]+)((?:#[^()\s]*)?\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)")
 NOT_RUN = re.compile(r"^( *```+\w+) not-run:.*$")
@@ -62,7 +64,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]  # mkdocs says that it leads nowhere
         return match[1] + posixpath.relpath(target, posixpath.dirname(source)) + match[3]
 
-    return outside_of_blocks(markdown, lambda line: LINK.sub(rewrite, line))
+    def name(match: re.Match[str]) -> str:
+        target = ROOT / resolve(path, match[2])
+        return f"[{title(target)}]" if target.suffix == ".md" and target.is_file() else match[0]
+
+    return outside_of_blocks(markdown, lambda line: LINK.sub(rewrite, NAMED.sub(name, line)))
+
+
+def title(page: Path) -> str:
+    """A page's first heading, which says more on the site than a file's name."""
+    return next(x.removeprefix("# ") for x in page.read_text(encoding="utf-8").splitlines() if x.startswith("# "))
 
 
 def site_path(path: str) -> str | None:
