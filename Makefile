@@ -100,9 +100,9 @@ bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.
 DATA ?= $(wildcard ../shared/data)
 
-# The documentation's site, in build/site.
+# The documentation's site, in build/site. The variable silences a banner about a successor of mkdocs.
 docs: .venv/installed-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: .venv/installed-docs
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
