@@ -55,6 +55,10 @@ ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	touch $@
 
+.venv/installed-plot: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[plot]'
+	touch $@
+
 .venv/installed-docs: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
@@ -104,7 +108,7 @@ DATA ?= $(wildcard ../shared/data)
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-figures: .venv/installed-docs
+figures: .venv/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 clean:
