@@ -65,7 +65,8 @@ class Quantiles:
     Raises:
       TypeError, ValueError: shares or lengths don't rise so.
 
-    Source: Medha, 5.1, has its workloads as quantiles, and gives no other statistics of them.
+    Source:
+      Medha, 5.1, has its workloads as quantiles, and gives no other statistics of them.
 
     Examples:
       >>> import numpy as np

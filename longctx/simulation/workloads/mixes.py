@@ -19,7 +19,8 @@ class Mix:
       short_prompt, short_output, long_prompt, long_output: distributions of tokens.
       long_share: 0 to 1.
 
-    Source: Medha, 5.1: conversations, with a few prompts of up to millions of tokens among them.
+    Source:
+      Medha, 5.1: conversations, with a few prompts of up to millions of tokens among them.
 
     Examples:
       >>> from longctx.simulation.workloads import Lengths, Mix
@@ -67,7 +68,8 @@ MIXES = {
 }
 """The workloads of Medha, by name: conversations, and conversations with long prompts among them.
 
-Source: Medha, 5.1 and 5.3.
+Source:
+  Medha, 5.1 and 5.3.
 
 Examples:
   >>> from longctx.simulation.workloads import MIXES
@@ -92,7 +94,8 @@ def make_mix(name: str, num_requests: int, seed: int = 0) -> list[WorkloadReques
     Raises:
       TypeError, ValueError: there is no mix of that name, or no request is asked for.
 
-    Source: Medha, 5.1 and 5.3.
+    Source:
+      Medha, 5.1 and 5.3.
 
     Examples:
       >>> from longctx.simulation.workloads import arrive_at_rate, make_mix

@@ -43,7 +43,8 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
       OSError: the file can't be read.
       ValueError: a row has another form, and the message names file, line and column; or the file has no requests.
 
-    Source: Mooncake's traces (section 4, and its repository), Azure's LLM inference traces, BurstGPT, AIPerf.
+    Source:
+      Mooncake's open traces (1.2, and their repository), Azure's LLM inference traces, BurstGPT, AIPerf.
 
     Examples:
       >>> import pathlib, tempfile

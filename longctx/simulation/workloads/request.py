@@ -13,7 +13,8 @@ from longctx.serving.validation import MAX_INT32, check_integer, check_real, che
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
 """Tokens of a trace's block, for which it has one hash id.
 
-Source: Mooncake, section 4: blocks of 512 tokens.
+Source:
+  Mooncake's open traces (1.2, and their repository): blocks of 512 tokens.
 
 Examples:
   >>> from longctx.simulation.workloads import TRACE_BLOCK, WorkloadRequest
@@ -56,7 +57,8 @@ class WorkloadRequest:
     Raises:
       TypeError, ValueError: a number is no integer, or out of range.
 
-    Source: Mooncake, section 4: requests with lengths and the ids of their blocks, and without contents.
+    Source:
+      Mooncake's open traces (1.2, and their repository): lengths and ids of blocks, and no contents.
 
     Examples:
       >>> from longctx.simulation.workloads import WorkloadRequest
