@@ -5,7 +5,7 @@ WORKERS ?= 2
 
 .PHONY: demo chat serve test test-all check bench docs figures clean
 
-.venv/installed: setup.py
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable .
@@ -53,6 +53,10 @@ ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 
 .venv/installed-serve: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[serve]'
+	touch $@
+
+.venv/installed-plot: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[plot]'
 	touch $@
 
 .venv/installed-docs: .venv/installed
@@ -104,7 +108,7 @@ DATA ?= $(wildcard ../shared/data)
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-figures: .venv/installed-docs
+figures: .venv/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 clean:
