@@ -14,14 +14,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 from public_names import public_names
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parent.parent
-ROOT_PAGES = sorted(ROOT.glob("*.md"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
-LINK = re.compile(r"\]\(([^()\s]+)\)")
-FENCED = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 # Where a browser loads from by itself. An `a` waits for a click.
 LOADS = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "use": "href"}
 # Markdown that was not taken for what it should be: a list without an empty line before it, a fence, a link.
@@ -143,22 +139,6 @@ def test_no_markdown_is_left_in_paragraphs(site: Site) -> None:
     assert left == []
 
 
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = FENCED.sub("", page.read_text(encoding="utf-8"))
-    return {slugify(case="lower")(heading, "-") for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
-
-
-@pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_in_the_root_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
-        parts = urlsplit(link)
-        if not parts.scheme:
-            target = ROOT / parts.path if parts.path else page
-            assert target.exists(), link
-            assert not parts.fragment or parts.fragment in anchors(target), link
-
-
 def test_papers_name_files_that_are_there() -> None:
     text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
     paths = re.findall(r"\[([\w/.]+)\]\(\.\./(longctx/[\w/.]+)\)", text)
@@ -170,7 +150,21 @@ def test_glossary_is_sorted_and_has_the_papers_words() -> None:
     text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     terms = [term.lower() for term in re.findall(r"^## (.*)$", text, re.MULTILINE)]
     assert terms == sorted(terms)
-    words = {"pass-kv", "pass-q", "spp", "kvp", "ttft", "tpot", "chunk", "page", "prefix", "lse", "state", "ring", "zigzag"}
+    words = {
+        "pass-kv",
+        "pass-q",
+        "spp",
+        "kvp",
+        "ttft",
+        "tpot",
+        "chunk",
+        "page",
+        "prefix",
+        "lse",
+        "state",
+        "ring",
+        "zigzag",
+    }
     assert words | {"stage", "context", "tensor"} <= set(terms)
 
 
