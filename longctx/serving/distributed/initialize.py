@@ -44,10 +44,19 @@ def initialize(
         has it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must be a
         loopback address.
 
+    Returns:
+      The group, which is what `Engine` and `make_process_mesh` take.
+
     Raises:
       TypeError, ValueError: an argument is wrong, or contradicts another process's.
       ModuleNotFoundError: pyzmq is not installed.
       TimeoutError: process 0 did not answer, or some process did not come.
+
+    Examples:
+      >>> from longctx.serving.distributed import initialize
+      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:  # one process: nobody to wait for
+      ...     group.is_first, group.num_processes
+      (True, 1)
     """
     failure_timeout = check_real("failure_timeout", failure_timeout, 2)
     join_timeout = check_real("join_timeout", join_timeout, 0.5)
