@@ -47,25 +47,41 @@ def context_parallel_attention(
     call compiles once for its shapes, with Auto and Explicit mesh axes; the work is repeated over the other axes.
 
     Args:
-      q: queries, the new tokens, `[*B, T, N, H]`.
+      q: queries, the new tokens, floating point `[*B, T, N, H]`.
       k, v: keys and values, cached and new, `[*B, S, K, H]`.
       mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
         T new and S - T cached tokens.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as for
+        `longctx.kernels.attention`.
+      axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: every
         rank computes all of the batch.
-      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as in
-        `longctx.kernels.attention`.
+      hardware: what `choose_ring` counts with.
 
     Returns:
-      out `[*B, T, N, H]`. Differentiable in q, k and v.
+      out `[*B, T, N, H]` in out_dtype. Differentiable in q, k and v.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
 
-    Source: context parallelism paper, 3.5 and figure 5.
+    Source:
+      Context parallelism paper, 3.5 and figure 5.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import context_parallel_attention, cpu_devices, make_mesh
+      >>> cpu_devices(8)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4, tensor=2)
+      >>> q = jax.random.normal(jax.random.key(0), (1, 30, 4, 16))  # 30 tokens, 4 heads; 4 devices don't divide 30
+      >>> k, v = jax.random.normal(jax.random.key(1), (2, 1, 30, 2, 16))
+      >>> out = context_parallel_attention(q, k, v, mesh=mesh, method="pass_kv", layout="zigzag")
+      >>> bool(jnp.allclose(out, attention(q, k, v)[0], atol=1e-5))
+      True
     """
     arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     q, k = arguments.q, arguments.k

@@ -46,15 +46,30 @@ class EngineConfig:
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
+      transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
       verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
       kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
         each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
         answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
-      transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      Medha, 3.2, 3.3 and 4.2 (`medha`); Sarathi-Serve, as Medha, 5.1, has it (`sarathi`); Context Parallelism for
+      Scalable Million-Token Inference, 4.2 (`meta`).
+
+    Examples:
+      >>> from longctx.serving import EngineConfig
+      >>> EngineConfig(page_size=16, num_pages=1024, token_budget=256).row_buckets
+      (8, 16, 32, 64, 128, 256)
+      >>> EngineConfig.medha(max_running=8).slo.tpot, EngineConfig.sarathi(2048).policy
+      (0.03, 'fcfs')
+      >>> EngineConfig(chunking="adaptve")
+      Traceback (most recent call last):
+          ...
+      ValueError: chunking must be "static", "static:N" or "adaptive", got 'adaptve'
     """
 
     page_size: int = 64

@@ -50,6 +50,23 @@ class ParallelPlan:
 
     Raises:
       TypeError, ValueError: a value is out of range; the message names it.
+
+    Source:
+      Mnemosyne, 4.3 and 4.4; Medha, 3.4 and 3.5; Context Parallelism for Scalable Million-Token Inference, 3.4 to
+      3.6, algorithms 1, 4 and 5, appendix D.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import ParallelPlan
+      >>> plan = ParallelPlan.medha(stage=4, context=2, tensor=8)
+      >>> plan.num_devices, plan.exchange, plan.placement
+      (64, 'kvp', 'grow')
+      >>> model = LlamaConfig.preset("llama-3-8b")
+      >>> plan.check(model, 64, device_bytes=80e9, tokens=10_000_000)  # a cache of 10M tokens fits
+      >>> ParallelPlan(tensor=8).check(model, 8, device_bytes=80e9, tokens=10_000_000)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+          ...
+      ValueError: plan needs 2.0 GB of weights and 163.8 GB for the keys and values of ...
     """
 
     stage: int = 1
@@ -90,6 +107,7 @@ class ParallelPlan:
 
     @property
     def num_devices(self) -> int:
+        """Devices of the mesh: `stage * context * tensor`."""
         return self.stage * self.context * self.tensor
 
     @functools.cached_property

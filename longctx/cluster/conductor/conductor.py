@@ -51,10 +51,34 @@ class Conductor:
     Whoever drives it calls it from one thread, with seconds of a clock that does not go back.
 
     Args:
+      config: how it decides.
       index: which instance has which blocks; whoever drives the conductor feeds it.
       observer: is told of every decision; None: nobody.
 
-    Source: Mooncake, sections 3, 5 and 6.
+    Source:
+      Mooncake, sections 3, 5 and 6.
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.cluster.conductor.conductor import Conductor
+      >>> from longctx.cluster.conductor.config import ConductorConfig
+      >>> from longctx.cluster.conductor.costs import PredictorCosts
+      >>> from longctx.cluster.conductor.instance import InstanceSpec
+      >>> from longctx.cluster.conductor.request import ClusterRequest
+      >>> from longctx.cluster.prefix_index.index import PrefixIndex
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.simulation.hardware import predictor
+      >>> model = LlamaConfig.preset("llama-3-8b")
+      >>> costs = PredictorCosts.of_model(predictor(model, "h100-rdma"), model, chunk=2048)
+      >>> index = PrefixIndex()
+      >>> conductor = Conductor(ConductorConfig(), index)
+      >>> for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")):
+      ...     conductor.join(InstanceSpec(name, role, costs, 512, 1_000_000, 64, bandwidth=50e9), now=0.0)
+      >>> index.store("p1", "device", range(20))  # it has the first 20 blocks of what comes
+      >>> request = ClusterRequest("mine", 40 * 512, 100, np.arange(40, dtype=np.uint64))
+      >>> assignment = conductor.assign(request, now=1.0)
+      >>> assignment.prefill, assignment.decode, assignment.cached
+      ('p1', 'd0', 10240)
     """
 
     def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:

@@ -19,6 +19,22 @@ class PrefixIndex:
 
     A key is the 64-bit hash of a block and of all before it, as KV events carry it. Each block has the number of its
     set of holders, and most blocks share their sets with many others.
+
+    Source:
+      Mooncake, 3 and 5 (the conductor knows which instance has which blocks).
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.cluster.prefix_index.index import PrefixIndex
+      >>> index = PrefixIndex()
+      >>> index.store("prefill-0", "device", [11, 12])  # by its KV events
+      >>> index.store("prefill-0", "host", [13])
+      >>> index.store("prefill-1", "host", [11])
+      >>> prompt = np.array([11, 12, 13, 99], np.uint64)
+      >>> for name, match in sorted(index.match(prompt).items()):
+      ...     print(name, match)
+      prefill-0 Match(blocks=3, device=2, host=1, disk=0)
+      prefill-1 Match(blocks=1, device=0, host=1, disk=0)
     """
 
     def __init__(self) -> None:

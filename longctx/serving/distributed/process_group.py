@@ -33,6 +33,14 @@ class ProcessGroup:
     Attributes:
       process_id, num_processes: id of this process, and how many there are.
       host_names: the host of each process.
+
+    Examples:
+      >>> from longctx.serving.distributed import initialize
+      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:
+      ...     pages = group.gather("pages", 1000)  # what every process can hold, in their order
+      ...     group.agree("settings", {"page_size": 64})  # or an error that lists the differences
+      >>> min(pages)
+      1000
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class ProcessGroup:
 
     @property
     def num_processes(self) -> int:
+        """How many processes there are."""
         return len(self.host_names)
 
     @property

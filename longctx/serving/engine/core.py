@@ -39,6 +39,7 @@ class Core:
     Deterministic: the same calls with the same arguments give the same batches and events.
 
     Args:
+      scheduler: decides what a batch has.
       page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
       sessions: remembers where conversations stop.
       run_ahead: see `BatchQueue`.
@@ -46,6 +47,21 @@ class Core:
     Attributes:
       counts: of tokens, by name, see `EngineStats`.
       now: when it was last asked for something, by its driver's clock.
+
+    Source:
+      Medha, 4.2 (chunks of prompts and decodes in one batch), after Sarathi-Serve.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import Lengths, synthesize
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=1000)
+      >>> instance = Instance(model, config, predictor(model, "h100-nvlink"))  # drives a core in virtual time
+      >>> record = Simulation([instance]).run(synthesize(10, Lengths(100, 1000), Lengths(20, 20)))
+      >>> type(instance.core).__name__, instance.core.counts["output_tokens"]
+      ('Core', 200)
     """
 
     def __init__(
@@ -62,6 +78,7 @@ class Core:
 
     @property
     def pool(self) -> PagePool:
+        """The pages of the cache, and who holds them."""
         return self.scheduler.pool
 
     def look_up(self, sequences: list[Sequence], store: PageFinder) -> None:
@@ -223,6 +240,7 @@ class Core:
         return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
 
     def stats(self) -> EngineStats:
+        """Counts since the core was made, and what it holds now."""
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             steps=scheduler.num_steps,

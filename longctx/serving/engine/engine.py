@@ -42,7 +42,7 @@ from longctx.serving.validation import check_real
 
 
 class Engine(StepDriver):
-    """Serves a model, on one device or many. Any thread may call any method.
+    r"""Serves a model, on one device or many. Any thread may call any method.
 
     Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
     has ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may
@@ -74,6 +74,22 @@ class Engine(StepDriver):
     (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
     ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
     so may an exception that another signal's handler raises.
+
+    Source:
+      Mnemosyne, 4.3 and 4.4 (stages, KVP), Medha, 3 and 4 (chunks, scheduling), and Context Parallelism for
+      Scalable Million-Token Inference, 3 (pass-KV and pass-Q), in one engine, by its plan and configuration.
+
+    Examples:
+      >>> from longctx.models import load_checkpoint, load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> model, params = load_checkpoint(TINY)
+      >>> config = EngineConfig(num_pages=64, token_budget=64, max_running=4)
+      >>> engine = Engine(model, params, config, tokenizer=load_tokenizer(TINY))
+      >>> question = "Q: What is the pass key of lemon?\nA: "
+      >>> prompts = [f"The pass key of lemon is {key}.\n{question}" for key in (48213, 90517)]
+      >>> [output.text for output in engine.generate(prompts, SamplingParams(max_tokens=5))]
+      ['48213', '90517']
     """
 
     def __init__(

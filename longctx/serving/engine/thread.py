@@ -66,6 +66,22 @@ class EngineThread:
       load: as of the last step, or of the last request to come or go while no step ran.
       on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
       on_end: likewise, with each completion that ends, and its request.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread, Request, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> import queue
+      >>> sink = queue.Queue()
+      >>> with EngineThread(engine) as thread:
+      ...     prepared = engine.prepare(Request([7] * 100, SamplingParams(max_tokens=2), request_id="mine"))
+      ...     _ = thread.submit(prepared, sink.put)
+      ...     first, second = sink.get(), sink.get()  # the events of two steps
+      >>> [event.index for event in first], second[0].output.finish_reason
+      ([0], 'length')
     """
 
     def __init__(

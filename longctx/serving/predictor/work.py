@@ -19,6 +19,17 @@ class Work(NamedTuple):
       ring_cached: cached keys of the sharded chunks on the rank that has most of them, the fullest: what each message
         of a ring has room for, beside the new keys of one rank, `sharded`.
       elsewhere: `pairs` of the other ranks. Where devices share processors, as those of a CPU do, they wait for them.
+
+    Source:
+      Mnemosyne, 4.1 and 4.2, and Context Parallelism for Scalable Million-Token Inference, 3.4.
+
+    Examples:
+      >>> from longctx.serving.predictor import Work
+      >>> work = Work.of([(100_000, 1, True), (4096, 512, False)])  # a decode, and a chunk of a prompt
+      >>> work.rows, work.samples, work.decode_keys
+      (513, 1, 100001)
+      >>> work.pairs == (100_000 + 1) + sum(4096 + 1 + token for token in range(512))
+      True
     """
 
     rows: int = 0

@@ -22,7 +22,7 @@ MAX_LOGIT_BIAS = 300
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn, and when it ends. The defaults are greedy.
+    r"""How a request's tokens are drawn, and when it ends. The defaults are greedy.
 
     Attributes:
       max_tokens: tokens to generate at most, 1 or more.
@@ -49,6 +49,16 @@ class SamplingParams:
 
     Raises:
       TypeError, ValueError: a value out of range, or options that contradict each other.
+
+    Examples:
+      >>> from longctx.serving import SamplingParams
+      >>> creative = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=1, stop=("\n\n",))
+      >>> creative.is_plain, SamplingParams().is_plain
+      (False, True)
+      >>> SamplingParams(top_p=1.5)
+      Traceback (most recent call last):
+          ...
+      ValueError: top_p must be finite and 1e-06 to 1, got 1.5
     """
 
     max_tokens: int = 16

@@ -39,12 +39,29 @@ class LoongServe:
     Left out, in its favour: messages of its global manager; which instances of a group are on one host.
 
     Args:
+      model: what is served.
+      topology: its devices, and the links within an instance (tensor) and between them (context).
       num_instances: in all. tensor: devices of each.
       max_degree: of instances that prefill a batch.
       name: that no other server of a simulation has.
 
     Raises:
       TypeError, ValueError: a number is out of range, or the model doesn't suit `tensor` or an instance's memory.
+
+    Source:
+      LoongServe (SOSP'24), as published; Medha, 2.2, 2.3, 5.2 and 5.4.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.simulation import Simulation
+      >>> from longctx.simulation.baselines import LoongServe
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> server = LoongServe(MODELS["llama-3-8b"], Topology.preset("medha-a100"), num_instances=4)
+      >>> prompts = [WorkloadRequest(0.0, 500_000, 10), WorkloadRequest(1.0, 1000, 10, number=1)]
+      >>> record = Simulation([server]).run(prompts)
+      >>> [(served.number, round(served.ttft, 1)) for served in record.served]  # the short one waits for the long one
+      [(1, 48.2), (0, 49.2)]
     """
 
     def __init__(

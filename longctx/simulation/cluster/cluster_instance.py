@@ -25,6 +25,7 @@ class ClusterInstance:
     Attributes:
       name: that no other instance of the cluster has.
       role: at first.
+      model: what it serves.
       config: of its engine, with `num_pages`; `tiers.host_bytes` is the host memory that keeps pages of prefixes.
       predictor: of its batches: how long they take, and what the conductor goes by.
       plan: of its devices. topology: of these, where exchanges are chosen by it.
@@ -37,6 +38,21 @@ class ClusterInstance:
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      Mooncake, 3: each host's memory and network cards take part in the cache.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=1, host_bytes=10**12)
+      >>> for instance in deployment.instances():
+      ...     print(instance.name, instance.role, instance.config.num_pages, instance.host_pages)
+      prefill-0 prefill 8332 14901
+      decode-0 decode 8342 0
     """
 
     name: str
