@@ -138,7 +138,7 @@ class Llama:
         `attend` counts these layers from 0; `rope`, `psum` and `pmax` are as in `layer`.
 
         Args:
-          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` rematerialised. None:
+          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` with remat. None:
             `layer` itself.
         """
 

@@ -118,7 +118,7 @@ class ContextParallelAttention(nnx.Module):
             raise ValueError("decode: there is no cache yet, call init_cache first")
         if self.dtype is not None:
             x = x.astype(self.dtype)
-        *batch, length, _ = x.shape
+        length = x.shape[-2]
         if positions is None:
             first = self.cache["length"][...] if decode else 0
             positions = first + jnp.arange(length, dtype=jnp.int32)
