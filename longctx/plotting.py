@@ -1,10 +1,11 @@
 """One style for all drawings, with matplotlib (extra `plot`), which is imported only to draw."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longctx import extras
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -35,14 +36,15 @@ _SETTINGS: dict[str, Any] = {
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    return extras.is_installed("plot")
 
 
 @contextmanager
 def style() -> Iterator[None]:
     """Within it, matplotlib draws and saves in our style."""
-    import matplotlib as mpl
-    from cycler import cycler
+    with extras.needed("plot", "a drawing"):
+        import matplotlib as mpl
+        from cycler import cycler
 
     settings: Any = {**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}
     with mpl.rc_context(settings):
@@ -55,7 +57,8 @@ def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[
     Args:
       panels: 0: none; the caller divides the figure.
     """
-    from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
+    with extras.needed("plot", "a drawing"):
+        from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
 
     figure = Drawing(figsize=(width * max(1, panels), height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0]) if panels else []

@@ -1,10 +1,10 @@
 """Plots of a served workload, with matplotlib (extra `plot`), which is imported only to draw."""
 
-import importlib.util
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
+from longctx import extras
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
 from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
@@ -20,11 +20,10 @@ def thinned(values: List[Any]) -> List[Any]:
 
 
 def check_can_plot(path: Path) -> None:
-    """Check that `plot` can write to a path; ValueError if not."""
+    """Check that `plot` can write to a path; ValueError if not, or if matplotlib is not installed."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("needs matplotlib, which is not installed: pip install 'longctx-jax[plot]'")
+    extras.check("plot", "")
 
 
 def plot(record: Record, path: Path) -> None:
