@@ -1,5 +1,6 @@
 """One style for all drawings, with matplotlib (extra `plot`), which is imported only to draw."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,39 @@ def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[
 
 def save(figure: "Drawing", path: Path) -> None:
     """Write a drawing as SVG or PNG, byte-equal for equal drawings. Within `style`."""
-    is_svg = path.suffix.lower() == ".svg"
-    figure.savefig(path, metadata={"Date": None, "Creator": None} if is_svg else {"Software": None})
-    if is_svg:  # spaces before line ends are of no use, and some tools take them away
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
+    if path.suffix.lower() == ".svg":
+        path.write_text(to_svg(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, metadata={"Software": None})
+
+
+def to_svg(figure: "Drawing") -> str:
+    """The text of an SVG file of a drawing, equal for equal drawings. Within `style`.
+
+    Args:
+      figure: a matplotlib figure.
+    """
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    # Where a reader's machine lacks our font, text is in one as wide, and not in the browser's serifs. Spaces before
+    # line ends are of no use, and some tools take them away.
+    with_fonts = text.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return "".join(line.rstrip() + "\n" for line in with_fonts.splitlines())
+
+
+@contextmanager
+def shown(panels: int = 1, width: float = 5.0, height: float = 3.4) -> Iterator[tuple["Drawing", list[Any]]]:
+    """Within it a notebook has a `drawing` in our style, which is shown as SVG at its end.
+
+    Args:
+      panels, width, height: as for `drawing`.
+
+    Yields:
+      a matplotlib figure, and its axes.
+    """
+    from IPython.display import display
+
+    with style():
+        figure, axes = drawing(panels, width, height)
+        yield figure, axes
+        display({"image/svg+xml": to_svg(figure)}, raw=True)
