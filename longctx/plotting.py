@@ -11,6 +11,16 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which people of every colour vision tell apart; their yellow is too light for lines.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
+"""Okabe and Ito's colours, which people of every colour vision tell apart: blue, vermilion, green and so on.
+
+Source:
+  Okabe and Ito, Color Universal Design (2008).
+
+Examples:
+  >>> from longctx.plotting import COLORS
+  >>> COLORS[:2]
+  ('#0072b2', '#d55e00')
+"""
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: dict[str, Any] = {
@@ -34,13 +44,35 @@ _SETTINGS: dict[str, Any] = {
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Whether matplotlib is installed.
+
+    Returns:
+      True if it can be imported.
+
+    Examples:
+      >>> from longctx.plotting import can_draw
+      >>> can_draw()
+      True
+    """
     return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Within it, matplotlib draws and saves in our style."""
+    """Within it, matplotlib draws and saves in our style.
+
+    Yields:
+      Nothing; the settings of matplotlib are as before when it ends.
+
+    Examples:
+      >>> import matplotlib
+      >>> from longctx.plotting import style
+      >>> with style():
+      ...     matplotlib.rcParams["axes.spines.top"]
+      False
+      >>> matplotlib.rcParams["axes.spines.top"]
+      True
+    """
     import matplotlib as mpl
     from cycler import cycler
 
@@ -50,10 +82,22 @@ def style() -> Iterator[None]:
 
 
 def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[Drawing, list[Any]]":
-    """A matplotlib figure and its axes, side by side; width and height of a panel in inches. Within `style`.
+    """A matplotlib figure and its axes, side by side. Within `style`.
 
     Args:
-      panels: 0: none; the caller divides the figure.
+      panels: how many; 0: none, the caller divides the figure.
+      width, height: of a panel, in inches.
+
+    Returns:
+      (figure, its axes from left to right).
+
+    Examples:
+      >>> from longctx.plotting import drawing, style
+      >>> with style():
+      ...     figure, [axes] = drawing()
+      ...     lines = axes.plot([1, 2, 4], [10, 20, 40])
+      >>> lines[0].get_color()  # of our style
+      '#0072b2'
     """
     from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
 
@@ -62,7 +106,23 @@ def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[
 
 
 def save(figure: "Drawing", path: Path) -> None:
-    """Write a drawing as SVG or PNG, byte-equal for equal drawings. Within `style`."""
+    """Write a drawing as SVG or PNG, byte-equal for equal drawings. Within `style`.
+
+    Args:
+      figure: as of `drawing`.
+      path: whose suffix says which of the two, `.svg` or `.png`.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.plotting import drawing, save, style
+      >>> with style():
+      ...     figure, (left, right) = drawing(panels=2)
+      ...     _ = left.plot([1, 2, 4], [10, 20, 40], marker="o", label="ring")
+      ...     _ = right.bar(["pass-KV", "pass-Q"], [3, 5])
+      ...     save(figure, Path("times.svg"))
+      >>> Path("times.svg").read_text().startswith("<?xml")
+      True
+    """
     is_svg = path.suffix.lower() == ".svg"
     figure.savefig(path, metadata={"Date": None, "Creator": None} if is_svg else {"Software": None})
     if is_svg:  # spaces before line ends are of no use, and some tools take them away
