@@ -31,9 +31,24 @@ def xla_flags(collectives: bool = False) -> str:
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
     effect on CPUs. They are for jaxlib 0.10 and 0.11.
 
+    A shell sets them by `export XLA_FLAGS="$(python -c 'import longctx; print(longctx.xla_flags())')"`.
+
     Args:
       collectives: capture collectives too, which XLA does not by default: hangs and slower steps have been reported
         (docs/command_buffers.md).
+
+    Returns:
+      Flags, with spaces between them.
+
+    Source:
+      Context parallelism paper, 4.3, and Mnemosyne, 5, which run decodes and mixed batches as CUDA graphs.
+
+    Examples:
+      >>> import longctx
+      >>> for flag in longctx.xla_flags().split():
+      ...     print(flag)
+      --xla_gpu_enable_command_buffer=+WHILE
+      --xla_gpu_command_buffer_unroll_loops=true
     """
     flags = dict(_FLAGS)
     if collectives:
