@@ -1,6 +1,7 @@
 """One style for all drawings, with matplotlib (extra `plot`), which is imported only to draw."""
 
 import importlib.util
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-# Okabe and Ito's colours, which people of every colour vision tell apart; their yellow is too light for lines.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
+# Okabe and Ito's colours, which people of every colour vision tell apart; their yellow is too light for lines. The
+# darker grey is ours.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#666666")
+# The same on a dark ground, as the server's page has them; tests/test_plotting.py has the distances of both.
+DARK_COLORS = ("#2f8fd0", "#f0743e", "#17b486", "#d98abb", "#ffc04d", "#a5d8f3", "#f2f2f2", "#7f7f7f")
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: dict[str, Any] = {
@@ -39,12 +43,18 @@ def can_draw() -> bool:
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Within it, matplotlib draws and saves in our style."""
+def style(outlines: bool = False) -> Iterator[None]:
+    """Within it, matplotlib draws and saves in our style.
+
+    Args:
+      outlines: whether letters of an SVG are shapes, as where boxes are laid out around them by hand.
+    """
     import matplotlib as mpl
     from cycler import cycler
 
     settings: Any = {**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}
+    if outlines:
+        settings["svg.fonttype"] = "path"
     with mpl.rc_context(settings):
         yield
 
@@ -63,8 +73,34 @@ def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[
 
 def save(figure: "Drawing", path: Path) -> None:
     """Write a drawing as SVG or PNG, byte-equal for equal drawings. Within `style`."""
-    is_svg = path.suffix.lower() == ".svg"
-    figure.savefig(path, metadata={"Date": None, "Creator": None} if is_svg else {"Software": None})
-    if is_svg:  # spaces before line ends are of no use, and some tools take them away
-        lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("".join(line.rstrip() + "\n" for line in lines), encoding="utf-8")
+    if path.suffix.lower() == ".svg":
+        path.write_text(to_svg(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, metadata={"Software": None})
+
+
+def save_both(figure: "Drawing", folder: Path, name: str) -> None:
+    """Write `NAME.svg`, for pages, and `NAME.png`, for what shows no SVG, into a folder. Within `style`."""
+    for suffix in (".svg", ".png"):
+        save(figure, folder / f"{name}{suffix}")
+
+
+def to_svg(figure: "Drawing") -> str:
+    """A drawing as the text of an SVG file, equal for equal drawings. Within `style`."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    # Where a reader's machine lacks our font, text is in one as wide, and not in the browser's serifs. Spaces before
+    # line ends are of no use, and some tools take them away.
+    with_fonts = text.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return "".join(line.rstrip() + "\n" for line in with_fonts.splitlines())
+
+
+@contextmanager
+def shown(panels: int = 1, width: float = 5.0, height: float = 3.4) -> Iterator[tuple["Drawing", list[Any]]]:
+    """In a notebook: `with shown() as (figure, axes):` has a `drawing` in our style, and shows it as SVG at its end."""
+    from IPython.display import display
+
+    with style():
+        figure, axes = drawing(panels, width, height)
+        yield figure, axes
+        display({"image/svg+xml": to_svg(figure)}, raw=True)

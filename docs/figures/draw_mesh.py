@@ -15,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from longctx.models import load_checkpoint
 from longctx.models.builtin import TINY
+from longctx.plotting import save, style
 from longctx.serving import Engine, EngineConfig, EngineStats, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.sequence import completion_of
@@ -232,9 +233,9 @@ def main() -> None:
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    for name, axes in {"gantt": draw_gantt(), "mesh": draw_mesh()}.items():
-        metadata = {"Date": None, "Creator": None} if args.format == "svg" else None
-        axes.figure.savefig(args.directory / f"{name}.{args.format}", metadata=metadata, dpi=110)
+    with style(outlines=True):
+        for name, axes in {"gantt": draw_gantt(), "mesh": draw_mesh()}.items():
+            save(axes.figure, args.directory / f"{name}.{args.format}")
 
 
 if __name__ == "__main__":

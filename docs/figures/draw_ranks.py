@@ -5,12 +5,12 @@
 import argparse
 import pathlib
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
+from longctx.plotting import drawing, save, style
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Simulation
@@ -20,8 +20,6 @@ from longctx.simulation.workloads import WorkloadRequest
 LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_000)
 PLAN = ParallelPlan.medha(context=4, tensor=8, rank_tokens=1_000_000)
 LONG, BUDGET, SECONDS = 1_000_000, 4096, 0.8
-
-mpl.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})
 
 
 def run(chunking: str) -> list[StepMetrics]:
@@ -45,12 +43,11 @@ def run(chunking: str) -> list[StepMetrics]:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure, _ = drawing(0, 9, 3.6)
     for axes, chunking in zip(figure.subplots(2, 1, sharex=True), (f"static:{BUDGET}", "adaptive"), strict=True):
         steps = run(chunking)
         plot_ranks(steps, axes)
         axes.set_title(f"{chunking}: steps of {1e3 * np.mean([step.seconds for step in steps]):.0f} ms")
-        axes.grid(alpha=0.3)
     figure.axes[0].set_xlabel("")
     return figure
 
@@ -60,8 +57,8 @@ def main() -> None:
     parser.add_argument("--format", default="svg", choices=("svg", "png"))
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     args = parser.parse_args()
-    metadata = {"Date": None, "Creator": None} if args.format == "svg" else None
-    draw().savefig(args.directory / f"ranks.{args.format}", metadata=metadata, dpi=110)
+    with style():
+        save(draw(), args.directory / f"ranks.{args.format}")
 
 
 if __name__ == "__main__":

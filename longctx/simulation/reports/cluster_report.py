@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longctx.plotting import drawing, save, style
+from longctx.plotting import drawing, save, save_both, style, to_svg
 from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.simulation.reports.deployment_plots import DRAWING
 from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
 
@@ -123,6 +124,14 @@ def plot_cluster(record: ClusterRecord, ttft: float, tpot: float, path: Path) ->
     """
     with style():
         save(_draw(record, ttft, tpot), path)
+
+
+def write_cluster(record: ClusterRecord, ttft: float, tpot: float, folder: Path) -> str:
+    """Write the drawing of `plot_cluster` as `drawing.svg` and `drawing.png`; what the first has."""
+    with style():
+        figure = _draw(record, ttft, tpot)
+        save_both(figure, folder, DRAWING)
+        return to_svg(figure)
 
 
 def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
