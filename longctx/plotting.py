@@ -86,7 +86,11 @@ def save_both(figure: "Drawing", folder: Path, name: str) -> None:
 
 
 def to_svg(figure: "Drawing") -> str:
-    """A drawing as the text of an SVG file, equal for equal drawings. Within `style`."""
+    """The text of an SVG file of a drawing, equal for equal drawings. Within `style`.
+
+    Args:
+      figure: a matplotlib figure.
+    """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     # Where a reader's machine lacks our font, text is in one as wide, and not in the browser's serifs. Spaces before
@@ -97,7 +101,14 @@ def to_svg(figure: "Drawing") -> str:
 
 @contextmanager
 def shown(panels: int = 1, width: float = 5.0, height: float = 3.4) -> Iterator[tuple["Drawing", list[Any]]]:
-    """In a notebook: `with shown() as (figure, axes):` has a `drawing` in our style, and shows it as SVG at its end."""
+    """Within it a notebook has a `drawing` in our style, which is shown as SVG at its end.
+
+    Args:
+      panels, width, height: as for `drawing`.
+
+    Yields:
+      a matplotlib figure, and its axes.
+    """
     from IPython.display import display
 
     with style():
