@@ -162,6 +162,7 @@ def draw_loads(rows: list[dict[str, Any]]) -> Any:
         axes.bar_label(axes.bar(names, values), fmt="%.2f", fontsize=7)
         axes.set(title=title, ylabel="seconds")
         axes.tick_params(axis="x", labelsize=6)
+        axes.grid(visible=False, axis="x")
     chunks.plot(*zip(*(x for x in rows[0]["chunks"] if x[0] > 0), strict=True), ".", markersize=3)
     chunks.set(title=f"Chunks, {rows[0]['name']}", xlabel="tokens before", ylabel="tokens")
     return figure
@@ -173,7 +174,7 @@ def draw_pareto(rows: list[dict[str, Any]]) -> Any:
         points = [(row["tpot"]["p95"], row["long_ttft"], row["name"]) for row in rows if row["name"].startswith(kind)]
         axes.plot(*list(zip(*points, strict=True))[:2], f"{marker}-", label=kind)
         for x, y, name in points:
-            axes.annotate(name.partition(":")[2], (x, y), fontsize=7)
+            axes.annotate(name.partition(":")[2], (x, y), (4, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="TPOT of short ones, 95 %, seconds", ylabel="TTFT of the long one, seconds", xscale="log")
     axes.legend()
     return figure

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,12 +30,17 @@ def canvas(width: float, height: float, title: str) -> Axes:
     return axes
 
 
-def write(axes: Axes, x: float, y: float, text: str, size: float = 9, align: str = "center", **style: str) -> None:
+def write(axes: Axes, x: float, y: float, text: str, size: float = 9, align: str = "center", **style: Any) -> None:
     axes.text(x, y, text, size=size, ha=align, va="center_baseline", **{"color": INK} | style)
 
 
 def tint(colour: str) -> tuple[float, ...]:
     return tuple(1 - 0.2 * (1 - c) for c in to_rgb(colour))
+
+
+def ink(colour: str) -> tuple[float, ...]:
+    """Of letters: dark enough to be read on white."""
+    return tuple(0.7 * c for c in to_rgb(colour))
 
 
 def box(

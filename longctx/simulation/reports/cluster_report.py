@@ -135,7 +135,8 @@ def write_cluster(record: ClusterRecord, ttft: float, tpot: float, folder: Path)
 
 
 def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
-    figure, axes = drawing(4)
+    figure, _ = drawing(0, 10, 6.8)
+    axes = list(figure.subplots(2, 2).flat)
     tpots = [each.tpot for each in record.served if each.tpot is not None]
     tbts = [each.tbt for each in record.placed if each.tbt is not None]
     for values, panel, label in (

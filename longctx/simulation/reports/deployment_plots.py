@@ -98,7 +98,7 @@ def plot_stages(trace: StageTrace, axes: Any) -> None:
             axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, label=label if stage == 0 else None, **_EDGE)
     _finish_chart(ticks, f"Stages of the first instance, {len(ticks)} steps in its busiest time", axes)
     axes.set_yticks(range(trace.num_stages), [f"stage {stage}" for stage in range(trace.num_stages)])
-    axes.legend(loc="upper right", ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2)
 
 
 def plot_rank_times(trace: StageTrace, axes: Any) -> None:
