@@ -1,4 +1,4 @@
-"""The Dockerfile and `examples/docker`: linters, and that commands, files and secrets fit together; no image is built."""
+"""The Dockerfile and `examples/docker`: linters; commands, files and secrets fit together. No image is built."""
 
 import argparse
 import re
