@@ -94,10 +94,10 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
         out_specs=q_spec,
     )
     out = mapped(
-        pad(flat_q, q_layout),
+        flat_q if q_axis is None else pad(flat_q, q_layout),
         pad(flat_k, static.layout),
         pad(flat_v, static.layout),
-        Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
+        queries if q_axis is None else Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
         Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
     )
     return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
