@@ -83,7 +83,8 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
 
     def tokens_spec(tokens: Tokens, axis: str | None) -> Tokens:
         """Positions that all sequences share have a batch of one, which is on all ranks."""
-        return Tokens(*(P(static.axes.batch if x.shape[0] > 1 else None, axis) for x in tokens))
+        specs = (P(static.axes.batch if x.shape[0] > 1 else None, axis) for x in tokens)
+        return Tokens(*specs)  # type: ignore[arg-type]
 
     q_spec, kv_spec = (P(static.axes.batch, axis, static.axes.head) for axis in (q_axis, axis_name))
     mapped = jax.shard_map(
