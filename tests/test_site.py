@@ -200,5 +200,7 @@ def test_no_page_is_wider_than_a_telephone(site: Site, browser: Browser, scheme:
 def test_search_works_in_files_without_a_server(site: Site, browser: Browser) -> None:
     page = browser.new_page(viewport={"width": 1440, "height": 1000})
     page.goto((site.folder / "index.html").as_uri())
-    page.get_by_placeholder("Search").fill("ring_pass_kv")
+    box = page.get_by_placeholder("Search")
+    box.click()  # the theme reads keys, once it is ready
+    box.press_sequentially("ring_pass_kv")
     page.locator(".md-search-result__link[href*='api/parallel.html']").first.wait_for(timeout=30_000)

@@ -17,7 +17,7 @@ from longctx.kernels.attention.operands import check_implementation
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
 from longctx.models.validation import MAX_INT32
-from longctx.nnx.forward import Plan, Rows, logits_of, loss_of, weight_specs
+from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
 from longctx.parallel.layout import check_layout
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
@@ -140,6 +140,7 @@ def to_nnx(
     implementation: str | None = None,
     remat: bool = False,
     chunk_size: int | None = None,
+    fsdp: bool = False,
 ) -> LlamaModule:
     """A Llama checkpoint as an NNX module to fine-tune, its tokens sharded over a mesh.
 
@@ -164,6 +165,8 @@ def to_nnx(
       implementation: as in `longctx.kernels.attention`.
       remat: whether a gradient computes each layer again, all but its attention, rather than to keep what is inside.
       chunk_size: tokens of one rank whose feed-forward, or whose logits in `loss`, are computed at once. None: all.
+      fsdp: shard every matrix over `axis_name` too, and gather a layer's when it is computed. Gradients, and so the
+        optimizer's state, are sharded alike.
 
     Returns:
       the module.
@@ -206,10 +209,11 @@ def to_nnx(
     axes = None
     if mesh is not None:
         axes = _axes(model, check_mesh(mesh), axis_name, head_axis, batch_axis)
-        specs = weight_specs(model.config, axes.head)
-        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     check_layout(1 if axes is None else axes.size(axis_name), layout)
-    return LlamaModule(Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size), params)
+    plan = Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size, bool(fsdp))
+    if mesh is not None:
+        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, plan.specs)
+    return LlamaModule(plan, params)
 
 
 def from_nnx(module: LlamaModule) -> tuple[Llama, Params]:
