@@ -13,12 +13,18 @@ from longctx import extras
 HIDING = """
 import contextlib, io, sys
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{module}.") for module in HIDDEN):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Missing())
+    def find_spec(self, name, path=None, target=None):
+        is_hidden = any(f"{name}.".startswith(f"{module}.") for module in HIDDEN)
+        return None if is_hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
 
 def command(*arguments):
     from longctx.cli import main

@@ -36,11 +36,24 @@ def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path
         `owner/name@revision`. A directory of that name takes precedence.
       is_quiet: show no progress bar (which only a terminal shows).
 
+    Returns:
+      The path, as `load_checkpoint` and `load_tokenizer` take it.
+
     Raises:
       FileNotFoundError: there is no such directory or file.
       ValueError: it is a file of another kind, such as a pipe; or the hub has no such model or revision, can't be
-        reached, asks for a token, or has no safetensors of it; or, as MissingExtra,
-        the package `huggingface_hub` is not installed.
+        reached, asks for a token, or has no safetensors of it; or, as MissingExtra, the package `huggingface_hub` is
+        not installed.
+
+    Examples:
+      >>> from longctx.models import resolve_model
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> resolve_model(TINY) == TINY  # a directory that is there; "owner/name" is downloaded
+      True
+      >>> resolve_model("models/none.gguf")
+      Traceback (most recent call last):
+          ...
+      FileNotFoundError: no such file: models/none.gguf
     """
     if not os.fspath(model):
         raise ValueError("no model is named")

@@ -56,12 +56,41 @@ LayerFunction = Callable[[Params, Int[Array, ""], Float[Array, "*B T D"], Cache]
 
 @dataclass(frozen=True)
 class Llama:
-    """The functions of a model, for one configuration. It holds no arrays and is hashable."""
+    """The functions of a model, for one configuration. It holds no arrays and is hashable.
+
+    Attributes:
+      config: the sizes of the model.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2}
+      >>> config = LlamaConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+      >>> model = Llama(config)
+      >>> params = model.init(jax.random.key(0))
+      >>> tokens = jnp.array([[1, 2, 3, 7, 8]])
+      >>> model(params, tokens).shape  # logits
+      (1, 5, 256)
+      >>> segments, positions = jnp.array([[0, 0, 0, 1, 1]]), jnp.array([[0, 1, 2, 0, 1]])  # two packed sequences
+      >>> packed = model(params, tokens, positions, segments)
+      >>> bool(jnp.allclose(packed[:, 3:], model(params, tokens[:, 3:]), atol=1e-5))
+      True
+    """
 
     config: LlamaConfig
 
     def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
-        """Random parameters of `dtype`, normal with standard deviation `initializer_range`."""
+        """Random parameters, normal weights, norms of 1 and biases of 0.
+
+        Args:
+          key: of `jax.random.key`.
+          dtype: of the parameters.
+          initializer_range: the standard deviation.
+
+        Returns:
+          A pytree of arrays, in which the layers are stacked.
+        """
         return init_params(self.config, key, dtype, initializer_range)
 
     def abstract_params(self, dtype: DTypeLike = jnp.float32) -> Params:
@@ -79,7 +108,7 @@ class Llama:
         """Compute the logits of every token.
 
         Args:
-          params: parameters of `init` or `load_checkpoint`.
+          params: the pytree of `init` or `load_checkpoint`.
           tokens: integers `[*B, T]`.
           positions: integers `[*B, T]`; by default 0 to T-1.
           segment_ids: integers `[*B, T]` for packed sequences, negative for padding. Tokens attend
@@ -113,11 +142,19 @@ class Llama:
         attend: Attend,
         cache: Cache,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """Compute the hidden states after the final norm, in the parameters' dtype, and the cache.
+        """Compute the hidden states after the final norm, and the cache.
 
-        Serving calls this under jit, so `tokens` and `positions` are not checked. The parameters may be those of
-        `sharded_params.local_params`. The cache is a carry of the scan over layers, because scanned-over inputs and
-        outputs would be copied whole.
+        Serving calls this under jit, so `tokens` and `positions` are not checked. The cache is a carry of the scan over
+        layers, because scanned-over inputs and outputs would be copied whole.
+
+        Args:
+          params: of `init` or `load_checkpoint`, or those of `sharded_params.local_params`.
+          tokens, positions: integers `[*B, T]`.
+          attend: what queries attend to, `attend(cache, layer, q, k, v) -> (out, cache)`.
+          cache: any pytree, or None, which only `attend` reads.
+
+        Returns:
+          (hidden states `[*B, T, D]` in the parameters' dtype, the cache as `attend` left it).
         """
         x, cache = self.run_layers(params["layers"], params["embed"][tokens], self.rope(positions), attend, cache)
         return self.norm(params, x), cache
@@ -135,11 +172,18 @@ class Llama:
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through some consecutive layers, all or part of `params["layers"]`, by a scan.
 
-        `attend` counts these layers from 0; `rope`, `psum` and `pmax` are as in `layer`.
-
         Args:
-          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` rematerialised. None:
+          layers: their parameters, stacked.
+          x: hidden states `[*B, T, D]`, floating point.
+          rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
+          attend: as for `forward`; it counts these layers from 0.
+          cache: as for `forward`.
+          psum, pmax: as for `layer`.
+          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` with remat. None:
             `layer` itself.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
         """
 
         def plain(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
@@ -178,7 +222,13 @@ class Llama:
         Args:
           params: the layer's parameters; 16-bit ones may be bits.
           index: int32, what `attend` is told.
-          rope: what `rope` returned for the rows' positions.
+          x: hidden states `[*B, T, D]`, floating point.
+          rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
+          attend, cache: as for `forward`.
+          psum, pmax: the sum and the maximum of an array over the devices of tensor parallelism.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
         """
         weights = self.widened(params, x.dtype)
         x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax)
@@ -226,15 +276,31 @@ class Llama:
         return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
 
     def rope(self, positions: Int[Array, "*B T"]) -> Rope:
-        """Rotary cosines and sines, which all layers share."""
+        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of integer positions `[*B, T]`, for all layers."""
         return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        """Apply the norm after the last layer."""
+        """Apply the norm after the last layer.
+
+        Args:
+          params: of `init` or `load_checkpoint`.
+          x: hidden states `[*B, T, D]`, floating point.
+
+        Returns:
+          `[*B, T, D]` in the dtype of x.
+        """
         return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
-        """The float32 logits of hidden states."""
+        """The float32 logits of hidden states.
+
+        Args:
+          params: of `init` or `load_checkpoint`.
+          hidden: what `forward` returned, `[..., D]`, or some rows of it.
+
+        Returns:
+          float32 `[..., vocab]`.
+        """
         head = params["lm_head"] if "lm_head" in params else params["embed"].T
         return project(hidden, head, dtype=jnp.float32)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +11,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import ATTENTION_STATE
-from longctx.kernels.attention.operands import match_varying
-from longctx.models.config import LlamaConfig
 from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
-from longctx.models.params import Param, Params, map_table, param_table
+from longctx.models.params import Params
 from longctx.nnx.chunks import map_rows
 from longctx.nnx.loss import sum_cross_entropy
+from longctx.nnx.weight_shards import gather_weights, weight_specs
 from longctx.parallel.mesh_attention import METHODS
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
@@ -30,6 +28,7 @@ class Plan:
     Attributes:
       mesh, axes: None: one device.
       remat: whether each layer is computed again for its gradient; its attention is not.
+      fsdp: whether parameters are sharded over the ranks of a sequence, too, and gathered layer by layer.
       chunk_size: tokens of one rank whose feed-forward, or whose logits in a loss, are computed at once; None: all.
     """
 
@@ -41,6 +40,13 @@ class Plan:
     implementation: str | None
     remat: bool
     chunk_size: int | None
+    fsdp: bool = False
+
+    @property
+    def specs(self) -> Params:
+        """A PartitionSpec per parameter."""
+        assert self.axes is not None
+        return weight_specs(self.model.config, self.axes, self.fsdp)
 
 
 class Rows(NamedTuple):
@@ -110,9 +116,9 @@ def _over_mesh(
         missing = padded_length(rows.tokens.shape[1], axes.size(axes.sequence), plan.layout) - rows.tokens.shape[1]
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, missing)), constant_values=value)  # noqa: E731
         mapped = jax.shard_map(
-            lambda params, rows: local(_vary(plan, params), rows),
+            lambda params, rows: local(_gather_all_but_layers(plan, params), rows),
             mesh=mesh,
-            in_specs=(weight_specs(plan.model.config, axes.head), P(axes.batch, axes.sequence)),
+            in_specs=(plan.specs, P(axes.batch, axes.sequence)),
             out_specs=mapped_spec,
         )
         out = mapped(params, jax.tree.map(pad, rows, PADDING))
@@ -121,24 +127,10 @@ def _over_mesh(
     return with_auto_axes(program, plan.mesh, (params, rows), out_spec)
 
 
-def _vary(plan: Plan, params: Params) -> Params:
-    """Cast parameters to vary over the axes of tokens here, so that their gradients are summed once, not per chunk."""
+def _gather_all_but_layers(plan: Plan, params: Params) -> Params:
     assert plan.axes is not None
-    params = match_varying_each(params, plan.axes.sequence)
-    return params if plan.axes.batch is None else match_varying_each(params, plan.axes.batch)
-
-
-def match_varying_each(tree: Any, axis_name: str) -> Any:
-    """`match_varying` of each leaf by itself: they need not vary over the same axes."""
-    return jax.tree.map(lambda x: match_varying(x, axis_name), tree)
-
-
-def weight_specs(config: LlamaConfig, head_axis: str | None) -> Params:
-    """A PartitionSpec per parameter: heads and feed-forward over `head_axis`, all else replicated."""
-    sharded = {"head", "kv_head", "intermediate"}
-    return map_table(
-        lambda param: P(*(head_axis if axis in sharded else None for axis in param.axes)), param_table(config)
-    )
+    others, specs = ({**tree, "layers": {}} for tree in (params, plan.specs))
+    return gather_weights(others, specs, plan.axes) | {"layers": params["layers"]}
 
 
 def _dense_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
@@ -183,6 +175,8 @@ def _layer_function(plan: Plan, rope: Rope, attend: Attend) -> LayerFunction:
         return x if head_axis is None else lax.psum(x, head_axis)
 
     def layer(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+        if plan.axes is not None:
+            weights = gather_weights(weights, plan.specs["layers"], plan.axes, is_layer=True)
         x, cache = model.attention(weights, index, x, rope, attend, cache, psum)
         return map_rows(lambda rows: model.feed_forward(weights, rows, psum), x, plan.chunk_size), cache
 

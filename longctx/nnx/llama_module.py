@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.attention.operands import check_implementation
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
+from longctx.kernels.attention.operands import check_implementation
 from longctx.models.llama import Llama, check_positions, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
-from longctx.nnx.forward import Plan, Rows, logits_of, loss_of, weight_specs
+from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
 from longctx.parallel.layout import check_layout
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
@@ -89,6 +89,7 @@ def to_nnx(
     implementation: str | None = None,
     remat: bool = False,
     chunk_size: int | None = None,
+    fsdp: bool = False,
 ) -> LlamaModule:
     """A Llama checkpoint as an NNX module to fine-tune, its tokens sharded over a mesh."""
     if model.config.quantization is not None:
@@ -104,10 +105,11 @@ def to_nnx(
     axes = None
     if mesh is not None:
         axes = _axes(model, check_mesh(mesh), axis_name, head_axis, batch_axis)
-        specs = weight_specs(model.config, axes.head)
-        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     check_layout(1 if axes is None else axes.size(axis_name), layout)
-    return LlamaModule(Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size), params)
+    plan = Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size, bool(fsdp))
+    if mesh is not None:
+        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, plan.specs)
+    return LlamaModule(plan, params)
 
 
 def from_nnx(module: LlamaModule) -> tuple[Llama, Params]:

@@ -10,9 +10,7 @@ from jaxtyping import Float, Int
 from longctx.nnx.chunks import map_chunks
 
 
-def next_token_targets(
-    tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None
-) -> Int[Array, "*B T"]:
+def next_token_targets(tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None) -> Int[Array, "*B T"]:
     """The token that follows each token in its segment; -1 where none does, and in padding.
 
     Args:

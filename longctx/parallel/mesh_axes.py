@@ -56,9 +56,7 @@ def check_axes(
         ("batch_axis", batch_axis, (axis_name, head_axis)),
     ):
         if name is not None and (name not in mesh.shape or name in others):
-            raise ValueError(
-                f"{argument} must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {name!r}"
-            )
+            raise ValueError(f"{argument} must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {name!r}")
     return MeshAxes(tuple(mesh.shape.items()), axis_name, head_axis, batch_axis)
 
 
