@@ -1,6 +1,7 @@
 """What pyproject.toml can't say: the text of the package index's page. All else is there."""
 
 import re
+import warnings
 from pathlib import Path
 
 from setuptools import setup
@@ -18,6 +19,8 @@ def index_page(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    # `make` installs the checkout so, and nobody is to be told of it each time.
+    warnings.filterwarnings("ignore", r"\s*Editable installation")
     setup(
         long_description=index_page(Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
         long_description_content_type="text/markdown",

@@ -93,6 +93,13 @@ class ParallelPlan:
         """Medha's and Mnemosyne's plan: SPP, KVP and TP. `overrides` are arguments of `ParallelPlan`.
 
         Requests start on one rank and grow to others; the states of their rows are merged (Medha, 3.4 and 3.5).
+
+        Args:
+          stage, context, tensor: sizes of the mesh.
+          **overrides: arguments of `ParallelPlan`.
+
+        Returns:
+          The plan.
         """
         return cls(stage, context, tensor, **{"exchange": "kvp", "placement": "grow"} | overrides)
 
@@ -102,6 +109,10 @@ class ParallelPlan:
 
         Keys and values are spread evenly, those of decodes too (3.6), and algorithm 1 chooses the exchange of each step
         (3.4).
+
+        Args:
+          context, tensor: sizes of the mesh.
+          **overrides: arguments of `ParallelPlan`.
         """
         return cls(1, context, tensor, **{"placement": "interleave", "exchange": "algorithm_1"} | overrides)
 
@@ -146,6 +157,8 @@ class ParallelPlan:
         """Check that a model and a number of devices suit this plan, before there is either.
 
         Args:
+          model: whose sizes count.
+          num_devices: how many there are.
           device_bytes: memory of a device that weights and cache may take; None: not checked. What a step computes with
             comes on top: an engine, which knows its shapes, estimates that itself.
           tokens: tokens of all requests whose keys and values shall fit.
@@ -192,6 +205,7 @@ class ParallelPlan:
         """The placer of pages.
 
         Args:
+          page_size: tokens of a page.
           rows: token budget of a step, the least limit of tokens on a rank.
           readable_tokens: of a TPOT target, tokens on one rank with which a decode keeps it, by prediction.
         """

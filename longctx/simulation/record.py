@@ -42,7 +42,15 @@ class Served:
 
     @classmethod
     def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> Self:
-        """Of a request that was due so many seconds after `start`."""
+        """A request as its engine's metrics have it.
+
+        Args:
+          metrics: with a first token.
+          due: seconds after `start`.
+          start: of the workload, on the metrics' clock, in seconds.
+          number: of the request in its workload.
+          instance: name of the one that served it.
+        """
         assert metrics.first_token is not None
         return cls(due, metrics, metrics.first_token - start - due, metrics.tpot, number, instance)
 

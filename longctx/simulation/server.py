@@ -70,6 +70,11 @@ class Server(Protocol):
         """Begin a run: plan events in a loop, and tell of each request that has ended, at `loop.now`.
 
         Records of the run before are dropped.
+
+        Args:
+          loop: in whose time it runs.
+          on_end: is called with each request that has ended, and its metrics.
+          seed: of contents that are made up.
         """
         ...
 
@@ -86,5 +91,9 @@ class Server(Protocol):
         ...
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """End the run: forget the requests that have not ended, which are returned."""
+        """End the run.
+
+        Returns:
+          The requests that have not ended, and their metrics so far.
+        """
         ...

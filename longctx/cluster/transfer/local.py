@@ -26,7 +26,6 @@ class LocalReceiver:
 
     Args:
       layout, fingerprint: of the pages of the engine that fetches.
-      layout: of the pages of the engine that fetches.
       part: the layers and KV heads that it wants; None: all.
       options: limits and timeouts; None: the default ones.
 

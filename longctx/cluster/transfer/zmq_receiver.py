@@ -162,6 +162,7 @@ class PageReceiver:
 
         Args:
           address: `host:port` of the sender; of several processes of one engine, those of all.
+          lease_id: of the lease.
           release: whether the end of a fetch releases the lease. If not, call `RemoteSource.release`.
           deadline: seconds after which a fetch ends; None: that of the options.
           patience: seconds in which a lease may come that the sender does not know yet.
@@ -198,7 +199,16 @@ class PageReceiver:
         self.close()
 
     def fetch(self, source: "RemoteSource", keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
-        """Begin to fetch pages of a source."""
+        """Begin to fetch pages of a source.
+
+        Args:
+          source: of the pages.
+          keys: of the pages, in order.
+          wake: is called, in another thread, when blocks have come and at the end.
+
+        Returns:
+          The transfer, which the caller empties.
+        """
         deadline = time.monotonic() + source.deadline
         fetch = Fetch(
             source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases, source.patience
@@ -217,7 +227,12 @@ class PageReceiver:
         return fetch.arrivals
 
     def release(self, addresses: list[str], lease_id: str) -> None:
-        """Tell the senders that nobody needs a lease."""
+        """Tell the senders that nobody needs a lease.
+
+        Args:
+          addresses: of the senders.
+          lease_id: of the lease.
+        """
         self._mailbox.post(lambda: self._release(addresses, lease_id))
 
     # What follows runs in the receiver's thread.

@@ -223,6 +223,11 @@ class AdmissionControl:
                             del self._waiting[request_id]
 
     def note_output(self, output: Output, max_tokens: int) -> None:
-        """A completion has ended: others may be expected to be as long."""
+        """A completion has ended: others may be expected to be as long.
+
+        Args:
+          output: of the completion.
+          max_tokens: that it might have had.
+        """
         if output.finish_reason in ("stop", "length"):
             self.foresight.note_length(len(output.token_ids) / max_tokens)

@@ -63,6 +63,9 @@ class InputProcessor:
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise its prompt and hash its full pages.
 
+        Returns:
+          What `Engine.submit` takes.
+
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """

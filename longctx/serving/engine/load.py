@@ -23,7 +23,8 @@ class Load:
       free_pages: those that can still be promised to sequences: unheld, though perhaps cached.
       pages_by_rank: pages that sequences hold, on each context rank.
       stats: counts since the engine was made.
-      decoding: sequences that decode. decode_tokens: tokens of theirs that are in the cache.
+      decoding: sequences that decode.
+      decode_tokens: tokens of theirs that are in the cache.
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig
@@ -52,6 +53,13 @@ class Load:
 
     @classmethod
     def of(cls, core: Core, stats: EngineStats, now: float) -> Self:
+        """The load of a core.
+
+        Args:
+          core: of the engine.
+          stats: of the engine.
+          now: seconds of its clock.
+        """
         waiting, running, pool = tuple(core.scheduler.waiting), core.scheduler.running, core.pool
         prompts, decoding = (*waiting, *running.prefilling), tuple(running.decoding)
         return cls(

@@ -64,7 +64,11 @@ class StepMetrics(NamedTuple):
 
     @classmethod
     def of(cls, step: EndedStep) -> Self:
-        """Of a step whose results the core has not taken yet."""
+        """Of a step whose results the core has not taken yet.
+
+        Returns:
+          What a monitor is given.
+        """
         batch, finished, is_over = step.batch, step.finished, State.FINISHED
         rows, chunks, first_tokens, gaps = [], [], [], []
         samples = keys = 0

@@ -121,12 +121,16 @@ class EngineThread:
     def submit(
         self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
     ) -> str:
-        """Begin a request; its id, which a sink may be called with before this returns.
+        """Begin a request.
 
         Args:
+          prepared: what `Engine.prepare` made of it.
           sink: see `Sink`; its last call has the `output` of every completion that has not ended before.
           arrival: when the request came, by the engine's clock; None: now.
           received: what another engine has computed of it, see `Engine.submit`.
+
+        Returns:
+          Its id, which a sink may be called with before this returns.
 
         Raises:
           TypeError, ValueError: it can never be served.
@@ -173,7 +177,11 @@ class EngineThread:
             self._wake.set()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; False if it is unknown or has ended. Its sink still gets its last events."""
+        """End a request. Its sink still gets its last events.
+
+        Returns:
+          False if it is unknown.
+        """
         departure = self._departures.get(request_id)
         if departure is not None:
             departure.cancel()
@@ -186,14 +194,17 @@ class EngineThread:
         return was_there
 
     def move(self, request_id: str, lease: str) -> Departure | None:
-        """Let a request leave, for another engine; None: it is unknown, has ended, leaves already, or has a
-        lease of its own.
+        """Let a request leave, for another engine.
 
         Its sink gets nothing more from this engine; whoever moves it sees to that, and to the end of the departure:
         `take_back` or `forget_departure`.
 
         Args:
+          request_id: of the request.
           lease: under which its pages are kept, see `Engine.hand_off`.
+
+        Returns:
+          None: it is unknown, has ended, leaves already, or has a lease of its own.
         """
         client = self._clients.get(request_id)
         departure = Departure(request_id)
@@ -215,6 +226,8 @@ class EngineThread:
         """Go on with a request that had left. It is not refused: it was let in before.
 
         Args:
+          departure: what `move` returned.
+          departed: what became of it.
           handoff: what was computed of it, here and elsewhere.
           sink: gets all of its events, also those that it has had.
 
@@ -229,7 +242,7 @@ class EngineThread:
         self._departures.pop(departure.request_id, None)
 
     def progress(self, request_id: str) -> tuple[int, int]:
-        """See `Engine.progress`."""
+        """How far a request's prompt is, see `Engine.progress`."""
         return self.engine.progress(request_id)
 
     @property
@@ -248,7 +261,14 @@ class EngineThread:
         self._is_draining = True
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until all requests have ended; False if some have not within `timeout` seconds."""
+        """Wait until all requests have ended.
+
+        Args:
+          timeout: seconds.
+
+        Returns:
+          False if some have not ended by then.
+        """
         return self._idle.wait(timeout)
 
     def close(self) -> None:

@@ -49,7 +49,12 @@ class Corrected:
         return (self.prompt_factor if work.chunks else self.decode_factor) * self.predictor.seconds(work)
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """See `chunk_curve`."""
+        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
+
+        Args:
+          work: of the batch without it.
+          start: tokens before the chunk.
+        """
         seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
         if prompts == alone == 1.0:
@@ -57,7 +62,12 @@ class Corrected:
         return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         return self.prompt_factor * self.predictor.prefill_seconds(start, stop, chunk)
 
     def observe(self, work: Work, seconds: float) -> None:

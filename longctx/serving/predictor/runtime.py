@@ -225,7 +225,12 @@ class RuntimePredictor:
         return self._program(work.rows).seconds(work) if work.rows else 0.0
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         return sum_of_steps(self.seconds, start, stop, chunk, lambda: self._program(chunk).per_sample)
 
     def _program(self, rows: int) -> Program:
@@ -311,7 +316,12 @@ class CurvePredictor:
         return min(self.per_pair * pairs, self.per_key * (start + count))
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
-        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`."""
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
@@ -336,7 +346,12 @@ class CurvePredictor:
         return total
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """See `chunk_curve`."""
+        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
+
+        Args:
+          work: of the batch without it.
+          start: tokens before the chunk.
+        """
         if self.exchange is not None and (work.sharded or work.replicated):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work

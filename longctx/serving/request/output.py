@@ -31,7 +31,7 @@ class Metrics:
     """The metrics of one completion. Times are seconds on the engine's clock.
 
     Attributes:
-      arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
+      arrival, admitted, first_token, last_token, finished: seconds of the engine's clock; None: it never came to that.
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
       preemptions: how often it was preempted (optimistic admission).

@@ -32,6 +32,9 @@ class Request:
         completion if there are several. `Handoff.of` its outputs has what else that engine needs.
       shares_pages: whether it may begin with pages that others have computed, and others with its pages.
 
+    Raises:
+      TypeError, ValueError: a field is of the wrong type or out of range; the message names it.
+
     Source:
       Medha, 4.2 (deadlines); Mooncake, 2 (SLOs of TTFT and TBT).
 

@@ -24,6 +24,8 @@ MAX_LOGIT_BIAS = 300
 class SamplingParams:
     r"""How a request's tokens are drawn, and when it ends. The defaults are greedy.
 
+    Integers are below 2**31, as the devices hold them.
+
     Attributes:
       max_tokens: tokens to generate at most, 1 or more.
       temperature: divides the logits, 1e-6 to 1e6; 0 takes the most likely token.
@@ -44,8 +46,6 @@ class SamplingParams:
       logprobs: with each token, return its log probability and those of so many most likely ones (before biases,
         penalties, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
-
-    Integers are below 2**31, as the devices hold them.
 
     Raises:
       TypeError, ValueError: a value out of range, or options that contradict each other.

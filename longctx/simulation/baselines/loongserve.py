@@ -41,7 +41,8 @@ class LoongServe:
     Args:
       model: what is served.
       topology: its devices, and the links within an instance (tensor) and between them (context).
-      num_instances: in all. tensor: devices of each.
+      num_instances: in all.
+      tensor: devices of each.
       max_degree: of instances that prefill a batch.
       name: that no other server of a simulation has.
 
@@ -83,7 +84,13 @@ class LoongServe:
         self._num_instances = num_instances
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """Begin a run, see `Server.attach`. Nothing is random."""
+        """Begin a run, see `Server.attach`. Nothing is random.
+
+        Args:
+          loop: in whose time it runs.
+          on_end: is called with each request that has ended, and its metrics.
+          seed: is not used.
+        """
         self._loop, self._on_end = loop, on_end
         self._free = self._num_instances
         self._queue: deque[Active] = deque()
@@ -106,7 +113,11 @@ class LoongServe:
         return sum(self.cost.prefill_seconds((each.context,), self.max_degree) for each in prompts)
 
     def check(self, request: WorkloadRequest) -> None:
-        """ValueError if a request is longer than the memory of its largest group."""
+        """Check a request.
+
+        Raises:
+          ValueError: it is longer than the memory of its largest group.
+        """
         most = self.cost.capacity * self.max_degree
         if request.length > most:
             raise ValueError(f"has {request.length} tokens, more than the {most} of {self.max_degree} instances")
@@ -118,7 +129,11 @@ class LoongServe:
         self._dispatch()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """End the run; the requests that have not ended."""
+        """End the run.
+
+        Returns:
+          The requests that have not ended, and their metrics so far.
+        """
         decoding = [each for _, group in self._groups for each in group.active]
         left = [*self._queue, *self._reading, *decoding, *itertools.chain(*self._moving.values())]
         return [(each.request, each.metrics) for each in left]

@@ -176,7 +176,7 @@ def make_simulation(
       topology: its devices and links.
       devices: how many; a multiple of 8 if there are more than 8.
       plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
-      overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
+      **overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
 
     Returns:
       Ready for `run`.

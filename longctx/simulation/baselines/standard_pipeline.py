@@ -10,7 +10,10 @@ class StandardPipeline(Instance):
     left the last stage.
 
     Stages are filled by other requests, or idle. So prompts are read no faster with more stages, and throughput grows
-    only with several prompts at a time. Arguments as those of `Instance`.
+    only with several prompts at a time.
+
+    Args:
+      *args, **options: as for `Instance`.
 
     Source:
       Mnemosyne, 4.3 and figure 9 (a); Orca and Sarathi-Serve have such a pipeline.

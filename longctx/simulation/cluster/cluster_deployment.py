@@ -37,7 +37,8 @@ class ClusterDeployment:
       plan: of each instance.
       prefill, decode, coupled: how many instances of each kind. A coupled one prefills and decodes, and lets requests
         wait that it has no room for, as decode instances do where the conductor's `admission` is `"none"`.
-      config: of the conductor. settings: of the simulation.
+      config: of the conductor.
+      settings: of the simulation.
       page_size: tokens of a page, which is the conductor's block: 512 in Mooncake's traces.
       chunk: the most tokens of prompts that a prefill instance computes in a step (Mooncake's `prefill_chunk`).
       coupled_chunk: so of a coupled instance, beside its decodes; as many as the longest prompt: prompts are read
@@ -48,7 +49,8 @@ class ClusterDeployment:
       prefix_cache: whether prefill and coupled instances find the pages of prefixes.
       roles_change: whether any instance may get any role: then decode instances are made as prefill instances are.
       kv_dtype: of the caches, as of `EngineConfig`.
-      bandwidth: bytes per second at which an instance sends. latency: in seconds.
+      bandwidth: bytes per second at which an instance sends.
+      latency: seconds from the last byte that it sends to its arrival.
       names: of prefill instances, then of decode, then of coupled ones; empty: `prefill-0`, `decode-0`, `coupled-0` and
         so on.
       changes: see `Change`.
@@ -150,7 +152,14 @@ class ClusterDeployment:
         keep_steps: bool = False,
         audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
-        """Serve a workload on new instances, see `ClusterSimulation.run`."""
+        """Serve a workload on new instances, see `ClusterSimulation.run`.
+
+        Args:
+          requests, seed, until, progress, priority, keep_steps, audit: as for `ClusterSimulation.run`.
+
+        Returns:
+          What came of it.
+        """
         simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
         return simulation.run(requests, seed, until, progress, priority, keep_steps, audit)
 

@@ -28,7 +28,8 @@ class ClusterInstance:
       model: what it serves.
       config: of its engine, with `num_pages`; `tiers.host_bytes` is the host memory that keeps pages of prefixes.
       predictor: of its batches: how long they take, and what the conductor goes by.
-      plan: of its devices. topology: of these, where exchanges are chosen by it.
+      plan: of its devices.
+      topology: of these, where exchanges are chosen by it.
       bandwidth: bytes per second at which it sends to others, shared by all that it sends.
       latency: seconds from the last byte that it sends to its arrival.
       host_bandwidth: bytes per second between each device and its host.
@@ -83,6 +84,8 @@ class ClusterInstance:
         """What the conductor is told of it.
 
         Args:
+          costs: of its work.
+          role: with which it joins.
           swaps: whether that has it drop cold blocks.
         """
         config = self.config

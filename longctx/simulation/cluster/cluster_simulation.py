@@ -100,12 +100,16 @@ class ClusterSimulation:
         """Serve requests, which are in order of arrival; every output is as long as asked for.
 
         Args:
+          requests: in the order of their arrivals.
           seed: of contents that are made up.
           until: seconds of the window: what has not ended by then is in `ClusterRecord.open`.
           progress: is called with the record after every event; the run ends where it returns True.
           priority: of a request, higher is more urgent; None: all have 0.
           keep_steps: whether the record has all steps.
           audit: hears of decisions instead of `observer`; its samples are run forward in the simulator at every report.
+
+        Returns:
+          What came of it.
 
         Raises:
           ValueError: a request can't be served by some instance that may get it, or comes before the one before it.

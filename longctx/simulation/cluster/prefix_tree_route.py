@@ -21,7 +21,8 @@ class PrefixTreeRoute:
 
     Args:
       cache_threshold: that share of a prompt.
-      balance_abs: requests that the busiest instance has more than the idlest. balance_rel: times as many.
+      balance_abs: requests that the busiest instance has more than the idlest.
+      balance_rel: times as many as the idlest that the busiest has.
       max_blocks: that are remembered of each instance; the least recently used go first.
 
     Raises:
@@ -65,6 +66,18 @@ class PrefixTreeRoute:
         now: float,
         context: PolicyContext,
     ) -> Choice:
+        """Choose an instance, as policies of the conductor do.
+
+        Args:
+          request: to place.
+          matches: by instance, leading blocks of the request that it holds; not heeded.
+          pool: the instances to choose from.
+          now: seconds of the driver's clock.
+          context: what else policies may heed.
+
+        Returns:
+          Who prefills it, and what that is predicted to take.
+        """
         keys = request.keys.tolist()
         state = self._choose(keys, pool, request.prompt_tokens / context.block_size)
         known = self._known.setdefault(state.name, OrderedDict())

@@ -117,7 +117,13 @@ class Instance:
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """See `Server.attach`."""
+        """Begin a run, see `Server.attach`.
+
+        Args:
+          loop: in whose time it runs.
+          on_end: is called with each request that has ended, and its metrics.
+          seed: of contents that are made up.
+        """
         self._loop, self._on_end, self._seed = loop, on_end, seed
         self.executor.now = max(self.executor.now, loop.now)
         self._steps: list[StepMetrics] = []
@@ -205,7 +211,11 @@ class Instance:
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """Cancel what has not ended, and wait for its batches."""
+        """Cancel what has not ended, and wait for its batches.
+
+        Returns:
+          The requests that have not ended, and their metrics so far.
+        """
         core, left = self.core, []
         self._enter()
         self._open, is_open = {}, self._open

@@ -80,11 +80,14 @@ class VirtualExecutor:
         self._loads: list[PageLoad] = []
 
     def clock(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Seconds of virtual time since the beginning."""
         return self.now
 
     def submit(self, batch: Batch) -> Pending:
         """Begin a batch.
+
+        Returns:
+          What `wait` takes.
 
         Raises:
           ValueError: `seconds` returned a time that is negative or not finite.
@@ -103,23 +106,42 @@ class VirtualExecutor:
         return pending
 
     def wait(self, pending: Pending) -> Results:
-        """Move the clock to the end of a batch; its made-up results."""
+        """Move the clock to the end of a batch.
+
+        Returns:
+          Tokens that are made up.
+        """
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
-        """Every load comes at once, and whole: what it is to take is not known here."""
+        """All loads: they come at once, and whole, as what they are to take is not known here."""
         loads, self._loads = self._loads, []
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        """NotImplementedError: its pages hold nothing."""
+        """Its pages hold nothing.
+
+        Args:
+          pages: not used.
+          layers: not used.
+
+        Returns:
+          Never.
+
+        Raises:
+          NotImplementedError: always.
+        """
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
     @property
     def page_layout(self) -> PageLayout:
-        """NotImplementedError: its pages hold nothing."""
+        """Nothing: its pages hold nothing.
+
+        Raises:
+          NotImplementedError: always.
+        """
         raise NotImplementedError("pages of a virtual executor hold nothing")
 
     def compile(self, progress: Progress = ignore_progress) -> None:

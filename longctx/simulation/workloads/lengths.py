@@ -35,6 +35,9 @@ class Lengths(NamedTuple):
     def parse(cls, text: str) -> "Lengths":
         """Parse `N`, `LOW:HIGH` or `LOW:HIGH:log`.
 
+        Returns:
+          The distribution.
+
         Raises:
           ValueError: the text has another form, or not 1 <= LOW <= HIGH.
         """
@@ -49,7 +52,15 @@ class Lengths(NamedTuple):
         return lengths
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Draw integers `[count]`."""
+        """Draw lengths.
+
+        Args:
+          rng: a generator of random numbers.
+          count: how many.
+
+        Returns:
+          int64 `[count]`, tokens.
+        """
         if not self.log:
             return rng.integers(self.low, self.high + 1, count)
         drawn = np.exp(rng.uniform(math.log(self.low), math.log(self.high + 1), count))
@@ -60,7 +71,7 @@ class Quantiles:
     """A distribution of lengths that is known by some of its quantiles, and log-uniform between each two of them.
 
     Args:
-      points: pairs of a share and the length that so many are below: shares rise from 0 to 1, lengths from 1.
+      *points: pairs of a share and the length that so many are below: shares rise from 0 to 1, lengths from 1.
 
     Raises:
       TypeError, ValueError: shares or lengths don't rise so.
@@ -86,7 +97,15 @@ class Quantiles:
         self._shares, self._logs = np.array(shares), np.log(lengths)
 
     def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Draw integers `[count]`."""
+        """Draw lengths.
+
+        Args:
+          rng: a generator of random numbers.
+          count: how many.
+
+        Returns:
+          int64 `[count]`, tokens.
+        """
         return np.rint(np.exp(np.interp(rng.uniform(size=count), self._shares, self._logs))).astype(int)
 
 
@@ -107,6 +126,9 @@ def synthesize(
 
     Returns:
       The requests, numbered from 0.
+
+    Raises:
+      TypeError, ValueError: a number is out of range.
 
     Examples:
       >>> from longctx.simulation.workloads import Lengths, synthesize

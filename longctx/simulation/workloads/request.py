@@ -104,7 +104,18 @@ class WorkloadRequest:
         return self.prompt_tokens + self.output_tokens
 
     def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
-        """The tokens of the prompt, int32 `[prompt_tokens]`; TypeError if it is text."""
+        """The tokens of the prompt, made up unless the workload has them.
+
+        Args:
+          vocab_size: below which tokens are.
+          seed: of what is made up; what is shared is shared whatever it is.
+
+        Returns:
+          int32 `[prompt_tokens]`.
+
+        Raises:
+          TypeError: the prompt is text.
+        """
         if self.prompt is not None:
             if isinstance(self.prompt, str):
                 raise TypeError("prompt is text: encode it first")
