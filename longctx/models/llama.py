@@ -236,7 +236,7 @@ class Llama:
         return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax)), cache
 
     def rope(self, positions: Int[Array, "*B T"]) -> Rope:
-        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of integer positions `[*B, T]`. All layers share them."""
+        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of positions `[*B, T]`. All layers share them."""
         return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
