@@ -78,5 +78,8 @@ def _text(flags: dict[str, str]) -> str:
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 
-def _version_of_jaxlib() -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+def _version_of_jaxlib() -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:  # what loads it will say so
+        return None

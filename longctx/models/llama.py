@@ -50,6 +50,9 @@ embedding applied. `out` has the shape and dtype of `q`.
 Rope = tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]
 """Float32 cosines and sines of the rows' positions."""
 
+LayerFunction = Callable[[Params, Int[Array, ""], Float[Array, "*B T D"], Cache], tuple[Float[Array, "*B T D"], Cache]]
+"""`(weights, index, x, cache) -> (x, cache)`, one layer of `Llama.run_layers`."""
+
 
 @dataclass(frozen=True)
 class Llama:
@@ -122,9 +125,9 @@ class Llama:
             `attend`.
         """
         tokens = check_tokens(self.config, tokens)
-        positions = _check_positions(self.config, tokens, positions)
+        positions = check_positions(self.config, tokens, positions)
         if attend is None:
-            segment_ids = None if segment_ids is None else _like_tokens("segment_ids", tokens, segment_ids)
+            segment_ids = None if segment_ids is None else like_tokens("segment_ids", tokens, segment_ids)
             return _dense_logits(self, params, tokens, positions, segment_ids)
         if segment_ids is not None:
             raise ValueError("`segment_ids` has no effect when `attend` is given; mask in `attend`")
@@ -165,6 +168,7 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        run_layer: LayerFunction | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through some consecutive layers, all or part of `params["layers"]`, by a scan.
 
@@ -175,15 +179,20 @@ class Llama:
           attend: as for `forward`; it counts these layers from 0.
           cache: as for `forward`.
           psum, pmax: as for `layer`.
+          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` with remat. None:
+            `layer` itself.
 
         Returns:
           (hidden states `[*B, T, D]`, the cache).
         """
 
+        def plain(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+            return self.layer(weights, index, x, rope, attend, cache, psum, pmax)
+
         def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params]) -> Any:
             x, cache = carry
             index, weights = scanned
-            return self.layer(weights, index, x, rope, attend, cache, psum, pmax), None
+            return (run_layer or plain)(weights, index, x, cache), None
 
         carry, first = (x, cache), 0
         for stack in stacks_of(layers):
@@ -221,22 +230,53 @@ class Llama:
         Returns:
           (hidden states `[*B, T, D]`, the cache).
         """
-        config = self.config
+        weights = self.widened(params, x.dtype)
+        x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax)
+        return self.feed_forward(weights, x, psum, pmax), cache
+
+    def widened(self, params: Params, dtype: DTypeLike) -> Params:
+        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`."""
         is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
-        weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
+        return jax.tree.map(lambda w: w if is_arranged(w) else widen(w, dtype), params, is_leaf=is_arranged)
+
+    def attention(
+        self,
+        weights: Params,
+        index: Int[Array, ""],
+        x: Float[Array, "*B T D"],
+        rope: Rope,
+        attend: Attend,
+        cache: Cache,
+        psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
+    ) -> tuple[Float[Array, "*B T D"], Cache]:
+        """The first half of a layer: norm, projections, attention and the sum with x. Arguments are those of `layer`.
+
+        `weights` are those of `widened`; the heads are as many as the projections have.
+        """
+        config = self.config
         normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
         q, k, v = project_together(normed, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
         if config.qk_norm:
             q = rms_norm(q, weights["q_norm"], config.norm_eps)
             k = rms_norm(k, weights["k_norm"], config.norm_eps)
         out, cache = attend(cache, index, apply_rope(q, *rope), apply_rope(k, *rope), v)
-        x = x + psum(project(out, weights["wo"], axes=2, pmax=pmax))
-        normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+        return x + psum(project(out, weights["wo"], axes=2, pmax=pmax)), cache
+
+    def feed_forward(
+        self,
+        weights: Params,
+        x: Float[Array, "*B T D"],
+        psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
+    ) -> Float[Array, "*B T D"]:
+        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself."""
+        normed = rms_norm(x, weights["mlp_norm"], self.config.norm_eps)
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
-        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax)), cache
+        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
 
     def rope(self, positions: Int[Array, "*B T"]) -> Rope:
-        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of positions `[*B, T]`. All layers share them."""
+        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of integer positions `[*B, T]`, for all layers."""
         return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
@@ -343,8 +383,11 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Fl
     return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
-def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
+def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False) -> Array:
     """Convert `tokens` to an array.
+
+    Args:
+      is_packed: they are of several sequences, so there may be more than `max_positions`.
 
     Raises:
       TypeError, ValueError: they are no token ids; the message says why.
@@ -354,16 +397,21 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")
-    if array.shape[-1] > config.max_positions:
+    if array.shape[-1] > config.max_positions and not is_packed:
         raise ValueError(f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}")
     _check_range("tokens", array, config.vocab_size, "the vocabulary")
     return jnp.asarray(array)
 
 
-def _check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
+def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
+    """Convert `positions` to an array in the shape of `tokens`; None: 0 to T-1.
+
+    Raises:
+      TypeError, ValueError: they are no positions of the tokens; the message says why.
+    """
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
-    array = _like_tokens("positions", tokens, positions)
+    array = like_tokens("positions", tokens, positions)
     _check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
 
@@ -372,7 +420,12 @@ def _counting(tokens: Array) -> Array:
     return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
-def _like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
+def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
+    """Convert integers to an array in the shape of `tokens`.
+
+    Raises:
+      TypeError, ValueError: they have another dtype or shape; the message has the name.
+    """
     array = value if isinstance(value, Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {array.dtype}")
