@@ -22,8 +22,10 @@ import pytest
 from google_docstring import entries, sections
 from public_names import Documented, documented, fields, public_names
 
+from longctx import extras
+
 # Examples that take more than some 3 seconds of CPU.
-SLOW: set[str] = set()
+SLOW = {"longctx.serving.Engine", "longctx.simulation.Simulation"}
 
 # What a paper is behind: these must say which.
 SOURCED = (
@@ -246,10 +248,10 @@ def _calls_check(tree: ast.AST) -> bool:
 
 
 def _exception(item: Documented, name: str) -> type[BaseException] | None:
-    """The exception of a name: Python's, one of the module, or one that longctx exports."""
+    """The exception of a name: Python's, one of the module, or one of longctx for users."""
     module = inspect.getmodule(_function(item.of)) if item.of is not None else None
     exported = (documented()[each].of for each in NAMES if each.endswith(f".{name}"))
-    for found in (getattr(builtins, name, None), getattr(module, name, None), *exported):
+    for found in (*(getattr(each, name, None) for each in (builtins, module, extras)), *exported):
         if isinstance(found, type) and issubclass(found, BaseException):
             return found
     return None
