@@ -1,11 +1,12 @@
 """One style for all drawings, with matplotlib (extra `plot`), which is imported only to draw."""
 
-import importlib.util
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longctx import extras
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -57,7 +58,7 @@ def can_draw() -> bool:
       >>> can_draw()
       True
     """
-    return importlib.util.find_spec("matplotlib") is not None
+    return extras.is_installed("plot")
 
 
 @contextmanager
@@ -77,8 +78,9 @@ def style(outlines: bool = False) -> Iterator[None]:
       ...     print(mpl.rcParams["axes.grid"])
       True
     """
-    import matplotlib as mpl
-    from cycler import cycler
+    with extras.needed("plot", "a drawing"):
+        import matplotlib as mpl
+        from cycler import cycler
 
     settings: Any = {**_SETTINGS, "axes.prop_cycle": cycler(color=COLORS)}
     if outlines:
@@ -104,7 +106,8 @@ def drawing(panels: int = 1, width: float = 5.0, height: float = 3.4) -> "tuple[
       >>> figure.get_size_inches().tolist()
       [8.0, 3.4]
     """
-    from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
+    with extras.needed("plot", "a drawing"):
+        from matplotlib.figure import Figure as Drawing  # pyplot would need a display and keep global state
 
     figure = Drawing(figsize=(width * max(1, panels), height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0]) if panels else []

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,11 +125,11 @@ def _constant_doc(package: str, name: str) -> str:
         if any(alias.name == name for alias in statement.names):
             module = importlib.import_module("." * statement.level + (statement.module or ""), package)
     body = ast.parse(inspect.getsource(module)).body
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                return inspect.cleandoc(str(following.value.value))
+        is_it = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        if is_it and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            return inspect.cleandoc(str(following.value.value))
     return ""
 
 

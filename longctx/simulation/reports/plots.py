@@ -4,7 +4,8 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.plotting import COLORS, can_draw, drawing, save, style
+from longctx import extras
+from longctx.plotting import COLORS, drawing, save, style
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
 from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
@@ -23,11 +24,10 @@ def thinned(values: List[Any]) -> List[Any]:
 
 
 def check_can_plot(path: Path) -> None:
-    """Check that `plot` can write to a path; ValueError if not."""
+    """Check that `plot` can write to a path; ValueError if not, or if matplotlib is not installed."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
-    if not can_draw():
-        raise ValueError("needs matplotlib, which is not installed: pip install 'longctx-jax[plot]'")
+    extras.check("plot", "")
 
 
 def plot(record: Record, path: Path) -> None:
