@@ -5,7 +5,7 @@ WORKERS ?= 2
 
 .PHONY: demo chat serve test test-all check bench docs figures clean
 
-.venv/installed: setup.py
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable .
@@ -55,6 +55,10 @@ ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	touch $@
 
+.venv/installed-plot: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[plot]'
+	touch $@
+
 .venv/installed-docs: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
@@ -100,11 +104,11 @@ bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.
 DATA ?= $(wildcard ../shared/data)
 
-# The documentation's site, in build/site.
+# The documentation's site, in build/site. The variable silences a banner about a successor of mkdocs.
 docs: .venv/installed-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-figures: .venv/installed-docs
+figures: .venv/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 clean:

@@ -43,18 +43,20 @@ Run = Callable[[], object]
 
 
 class Peer:
-    def __init__(self, python: str, tokens: int) -> None:
-        command = [python, str(Path(__file__).with_name("ringattention_peer.py")), str(tokens)]
+    """A script of this folder in another environment, which answers each line on its input with one on its output."""
+
+    def __init__(self, python: str, *arguments: object, script: str = "ringattention_peer.py") -> None:
+        command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.versions = self._answer()
 
     def contender(self, name: str, devices: int) -> Run:
-        def run() -> None:
-            self.process.stdin.write(f"{name} {devices}\n")
-            self.process.stdin.flush()
-            self._answer()
+        return lambda: self.ask(f"{name} {devices}")
 
-        return run
+    def ask(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> str:
         line = self.process.stdout.readline()

@@ -25,6 +25,7 @@ import numpy as np
 from longctx.models import Llama, load_checkpoint
 from longctx.models.builtin import TINY
 from longctx.models.params import Params
+from longctx.plotting import MARKERS, drawing, save_both, style
 from longctx.serving import Engine, EngineConfig, Slo
 from longctx.serving.predictor import RuntimePredictor
 from longctx.serving.predictor.fit import fit, relative_errors
@@ -150,12 +151,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot_loads(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
+def draw_loads(rows: list[dict[str, Any]]) -> Any:
     names = [row["name"].replace(", ", "\n") for row in rows]
-    ttft, tail, long, chunks = figure.subplots(1, 4)
+    figure, (ttft, tail, long, chunks) = drawing(4, 3.0, 3.6)
     for axes, title, values in (
         (ttft, "TTFT of short ones, median", [row["short_ttft"]["p50"] for row in rows]),
         (tail, "90 %", [row["short_ttft"]["p90"] for row in rows]),
@@ -164,25 +162,22 @@ def plot_loads(rows: list[dict[str, Any]], path: Path) -> None:
         axes.bar_label(axes.bar(names, values), fmt="%.2f", fontsize=7)
         axes.set(title=title, ylabel="seconds")
         axes.tick_params(axis="x", labelsize=6)
+        axes.grid(visible=False, axis="x")
     chunks.plot(*zip(*(x for x in rows[0]["chunks"] if x[0] > 0), strict=True), ".", markersize=3)
     chunks.set(title=f"Chunks, {rows[0]['name']}", xlabel="tokens before", ylabel="tokens")
-    figure.savefig(path)
+    return figure
 
 
-def plot_pareto(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 4), layout="constrained")
-    axes = figure.subplots()
-    for kind in ("static", "adaptive"):
+def draw_pareto(rows: list[dict[str, Any]]) -> Any:
+    figure, (axes,) = drawing(1, 5.5, 4)
+    for kind, marker in zip(("static", "adaptive"), MARKERS, strict=False):
         points = [(row["tpot"]["p95"], row["long_ttft"], row["name"]) for row in rows if row["name"].startswith(kind)]
-        axes.plot(*list(zip(*points, strict=True))[:2], "o-", label=kind)
+        axes.plot(*list(zip(*points, strict=True))[:2], f"{marker}-", label=kind)
         for x, y, name in points:
-            axes.annotate(name.partition(":")[2], (x, y), fontsize=7)
+            axes.annotate(name.partition(":")[2], (x, y), (4, 3), textcoords="offset points", fontsize=7)
     axes.set(xlabel="TPOT of short ones, 95 %, seconds", ylabel="TTFT of the long one, seconds", xscale="log")
-    axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    return figure
 
 
 def main() -> None:
@@ -194,7 +189,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of each batch that the predictor is fitted to")
     parser.add_argument("--rounds", type=int, default=3, help="all take turns; medians count")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="where figures go, SVG")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="where figures go, SVG and PNG")
     options = parser.parse_args()
 
     count = round(options.rate * options.seconds)
@@ -220,9 +215,10 @@ def main() -> None:
         options.json.write_text(json.dumps(contents) + "\n", encoding="utf-8")
     if options.figures is not None:
         options.figures.mkdir(parents=True, exist_ok=True)
-        plot_loads(loads, options.figures / "mixed_load.svg")
-        if pareto:
-            plot_pareto(pareto, options.figures / "adaptive_chunks.svg")
+        with style():
+            save_both(draw_loads(loads), options.figures, "mixed_load")
+            if pareto:
+                save_both(draw_pareto(pareto), options.figures, "adaptive_chunks")
 
 
 if __name__ == "__main__":

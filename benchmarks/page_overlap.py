@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -20,6 +19,7 @@ from matplotlib.patches import Patch
 from benchmarks.tiers import Restarting
 from longctx.models import load_checkpoint
 from longctx.models.builtin import TINY
+from longctx.plotting import COLORS, drawing, save, style
 from longctx.serving import Engine, EngineConfig, Request, SamplingParams, StepMetrics
 from longctx.serving.kv_cache.connector import PageBlock, PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout
@@ -29,9 +29,8 @@ from longctx.serving.kv_cache.tiers.store import open_store
 PAGE, BUDGET = 64, 256
 BEFORE, AFTER = 0.3, 1.0  # seconds about the question that are drawn
 NEW, OLD = "a new document", "a question about a document on disk"
-COLORS = {NEW: "tab:blue", OLD: "tab:orange"}
-
-mpl.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})
+PROMPTS = {NEW: COLORS[0], OLD: COLORS[1]}
+LEAVE, READ, WRITTEN = COLORS[2], COLORS[3], COLORS[4]
 
 
 class Span(NamedTuple):
@@ -178,7 +177,7 @@ def run(tokens: int) -> Run:
 
 
 def draw(found: Run) -> Figure:
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure, _ = drawing(0, 9, 5.5)
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(1, 3, 3))
     origin = found.came
     for step in found.steps:
@@ -186,16 +185,16 @@ def draw(found: Run) -> Figure:
         rows = sum(count for _, count, _ in step.rows)
         for name, count, _ in step.rows:
             height = count / rows
-            top.bar(at, height, step.seconds, low, align="edge", color=COLORS[name], edgecolor="white", linewidth=0.4)
+            top.bar(at, height, step.seconds, low, align="edge", color=PROMPTS[name], edgecolor="white", linewidth=0.4)
             low += height
         prompts = [name for name, _, decodes in step.rows if not decodes]
         for name, (first, count) in zip(prompts, step.chunks, strict=True):
             axes, height = (middle, count / PAGE) if name == NEW else (bottom, 12)
-            axes.barh(first / PAGE, step.seconds, height, at, align="edge", color=COLORS[name], alpha=0.5)
+            axes.barh(first / PAGE, step.seconds, height, at, align="edge", color=PROMPTS[name], alpha=0.5)
     for axes, spans, color in (
-        (middle, found.stored, "tab:green"),
-        (bottom, found.taken, "tab:red"),
-        (bottom, found.written, "tab:purple"),
+        (middle, found.stored, LEAVE),
+        (bottom, found.taken, READ),
+        (bottom, found.written, WRITTEN),
     ):
         for span in spans:
             width, height = max(span.ended - span.begun, 3e-3), span.stop - span.first
@@ -213,11 +212,11 @@ def draw(found: Run) -> Figure:
     middle.set_ylim(min(pages) - 4, max(pages) + 8)
     bottom.set_ylim(0)
     labels = {
-        "tab:green": "pages leave the device",
-        "tab:red": "pages are read from disk",
-        "tab:purple": "pages are written to the device",
+        LEAVE: "pages leave the device",
+        READ: "pages are read from disk",
+        WRITTEN: "pages are written to the device",
     }
-    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    handles = [Patch(color=color, label=name) for name, color in PROMPTS.items()]
     handles += [Patch(color=color, label=name) for color, name in labels.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     return figure
@@ -230,7 +229,8 @@ def main() -> None:
     options = parser.parse_args()
     found = run(options.tokens)
     print(f"{len(found.steps)} steps, {len(found.stored)} reads, {len(found.taken)} blocks of {found.loaded} tokens")
-    draw(found).savefig(options.file, metadata={"Date": None, "Creator": None}, dpi=110)
+    with style():
+        save(draw(found), options.file)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from longctx.models import LlamaConfig
+from longctx.plotting import drawing, save, style
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.serving.predictor import CurvePredictor, Work
 from longctx.serving.predictor.roofline import GPUS, roofline
@@ -104,10 +105,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Medians as bars, 90 and 99 % as marks, as PNG or SVG."""
-    from matplotlib.figure import Figure
-
     rates = sorted({row["rate"] for row in rows})
-    figure = Figure(figsize=(3.6 * len(rates), 3.4), layout="constrained")
+    with style():
+        save(_draw(rows, rates), path)
+
+
+def _draw(rows: list[dict[str, Any]], rates: list[float]) -> Any:
+    figure, _ = drawing(0, 3.6 * len(rates), 3.4)
     for axes, rate in zip(np.atleast_1d(figure.subplots(1, len(rates), sharey=True)), rates, strict=True):
         own = [row for row in rows if row["rate"] == rate]
         names = [row["policy"] for row in own]
@@ -115,11 +119,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for mark, p in (("^", "p90"), ("_", "p99")):
             axes.plot(names, [row["all"][p] for row in own], mark, color="black", label=p)
         axes.set(title=f"{rate} requests/s", yscale="log")
-        axes.grid(alpha=0.3, axis="y")
+        axes.grid(visible=False, axis="x")
     first = figure.axes[0]
     first.set_ylabel("TTFT over that of the prompt alone")
     first.legend()
-    figure.savefig(path)
+    return figure
 
 
 def main() -> None:

@@ -31,9 +31,24 @@ def xla_flags(collectives: bool = False) -> str:
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
     effect on CPUs. They are for jaxlib 0.10 and 0.11.
 
+    A shell sets them by `export XLA_FLAGS="$(python -c 'import longctx; print(longctx.xla_flags())')"`.
+
     Args:
       collectives: capture collectives too, which XLA does not by default: hangs and slower steps have been reported
         (docs/command_buffers.md).
+
+    Returns:
+      Flags, with spaces between them.
+
+    Source:
+      Context parallelism paper, 4.3, and Mnemosyne, 5, which run decodes and mixed batches as CUDA graphs.
+
+    Examples:
+      >>> import longctx
+      >>> for flag in longctx.xla_flags().split():
+      ...     print(flag)
+      --xla_gpu_enable_command_buffer=+WHILE
+      --xla_gpu_command_buffer_unroll_loops=true
     """
     flags = dict(_FLAGS)
     if collectives:
@@ -63,5 +78,8 @@ def _text(flags: dict[str, str]) -> str:
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 
-def _version_of_jaxlib() -> tuple[int, ...]:
-    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+def _version_of_jaxlib() -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:  # what loads it will say so
+        return None

@@ -157,7 +157,7 @@ def test_plots_without_matplotlib_are_refused(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["bench", "--model", str(checkpoint), "--plot", "figure.png"]) == 2
-    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert "--plot needs matplotlib: pip install 'longctx-jax[plot]'" in capsys.readouterr().err
 
 
 def test_prompts_and_csv_files_are_read(tmp_path: Path) -> None:

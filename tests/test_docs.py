@@ -1,4 +1,4 @@
-"""The blocks of code in README.md and docs/ run as a reader would paste them, those of a page one after another.
+"""The blocks of code in the pages of the root and of docs/ run as a reader would paste them, one after another.
 
 A block that can't run here says so after its language: three backticks, `python not-run: needs two hosts`.
 """
@@ -58,7 +58,9 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-BLOCKS = [block for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) for block in blocks_of(page)]
+BLOCKS = [
+    block for page in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))) for block in blocks_of(page)
+]
 RUN = [block for block in BLOCKS if block.not_run is None]
 PYTHON_PAGES = list(dict.fromkeys(block.page for block in RUN if block.language == "python"))
 

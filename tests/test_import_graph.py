@@ -9,7 +9,8 @@ import longctx
 ROOT = Path(longctx.__file__).parent
 # Packages from the bottom up: each may import itself and those of lower layers.
 LAYERS = [
-    ["gpu_flags", "plotting"],
+    ["extras", "gpu_flags"],
+    ["plotting"],
     ["kernels"],
     ["parallel"],
     ["models"],

@@ -2,31 +2,27 @@
 
 import argparse
 import pathlib
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from longctx.parallel.layout import LAYOUTS, layout_shards
+from longctx.plotting import COLORS, save, style
 
 N = 4
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")  # Okabe and Ito: told apart by all kinds of colour vision
+COLOURS = (COLORS[0], COLORS[4], COLORS[2], COLORS[3])  # large areas: yellow is easier on the eye than vermilion
 INK, QUIET, LINE, MERGED = "#1F2933", "#5B6770", "#D5DBE1", "#DDE2E7"
 BAR, WIRE, ROW = 0.36, 0.24, 0.94  # heights: what a rank computes, what it sends, and both with the gaps
 TOP, LEFT, TIMES = 1.12, 1.2, "\N{MULTIPLICATION SIGN}"
 
-plt.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})
-
 
 def canvas(width: float, height: float, title: str) -> Axes:
     """Axes in inches, from the upper left corner of a white page."""
-    figure = plt.figure(figsize=(width, height), facecolor="white")
+    figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
@@ -34,12 +30,17 @@ def canvas(width: float, height: float, title: str) -> Axes:
     return axes
 
 
-def write(axes: Axes, x: float, y: float, text: str, size: float = 9, align: str = "center", **style: str) -> None:
+def write(axes: Axes, x: float, y: float, text: str, size: float = 9, align: str = "center", **style: Any) -> None:
     axes.text(x, y, text, size=size, ha=align, va="center_baseline", **{"color": INK} | style)
 
 
 def tint(colour: str) -> tuple[float, ...]:
     return tuple(1 - 0.2 * (1 - c) for c in to_rgb(colour))
+
+
+def ink(colour: str) -> tuple[float, ...]:
+    """Of letters: dark enough to be read on white."""
+    return tuple(0.7 * c for c in to_rgb(colour))
 
 
 def box(
@@ -189,10 +190,14 @@ def main() -> None:
     parser.add_argument("--format", default="svg", choices=("svg", "png"))
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     args = parser.parse_args()
+    with style(outlines=True):
+        write_figures(args.directory, args.format)
+
+
+def write_figures(folder: pathlib.Path, suffix: str) -> None:
     figures = {"pass_kv": draw_ring("KV"), "pass_q": draw_ring("Q"), "kvp": draw_kvp(), "layouts": draw_layouts()}
     for name, axes in figures.items():
-        metadata = {"Date": None, "Creator": None} if args.format == "svg" else None
-        axes.figure.savefig(args.directory / f"{name}.{args.format}", metadata=metadata, dpi=110)
+        save(axes.figure, folder / f"{name}.{suffix}")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from draw_exchanges import COLOURS, INK, LINE, MERGED, QUIET, TIMES, box, canvas, tint, write
+from draw_exchanges import COLOURS, INK, LINE, MERGED, QUIET, TIMES, box, canvas, ink, tint, write
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from longctx.models import load_checkpoint
 from longctx.models.builtin import TINY
+from longctx.plotting import save, style
 from longctx.serving import Engine, EngineConfig, EngineStats, ParallelPlan, Request, SamplingParams, StepMetrics
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.sequence import completion_of
@@ -167,7 +168,7 @@ def draw_devices(axes: Axes, engine: Engine, left: float, top: float) -> None:
         for line, text in enumerate(told):
             write(axes, x + 0.08, y + 0.37 + 0.19 * line, text, 8, "left")
         if tensor == 0:
-            write(axes, left + 1.07, y + 0.36, f"context {context}", 8.5, "right", color=COLOURS[context])
+            write(axes, left + 1.07, y + 0.36, f"context {context}", 8.5, "right", color=ink(COLOURS[context]))
             span = f"{context * engine.num_pages} to {(context + 1) * engine.num_pages - 1}"
             write(axes, left + 1.07, y + 0.56, f"pages {span}", 7.5, "right", color=QUIET)
         if stage == 0 and context == 0:
@@ -205,8 +206,8 @@ def draw_mesh() -> Axes:
         write(axes, 5.0, y + 0.12, name, 10, "left", weight="bold")
         for rank in ranks:
             top = y + 0.26 * rank
-            write(axes, left - 0.05, top, f"rank {rank}", 7, "right", color=COLOURS[rank])
-            axes.plot([left, left + wide], [top, top], color=LINE, lw=0.6)
+            write(axes, left - 0.05, top, f"rank {rank}", 7, "right", color=ink(COLOURS[rank]))
+            axes.plot([left, left + wide], [top, top], color=LINE, lw=0.6, zorder=0)
             for number, chunk in lives[name]:
                 if rank in chunk.ranks:
                     height = 0.1 if chunk.decodes else 0.22
@@ -232,9 +233,9 @@ def main() -> None:
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    for name, axes in {"gantt": draw_gantt(), "mesh": draw_mesh()}.items():
-        metadata = {"Date": None, "Creator": None} if args.format == "svg" else None
-        axes.figure.savefig(args.directory / f"{name}.{args.format}", metadata=metadata, dpi=110)
+    with style(outlines=True):
+        for name, axes in {"gantt": draw_gantt(), "mesh": draw_mesh()}.items():
+            save(axes.figure, args.directory / f"{name}.{args.format}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 import argparse
 import pathlib
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 from longctx.models import LlamaConfig
 from longctx.parallel.topology import Topology
+from longctx.plotting import drawing, save, style
 from longctx.serving import EngineConfig, ParallelPlan, Slo, StepMetrics
 from longctx.serving.predictor.roofline import roofline
 from longctx.simulation import Instance, Simulation
@@ -21,23 +21,20 @@ LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128, max_positions=2_000_
 PLAN = ParallelPlan.medha(context=4, tensor=8, rank_tokens=1_000_000)
 LONG, BUDGET, SECONDS = 1_000_000, 4096, 0.8
 
-mpl.rcParams.update({"svg.hashsalt": "longctx", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9})
 
-
-def run(chunking: str) -> list[StepMetrics]:
-    """A prompt of a million tokens, and 20 requests a second of 2,000 to 30,000 tokens, which decode 100."""
+def run() -> list[StepMetrics]:
+    """A prompt of a million tokens, and 10 requests a second of 2,000 to 30,000 tokens, which decode 100."""
     predictor = roofline(LLAMA_8B, Topology.preset("h100-rdma"), BUDGET, tensor=PLAN.tensor, context=PLAN.context)
     config = EngineConfig(
         page_size=256,
         num_pages=16_384,
         token_budget=BUDGET,
-        chunking=chunking,
         prefix_cache=False,
         slo=Slo(tpot=0.1, step_seconds=0.1),
     )
     rng = np.random.default_rng(0)
     requests = [WorkloadRequest(0.0, LONG, 1)]
-    for at in np.cumsum(rng.exponential(0.05, 200)).tolist():
+    for at in np.cumsum(rng.exponential(0.1, 200)).tolist():
         requests.append(WorkloadRequest(at, int(rng.integers(2_000, 30_000)), 100, number=len(requests)))
     steps = Simulation([Instance(LLAMA_8B, config, predictor, PLAN)]).run(requests).steps
     end = requests[-1].arrival / 2
@@ -45,13 +42,10 @@ def run(chunking: str) -> list[StepMetrics]:
 
 
 def draw() -> Figure:
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axes, chunking in zip(figure.subplots(2, 1, sharex=True), (f"static:{BUDGET}", "adaptive"), strict=True):
-        steps = run(chunking)
-        plot_ranks(steps, axes)
-        axes.set_title(f"{chunking}: steps of {1e3 * np.mean([step.seconds for step in steps]):.0f} ms")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_xlabel("")
+    figure, (axes,) = drawing(1, 9, 2.2)
+    steps = run()
+    plot_ranks(steps, axes)
+    axes.set_title(f"Compute, and wait (grey), in steps of {1e3 * np.mean([step.seconds for step in steps]):.0f} ms")
     return figure
 
 
@@ -60,8 +54,8 @@ def main() -> None:
     parser.add_argument("--format", default="svg", choices=("svg", "png"))
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     args = parser.parse_args()
-    metadata = {"Date": None, "Creator": None} if args.format == "svg" else None
-    draw().savefig(args.directory / f"ranks.{args.format}", metadata=metadata, dpi=110)
+    with style():
+        save(draw(), args.directory / f"ranks.{args.format}")
 
 
 if __name__ == "__main__":

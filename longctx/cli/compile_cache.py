@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jaxlib
-import platformdirs
 
-_VARIABLE = "LONGCTX_CACHE"
+from longctx.cli.cache_folder import VARIABLE, cache_root
+
 _MAX_BYTES = 1 << 30
 _UNUSED_DAYS = 30
 _BROKEN = ("Error reading persistent compilation cache", "Error writing persistent compilation cache")
@@ -33,15 +33,13 @@ def enable(is_wanted: bool) -> None:
     config: Any = jax.config
     if not is_wanted or config.jax_compilation_cache_dir is not None:
         return
-    named = os.environ.get(_VARIABLE)
     try:
-        root = Path(named) if named else platformdirs.user_cache_path("longctx")
-        folder = root / "programs" / _compiler()
+        folder = cache_root() / "programs" / _compiler()
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        if named:
-            raise ValueError(f"{_VARIABLE} must be a folder that can be written to: {error}") from None
+        if os.environ.get(VARIABLE):
+            raise ValueError(f"{VARIABLE} must be a folder that can be written to: {error}") from None
         return
     _remove_unused(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))

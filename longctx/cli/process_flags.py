@@ -36,10 +36,7 @@ def initialize_processes(options: argparse.Namespace) -> ProcessGroup:
         arguments["group_secret"] = read_text("--group-secret-file", options.group_secret_file)
     interrupts.leave_to_python()  # the other processes are told
     with naming_flags((*_NAMES, "ports")):
-        try:
-            return initialize(**arguments)
-        except ModuleNotFoundError as error:
-            raise ValueError(str(error)) from None
+        return initialize(**arguments)
 
 
 def make_parameter_mesh(

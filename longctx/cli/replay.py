@@ -26,10 +26,7 @@ _PLAN = ("stage", "context", "tensor")
 
 def run(options: argparse.Namespace) -> int:
     _check(options)
-    try:
-        log = RecordedLog(options.log)
-    except ModuleNotFoundError as error:  # msgspec
-        raise ValueError(f"{error}: pip install 'longctx-jax[serve]'") from None
+    log = RecordedLog(options.log)
     console = Console(options.quiet)
     try:
         if options.model is not None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from longctx import extras
 from longctx.cli.engine_flags import check_memory, make_engine, naming_flags, parallel_plan
 from longctx.cli.files import check_input
 from longctx.cli.join_flags import check_join_flags, joining
@@ -46,17 +47,16 @@ from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    pass
+    from longctx.serving.server.observers import ObserverSettings
 
 _CPU_CACHE = 2**30  # bytes of pages by default where they are the host's own memory, if a request needs no more
 _FOLLOWING = 10.0  # seconds for which a follower waits for the first process longer than that takes to shut down
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        from longctx.serving.server.http_server import bind
-    except ModuleNotFoundError as error:
-        raise ValueError(f"longctx serve needs {error.name}: pip install 'longctx-jax[serve]'") from None
+    extras.check("serve", "longctx serve")
+    from longctx.serving.server.http_server import bind
+
     if options.cluster is not None:
         from longctx.cli.serve_cluster import serve_cluster
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("launcher", "instance_key_file"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} needs --cluster")
-    settings, limits = server_settings(options), admission_limits(options)
+    settings, limits, observers = server_settings(options), admission_limits(options), observer_settings(options)
     check_weights(options, settings)
     _check_record(options)
     check_join_flags(options)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         listener = None
         if group.is_first:  # before anything that takes long
             listener = stack.enter_context(bind(options.host, options.port))
-        return _serve(options, config, settings, limits, template, group, listener)
+        return _serve(options, config, settings, limits, observers, template, group, listener)
 
 
 def _serve(
@@ -85,6 +85,7 @@ def _serve(
     config: EngineConfig,
     settings: ServerSettings,
     limits: AdmissionLimits,
+    observers: "ObserverSettings",
     template: str | None,
     group: ProcessGroup,
     listener: socket.socket | None,
@@ -92,7 +93,7 @@ def _serve(
     from longctx.serving.server.http_server import HttpServer
     from longctx.serving.server.server import Server
 
-    observers, console = observer_settings(options), Console(options.quiet or not group.is_first)
+    console = Console(options.quiet or not group.is_first)
     names = model_names(options)
     options.model = resolve_model(options.model, options.quiet)
     tokenizer = load_tokenizer(options.model)

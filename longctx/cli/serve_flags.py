@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx import extras
 from longctx.cli.arguments.observe import OBSERVERS
 from longctx.cli.arguments.serve import LIMITS, SETTINGS
 from longctx.cli.engine_flags import engine_config, naming_flags, prefixing
@@ -67,6 +68,8 @@ def admission_limits(options: argparse.Namespace) -> AdmissionLimits:
 
 
 def observer_settings(options: argparse.Namespace) -> "ObserverSettings":
+    if options.otlp is not None:
+        extras.check("otlp", "--otlp")
     from longctx.serving.server.observers import ObserverSettings
 
     with naming_flags(OBSERVER_NAMES):

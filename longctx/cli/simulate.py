@@ -19,7 +19,8 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_outputs
+from longctx.cli.workload_flags import check_folder, check_outputs
+from longctx.plotting import can_draw
 from longctx.simulation.capacity import Capacity, Tried, find_capacity
 from longctx.simulation.deployment import Deployment
 from longctx.simulation.record import Record
@@ -52,10 +53,7 @@ def _check(options: argparse.Namespace) -> None:
     check_simulation(options)
     apply_plan(options)
     check_outputs(options, "json", "plot", "trace")
-    if options.out is not None:
-        if options.out.exists() and not options.out.is_dir():
-            raise ValueError(f"--out must be a folder, and {options.out} is a file")
-        options.out.mkdir(parents=True, exist_ok=True)
+    check_folder(options)
     if options.capacity is not None:
         _targets(options)
         for name in ("rate", "users", "window"):
@@ -109,13 +107,14 @@ def _simulate(options: argparse.Namespace, console: Console) -> None:
             keep_ticks=options.trace is not None,
         )
     summary = summarize_deployment(record, deployment) | {"skipped": num_skipped} | found
-    print(deployment_table(summary))
+    printed = deployment_table(summary)
+    print(printed)
     if num_skipped:
         print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
     contents = _settings(options, deployment) | {"summary": summary}
     if options.json is not None:
         options.json.write_text(json.dumps(contents | report.details(record)) + "\n", encoding="utf-8")
-    _write(options, contents, record, traces or [])
+    _write(options, contents, record, traces or [], printed)
 
 
 def _search(
@@ -151,16 +150,19 @@ def _settings(options: argparse.Namespace, deployment: Deployment) -> dict[str, 
     }
 
 
-def _write(options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace]) -> None:
+def _write(
+    options: argparse.Namespace, contents: dict[str, Any], record: Record, traces: list[StageTrace], summary: str
+) -> None:
     """The files that flags ask for."""
-    from longctx.simulation.reports import chrome_trace, deployment_plots, deployment_report
+    from longctx.simulation.reports import chrome_trace, deployment_plots, workload_report
 
     if options.plot is not None:
         deployment_plots.plot_deployment(record, traces, options.plot)
     if options.trace is not None:
         chrome_trace.write_chrome_trace(record, traces, options.trace)
     if options.out is not None:
-        deployment_report.write_report(contents, record, traces, options.out)
+        drawing = deployment_plots.write_deployment(record, traces, options.out) if can_draw() else None
+        workload_report.write_report(contents, record, summary, drawing, options.out)
         print(f"written to {options.out / 'report.html'}")
 
 

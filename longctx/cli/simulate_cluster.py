@@ -13,19 +13,20 @@ from longctx.cli.files import check_input
 from longctx.cli.naming import prefixing
 from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_outputs
+from longctx.cli.workload_flags import check_folder, check_outputs
 from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
+from longctx.plotting import can_draw
 from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_deployment import ClusterDeployment
 from longctx.simulation.cluster.settings import ClusterSettings
-from longctx.simulation.reports import cluster_report
+from longctx.simulation.reports import cluster_report, workload_report
 
 _HEEDED = {
     *("cluster", "model", "topology", "plan", "stage", "context", "tensor", "rank_tokens", "placement", "exchange"),
     *("workload", "limit", "scale_lengths", "requests", "prompt_tokens", "output_tokens", "shared_prefix", "rate"),
-    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot"),
+    *("mix", "users", "jitter", "window", "max_length", "seed", "json", "plot", "out"),
 }
 _DEPLOYED = (
     *("page_size", "chunk", "coupled_chunk", "max_running", "host_bytes", "coupled_host_bytes"),
@@ -56,15 +57,20 @@ def run_cluster(options: argparse.Namespace) -> None:
             audit=None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit)),
         )
     summary = cluster_report.summarize_cluster(record, deployment.config.ttft, deployment.config.tpot)
-    print(cluster_report.cluster_table(summary))
+    printed = cluster_report.cluster_table(summary)
+    print(printed)
     if num_skipped:
         print(f"skipped {num_skipped} requests, longer than {options.max_length} tokens")
+    model, slos = file.simulation.get("model", options.model), (deployment.config.ttft, deployment.config.tpot)
+    contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
     if options.json is not None:
-        model = file.simulation.get("model", options.model)
-        contents = _settings(options, model, deployment) | {"summary": summary | {"skipped": num_skipped}}
         options.json.write_text(json.dumps(contents | cluster_report.details(record)) + "\n", encoding="utf-8")
     if options.plot is not None:
-        cluster_report.plot_cluster(record, deployment.config.ttft, deployment.config.tpot, options.plot)
+        cluster_report.plot_cluster(record, *slos, options.plot)
+    if options.out is not None:
+        drawing = cluster_report.write_cluster(record, *slos, options.out) if can_draw() else None
+        workload_report.write_report(contents, record, printed, drawing, options.out)
+        print(f"written to {options.out / 'report.html'}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -77,6 +83,7 @@ def _check(options: argparse.Namespace) -> None:
     check_input("--cluster", options.cluster)
     check_simulation(options)
     check_outputs(options, "json", "plot")
+    check_folder(options)
 
 
 def _deployment(file: ClusterFile, options: argparse.Namespace) -> ClusterDeployment:

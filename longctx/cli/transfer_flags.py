@@ -5,6 +5,7 @@ import ipaddress
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from longctx import extras
 from longctx.cli.files import read_text
 from longctx.cli.kv_flags import SECRET_FLAGS
 from longctx.cli.naming import naming_flags
@@ -29,6 +30,8 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
         return
     with naming_flags(_FLAGS):
         check_peers(options.kv_peer)
+    if options.kv_messenger != "zmq":
+        extras.check("mooncake", f"--kv-messenger {options.kv_messenger}")
     if options.kv_secret_file is None:
         raise ValueError("--role needs --kv-secret-file: servers know each other's pages by keys made with it")
     for name, why in (("no_prefix_cache", "pages have keys there"), ("record", "a replay has no other server")):

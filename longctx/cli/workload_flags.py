@@ -38,6 +38,14 @@ def check_outputs(options: argparse.Namespace, *names: str) -> None:
             plots.check_can_plot(options.plot)
 
 
+def check_folder(options: argparse.Namespace) -> None:
+    """Check that `--out` can be a folder, and make it; ValueError if it can't."""
+    if options.out is not None:
+        if options.out.exists() and not options.out.is_dir():
+            raise ValueError(f"--out must be a folder, and {options.out} is a file")
+        options.out.mkdir(parents=True, exist_ok=True)
+
+
 def check_workload(options: argparse.Namespace) -> None:
     """Check the flags alone; ValueError, with the flag."""
     wrong = _SYNTHETIC if options.workload is not None else _FROM_FILE

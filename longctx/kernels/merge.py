@@ -15,8 +15,11 @@ def merge_states(
 ) -> tuple[Float[Array, "... H"], Float[Array, "..."]]:
     """Merge stacked attention states into the state over the union of their keys.
 
+    Merging many partial results in bf16 adds an error per merge: keep them float32 until the last one
+    (`attention(..., out_dtype=jnp.float32)`). Outside of `jax.jit` a call compiles once for its shapes.
+
     Args:
-      outs: normalised attention outputs `[..., M, ..., T, N, H]`, M states along `axis`.
+      outs: normalised attention outputs, floating point `[..., M, ..., T, N, H]`, M states along `axis`.
       lses: their log-sum-exp, natural log, float32, `outs.shape` without the last dimension.
         `-inf` marks a query that saw no key; its `out` must be 0.
       axis: where the states are stacked, counted in `lses` (so never the head size).
@@ -29,8 +32,21 @@ def merge_states(
       ValueError: the shapes or `axis` don't fit, or there is no state to merge.
       TypeError: outs or lses are no arrays, or lses are not float32 (or float64).
 
-    Merging many partial results in bf16 adds an error per merge: keep them float32 until the last one
-    (`attention(..., out_dtype=jnp.float32)`). Outside of `jax.jit` a call compiles once for its shapes.
+    Source:
+      Context parallelism paper, appendix B.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention, merge_states
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> q, k, v = (jax.random.normal(key, (6, heads, 64)) for key, heads in zip(keys, (8, 2, 2)))
+      >>> out, lse = attention(q, k, v, causal=False)
+      >>> states = [attention(q, k[part::3], v[part::3], causal=False) for part in range(3)]  # a third of the keys each
+      >>> outs, lses = map(jnp.stack, zip(*states))
+      >>> merged, merged_lse = merge_states(outs, lses)
+      >>> bool(jnp.allclose(merged, out, atol=1e-5)), bool(jnp.allclose(merged_lse, lse, atol=1e-5))
+      (True, True)
     """
     outs, lses = check_array("outs", outs), check_array("lses", lses)
     if outs.shape[:-1] != lses.shape:
@@ -66,11 +82,33 @@ def merge_state(
     """Merge two attention states: `merge_states` for a pair.
 
     Args:
-      out_a, out_b: `[*B, T, N, H]`.
-      lse_a, lse_b: `[*B, T, N]` float32, natural log.
+      out_a, out_b: normalised attention outputs, floating point `[*B, T, N, H]`, of one shape.
+      lse_a, lse_b: float32 `[*B, T, N]`, natural log.
 
     Returns:
       `(out, lse)` over the keys of both; `out` in the promoted dtype of `out_a` and `out_b`.
+
+    Raises:
+      ValueError: the shapes differ.
+      TypeError: one is no array, or an lse is not float32 (or float64).
+
+    Source:
+      Context parallelism paper, appendix B.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention, merge_state
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> q, k, v = (jax.random.normal(key, (6, heads, 64)) for key, heads in zip(keys, (8, 2, 2)))
+      >>> prefix = attention(q, k[:4], v[:4], causal=False)  # a state `(out, lse)`
+      >>> rest = attention(q, k[4:], v[4:], causal=False)
+      >>> out, lse = merge_state(*prefix, *rest)
+      >>> bool(jnp.allclose(out, attention(q, k, v, causal=False)[0], atol=1e-5))
+      True
+      >>> out, lse = merge_state(*prefix, jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf))  # of no keys
+      >>> bool((out == prefix[0]).all())
+      True
     """
     out_a, out_b = check_array("out_a", out_a), check_array("out_b", out_b)
     lse_a, lse_b = check_array("lse_a", lse_a), check_array("lse_b", lse_b)

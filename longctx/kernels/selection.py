@@ -35,7 +35,18 @@ class Case(NamedTuple):
 class Selection:
     """The implementation that is taken when none is named, and for each other one the reason why it is not.
 
-    For a Hopper GPU, `ptxas` says what assembles the kernels of `mosaic_gpu`.
+    Attributes:
+      taken: its name.
+      refused: the reason for each other one, by name.
+      ptxas: what assembles the kernels of `mosaic_gpu` on a Hopper GPU; elsewhere empty.
+
+    Examples:
+      >>> import jax
+      >>> from longctx.kernels import explain
+      >>> q = jax.ShapeDtypeStruct((6, 8, 64), "bfloat16")
+      >>> selection = explain(q, q)
+      >>> selection.taken, sorted(selection.refused)
+      ('xla', ['mosaic_gpu', 'reference'])
     """
 
     taken: str
@@ -61,6 +72,15 @@ def explain(q: Array, k: Array, paged: bool = False) -> Selection:
 
     Raises:
       ValueError: q or k has too few dimensions, or their head sizes differ.
+
+    Examples:
+      >>> import jax
+      >>> from longctx.kernels import explain
+      >>> q, k = jax.ShapeDtypeStruct((6, 8, 64), "bfloat16"), jax.ShapeDtypeStruct((6, 2, 64), "bfloat16")
+      >>> print(explain(q, k))
+      mosaic_gpu  needs an NVIDIA GPU of the Hopper generation (sm_90), got cpu 'cpu'
+      xla         taken
+      reference   dense: for tests, takes the memory of all scores
     """
     for name, x in (("q", q), ("k", k)):
         if len(x.shape) < 3 + (paged and name == "k"):

@@ -62,6 +62,19 @@ def load_checkpoint(
         unsupported setting; or the package that reads GGUF files is not installed.
       CheckpointError: (a ValueError) a tensor is missing, unexpected, or of a wrong shape or dtype, or a file is
         truncated or not as it should be.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from longctx.models import load_checkpoint, load_tokenizer
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> tokenizer = load_tokenizer(TINY)
+      >>> tokens = jnp.array(tokenizer.encode("The secret number is 4711. The secret number is 471"))
+      >>> model, params = load_checkpoint(TINY)
+      >>> logits = model(params, tokens)
+      >>> logits.shape, logits.dtype
+      ((52, 258), dtype('float32'))
+      >>> tokenizer.decode([int(logits[-1].argmax())])
+      '1'
     """
     with _open_checkpoint(Path(directory), dtype) as (reader, model, dtype):
         params = jax.tree.map(

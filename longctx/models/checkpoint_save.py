@@ -42,6 +42,18 @@ def save_checkpoint(
 
     Raises:
       ValueError: `params` do not fit the model, or are sharded over several processes.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.models import load_checkpoint, save_checkpoint
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> model, params = load_checkpoint(TINY)
+      >>> save_checkpoint("mine", model, params)  # a directory; transformers reads it too
+      >>> sorted(path.name for path in Path("mine").iterdir())
+      ['config.json', 'model.safetensors']
+      >>> _, loaded = load_checkpoint("mine", dtype="bfloat16")
+      >>> loaded["embed"].dtype
+      dtype(bfloat16)
     """
     dtype = _check_params(model, params)
     directory = Path(directory)

@@ -32,12 +32,27 @@ def verify(directory: str | os.PathLike[str], progress: Progress | None = None) 
     headers, and every tensor's name, shape, dtype and place. Beyond that it looks for weights that are NaN or infinite,
     for token ids without an embedding, renders the chat template, and compares the SHA-256 sums that a directory has.
 
+    Args:
+      directory: a local directory as `save_pretrained` writes it, or a file `*.gguf`.
+      progress: called with the number of tensors that are read, and of all. None: nothing is called.
+
     Returns:
       A line for each problem, which names the file; none: the checkpoint is sound.
 
     Raises:
       FileNotFoundError: no such directory or GGUF file.
       ValueError: it cannot be read, or the package that reads GGUF files is not installed.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.models import load_checkpoint, save_checkpoint, verify
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> verify(TINY)  # sound
+      []
+      >>> save_checkpoint("broken", *load_checkpoint(TINY))
+      >>> _ = Path("broken/model.safetensors").write_bytes(Path("broken/model.safetensors").read_bytes()[:-1])
+      >>> [problem.partition(":")[0] for problem in verify("broken")]
+      ['broken/model.safetensors is truncated', 'broken has no tokenizer.json (other tokenizer formats are not read)']
     """
     directory = Path(directory)
     if is_gguf(directory):

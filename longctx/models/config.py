@@ -34,14 +34,36 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama decoder. Hashable, so it can be static under jit.
+    """The configuration of a Llama, Mistral, Qwen2.5 or Qwen3 decoder. Hashable, so it can be static under jit.
 
-    Mistral is one too; Qwen2.5 adds biases (`qkv_bias`), Qwen3 an RMS norm of each head's queries and keys (`qk_norm`).
-    `max_positions` is the longest sequence that the model accepts; each of `eos_ids` ends a generation;
-    `quantization` says which weights are FP8 (docs/fp8.md).
+    Attributes:
+      vocab_size: token ids, 0 to `vocab_size` - 1.
+      hidden_size: D, of a token's hidden state.
+      intermediate_size: of the feed-forward.
+      num_layers: how many.
+      num_heads, num_kv_heads: N query heads and K key heads, N a multiple of K.
+      head_dim: H, even.
+      rope: the frequencies of the rotary embedding.
+      norm_eps: what RMS norms add to the mean square.
+      tie_embeddings: whether the embedding is the output head too.
+      qkv_bias: whether queries, keys and values have biases, as in Qwen2.5.
+      qk_norm: whether each head's queries and keys have an RMS norm, as in Qwen3.
+      max_positions: tokens of the longest sequence that the model accepts.
+      bos_id: the token that begins a text. None: there is none.
+      eos_ids: tokens each of which ends a generation.
+      quantization: which weights are FP8 (docs/fp8.md). None: no one.
 
     Raises:
       TypeError, ValueError: a value is of a wrong type or out of range; the message names it.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> LlamaConfig.preset("llama-3.1-8b").num_kv_heads
+      8
+      >>> sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2}
+      >>> small = LlamaConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+      >>> LlamaConfig.from_hf(small.to_hf()) == small  # the contents of a config.json
+      True
     """
 
     vocab_size: int
@@ -85,6 +107,9 @@ class LlamaConfig:
     @staticmethod
     def from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> LlamaConfig:
         """Read a Hugging Face `config.json`, given as its path or its contents.
+
+        Returns:
+          The configuration, with the defaults of transformers for what the file leaves out.
 
         Raises:
           FileNotFoundError: there is no such file.

@@ -15,9 +15,26 @@ def checkpoint_fingerprint(directory: str | os.PathLike[str]) -> dict[str, str]:
 
     The samples of a safetensors file have its header. A GGUF file is the only one of its checkpoint.
 
+    Args:
+      directory: a checkpoint directory, or a file `*.gguf`.
+
+    Returns:
+      By the name of each file, 16 hexadecimal digits of its digest, blake2b.
+
     Raises:
       FileNotFoundError: no such directory or GGUF file.
       ValueError: it cannot be read.
+
+    Examples:
+      >>> import shutil
+      >>> from pathlib import Path
+      >>> from longctx.models import checkpoint_fingerprint
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> _ = shutil.copytree(TINY, "copy")  # as if on another host
+      >>> _ = Path("copy/config.json").write_text("{}")
+      >>> here, there = checkpoint_fingerprint(TINY), checkpoint_fingerprint("copy")
+      >>> [name for name in here if here[name] != there[name]]
+      ['config.json']
     """
     directory = Path(directory)
     if is_gguf(directory):

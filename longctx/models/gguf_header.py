@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from longctx import extras
 from longctx.models.json_file import is_file
 from longctx.models.safetensors_reader import CheckpointError
 from longctx.models.validation import shown
@@ -61,13 +62,9 @@ class GgufHeader:
 
 
 def require_gguf() -> None:
-    """Raise ValueError if the `gguf` package, which dequantises, is not installed."""
-    try:
+    """Raise MissingExtra, a ValueError, if the `gguf` package, which dequantises, is not installed."""
+    with extras.needed("gguf", "a GGUF file"):
         import gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ValueError("GGUF files need the package gguf: pip install 'longctx-jax[gguf]'") from None
 
 
 def read_header(path: Path) -> GgufHeader:

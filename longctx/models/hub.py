@@ -11,6 +11,7 @@ import os
 import re
 from pathlib import Path
 
+from longctx import extras
 from longctx.models.json_file import check_directory, exists, is_file, is_gguf
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, index_files
 
@@ -35,10 +36,24 @@ def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path
         `owner/name@revision`. A directory of that name takes precedence.
       is_quiet: show no progress bar (which only a terminal shows).
 
+    Returns:
+      The path, as `load_checkpoint` and `load_tokenizer` take it.
+
     Raises:
       FileNotFoundError: there is no such directory or file.
       ValueError: it is a file of another kind, such as a pipe; or the hub has no such model or revision, can't be
-        reached, asks for a token, or has no safetensors of it; or the package `huggingface_hub` is not installed.
+        reached, asks for a token, or has no safetensors of it; or, as MissingExtra, the package `huggingface_hub` is
+        not installed.
+
+    Examples:
+      >>> from longctx.models import resolve_model
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> resolve_model(TINY) == TINY  # a directory that is there; "owner/name" is downloaded
+      True
+      >>> resolve_model("models/none.gguf")
+      Traceback (most recent call last):
+          ...
+      FileNotFoundError: no such file: models/none.gguf
     """
     if not os.fspath(model):
         raise ValueError("no model is named")
@@ -57,14 +72,8 @@ def resolve_model(model: str | os.PathLike[str], is_quiet: bool = False) -> Path
         raise FileNotFoundError(f"no such file: {path}")
     if name is None:
         raise FileNotFoundError(f"no such directory: {path}")
-    try:
+    with extras.needed("hub", f"no such directory: {path}; a model of the Hugging Face hub"):
         import huggingface_hub  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "huggingface_hub":
-            raise
-        raise ValueError(
-            f"no such directory: {path}; if it is a model of the Hugging Face hub, pip install 'longctx-jax[hub]'"
-        ) from None
     return _download(name["model"], name["revision"], is_quiet)
 
 

@@ -50,15 +50,47 @@ embedding applied. `out` has the shape and dtype of `q`.
 Rope = tuple[Float[Array, "*B T half"], Float[Array, "*B T half"]]
 """Float32 cosines and sines of the rows' positions."""
 
+LayerFunction = Callable[[Params, Int[Array, ""], Float[Array, "*B T D"], Cache], tuple[Float[Array, "*B T D"], Cache]]
+"""`(weights, index, x, cache) -> (x, cache)`, one layer of `Llama.run_layers`."""
+
 
 @dataclass(frozen=True)
 class Llama:
-    """The functions of a model, for one configuration. It holds no arrays and is hashable."""
+    """The functions of a model, for one configuration. It holds no arrays and is hashable.
+
+    Attributes:
+      config: the sizes of the model.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2}
+      >>> config = LlamaConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+      >>> model = Llama(config)
+      >>> params = model.init(jax.random.key(0))
+      >>> tokens = jnp.array([[1, 2, 3, 7, 8]])
+      >>> model(params, tokens).shape  # logits
+      (1, 5, 256)
+      >>> segments, positions = jnp.array([[0, 0, 0, 1, 1]]), jnp.array([[0, 1, 2, 0, 1]])  # two packed sequences
+      >>> packed = model(params, tokens, positions, segments)
+      >>> bool(jnp.allclose(packed[:, 3:], model(params, tokens[:, 3:]), atol=1e-5))
+      True
+    """
 
     config: LlamaConfig
 
     def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
-        """Random parameters of `dtype`, normal with standard deviation `initializer_range`."""
+        """Random parameters, normal weights, norms of 1 and biases of 0.
+
+        Args:
+          key: of `jax.random.key`.
+          dtype: of the parameters.
+          initializer_range: the standard deviation.
+
+        Returns:
+          A pytree of arrays, in which the layers are stacked.
+        """
         return init_params(self.config, key, dtype, initializer_range)
 
     def abstract_params(self, dtype: DTypeLike = jnp.float32) -> Params:
@@ -76,7 +108,7 @@ class Llama:
         """Compute the logits of every token.
 
         Args:
-          params: parameters of `init` or `load_checkpoint`.
+          params: the pytree of `init` or `load_checkpoint`.
           tokens: integers `[*B, T]`.
           positions: integers `[*B, T]`; by default 0 to T-1.
           segment_ids: integers `[*B, T]` for packed sequences, negative for padding. Tokens attend
@@ -93,9 +125,9 @@ class Llama:
             `attend`.
         """
         tokens = check_tokens(self.config, tokens)
-        positions = _check_positions(self.config, tokens, positions)
+        positions = check_positions(self.config, tokens, positions)
         if attend is None:
-            segment_ids = None if segment_ids is None else _like_tokens("segment_ids", tokens, segment_ids)
+            segment_ids = None if segment_ids is None else like_tokens("segment_ids", tokens, segment_ids)
             return _dense_logits(self, params, tokens, positions, segment_ids)
         if segment_ids is not None:
             raise ValueError("`segment_ids` has no effect when `attend` is given; mask in `attend`")
@@ -110,11 +142,19 @@ class Llama:
         attend: Attend,
         cache: Cache,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """Compute the hidden states after the final norm, in the parameters' dtype, and the cache.
+        """Compute the hidden states after the final norm, and the cache.
 
-        Serving calls this under jit, so `tokens` and `positions` are not checked. The parameters may be those of
-        `sharded_params.local_params`. The cache is a carry of the scan over layers, because scanned-over inputs and
-        outputs would be copied whole.
+        Serving calls this under jit, so `tokens` and `positions` are not checked. The cache is a carry of the scan over
+        layers, because scanned-over inputs and outputs would be copied whole.
+
+        Args:
+          params: of `init` or `load_checkpoint`, or those of `sharded_params.local_params`.
+          tokens, positions: integers `[*B, T]`.
+          attend: what queries attend to, `attend(cache, layer, q, k, v) -> (out, cache)`.
+          cache: any pytree, or None, which only `attend` reads.
+
+        Returns:
+          (hidden states `[*B, T, D]` in the parameters' dtype, the cache as `attend` left it).
         """
         x, cache = self.run_layers(params["layers"], params["embed"][tokens], self.rope(positions), attend, cache)
         return self.norm(params, x), cache
@@ -128,16 +168,31 @@ class Llama:
         cache: Cache,
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
+        run_layer: LayerFunction | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
         """Run hidden states through some consecutive layers, all or part of `params["layers"]`, by a scan.
 
-        `attend` counts these layers from 0; `rope`, `psum` and `pmax` are as in `layer`.
+        Args:
+          layers: their parameters, stacked.
+          x: hidden states `[*B, T, D]`, floating point.
+          rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
+          attend: as for `forward`; it counts these layers from 0.
+          cache: as for `forward`.
+          psum, pmax: as for `layer`.
+          run_layer: what runs a layer, `(weights, index, x, cache) -> (x, cache)`, such as `layer` with remat. None:
+            `layer` itself.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
         """
+
+        def plain(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+            return self.layer(weights, index, x, rope, attend, cache, psum, pmax)
 
         def layer(carry: tuple[Array, Cache], scanned: tuple[Array, Params]) -> Any:
             x, cache = carry
             index, weights = scanned
-            return self.layer(weights, index, x, rope, attend, cache, psum, pmax), None
+            return (run_layer or plain)(weights, index, x, cache), None
 
         carry, first = (x, cache), 0
         for stack in stacks_of(layers):
@@ -167,32 +222,85 @@ class Llama:
         Args:
           params: the layer's parameters; 16-bit ones may be bits.
           index: int32, what `attend` is told.
-          rope: what `rope` returned for the rows' positions.
+          x: hidden states `[*B, T, D]`, floating point.
+          rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
+          attend, cache: as for `forward`.
+          psum, pmax: the sum and the maximum of an array over the devices of tensor parallelism.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
+        """
+        weights = self.widened(params, x.dtype)
+        x, cache = self.attention(weights, index, x, rope, attend, cache, psum, pmax)
+        return self.feed_forward(weights, x, psum, pmax), cache
+
+    def widened(self, params: Params, dtype: DTypeLike) -> Params:
+        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`."""
+        is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
+        return jax.tree.map(lambda w: w if is_arranged(w) else widen(w, dtype), params, is_leaf=is_arranged)
+
+    def attention(
+        self,
+        weights: Params,
+        index: Int[Array, ""],
+        x: Float[Array, "*B T D"],
+        rope: Rope,
+        attend: Attend,
+        cache: Cache,
+        psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
+    ) -> tuple[Float[Array, "*B T D"], Cache]:
+        """The first half of a layer: norm, projections, attention and the sum with x. Arguments are those of `layer`.
+
+        `weights` are those of `widened`; the heads are as many as the projections have.
         """
         config = self.config
-        is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
-        weights = jax.tree.map(lambda w: w if is_arranged(w) else widen(w, x.dtype), params, is_leaf=is_arranged)
         normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
         q, k, v = project_together(normed, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
         if config.qk_norm:
             q = rms_norm(q, weights["q_norm"], config.norm_eps)
             k = rms_norm(k, weights["k_norm"], config.norm_eps)
         out, cache = attend(cache, index, apply_rope(q, *rope), apply_rope(k, *rope), v)
-        x = x + psum(project(out, weights["wo"], axes=2, pmax=pmax))
-        normed = rms_norm(x, weights["mlp_norm"], config.norm_eps)
+        return x + psum(project(out, weights["wo"], axes=2, pmax=pmax)), cache
+
+    def feed_forward(
+        self,
+        weights: Params,
+        x: Float[Array, "*B T D"],
+        psum: Callable[[Array], Array] = lambda x: x,
+        pmax: Callable[[Array], Array] = lambda x: x,
+    ) -> Float[Array, "*B T D"]:
+        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself."""
+        normed = rms_norm(x, weights["mlp_norm"], self.config.norm_eps)
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
-        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax)), cache
+        return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
 
     def rope(self, positions: Int[Array, "*B T"]) -> Rope:
-        """Rotary cosines and sines, which all layers share."""
+        """The rotary cosines and sines, float32 `[*B, T, H / 2]`, of integer positions `[*B, T]`, for all layers."""
         return rope_cos_sin(rope_table(self.config.rope, self.config.head_dim), positions)
 
     def norm(self, params: Params, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
-        """Apply the norm after the last layer."""
+        """Apply the norm after the last layer.
+
+        Args:
+          params: of `init` or `load_checkpoint`.
+          x: hidden states `[*B, T, D]`, floating point.
+
+        Returns:
+          `[*B, T, D]` in the dtype of x.
+        """
         return rms_norm(x, params["final_norm"], self.config.norm_eps)
 
     def logits(self, params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... vocab"]:
-        """The float32 logits of hidden states."""
+        """The float32 logits of hidden states.
+
+        Args:
+          params: of `init` or `load_checkpoint`.
+          hidden: what `forward` returned, `[..., D]`, or some rows of it.
+
+        Returns:
+          float32 `[..., vocab]`.
+        """
         head = params["lm_head"] if "lm_head" in params else params["embed"].T
         return project(hidden, head, dtype=jnp.float32)
 
@@ -275,8 +383,11 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Fl
     return jnp.broadcast_to(weight.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
-def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
+def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False) -> Array:
     """Convert `tokens` to an array.
+
+    Args:
+      is_packed: they are of several sequences, so there may be more than `max_positions`.
 
     Raises:
       TypeError, ValueError: they are no token ids; the message says why.
@@ -286,16 +397,21 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike) -> Array:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")
-    if array.shape[-1] > config.max_positions:
+    if array.shape[-1] > config.max_positions and not is_packed:
         raise ValueError(f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}")
     _check_range("tokens", array, config.vocab_size, "the vocabulary")
     return jnp.asarray(array)
 
 
-def _check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
+def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | None) -> Array:
+    """Convert `positions` to an array in the shape of `tokens`; None: 0 to T-1.
+
+    Raises:
+      TypeError, ValueError: they are no positions of the tokens; the message says why.
+    """
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
-    array = _like_tokens("positions", tokens, positions)
+    array = like_tokens("positions", tokens, positions)
     _check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
 
@@ -304,7 +420,12 @@ def _counting(tokens: Array) -> Array:
     return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
-def _like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
+def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
+    """Convert integers to an array in the shape of `tokens`.
+
+    Raises:
+      TypeError, ValueError: they have another dtype or shape; the message has the name.
+    """
     array = value if isinstance(value, Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must be integers, got {array.dtype}")

@@ -170,6 +170,22 @@ def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
 
     An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Layers are stacked for the
     mesh's stages (`param_table`), and replicated if there are fewer than stages.
+
+    Args:
+      config: of the model.
+      mesh: with any of the axes `stage`, `context` and `tensor`.
+
+    Returns:
+      A pytree as that of the parameters, for `jax.sharding.NamedSharding`.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig, param_specs
+      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> config = LlamaConfig.preset("llama-3.2-1b")
+      >>> cpu_devices(8)  # where there are no accelerators
+      >>> specs = param_specs(config, make_mesh(context=4, tensor=2))
+      >>> specs["layers"]["wq"]  # layers, hidden, heads, head size
+      P('stage', None, 'tensor', None)
     """
     stages = num_stages(config, mesh)
 

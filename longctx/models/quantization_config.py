@@ -52,6 +52,17 @@ class RowwiseFp8:
     Raises:
       TypeError, ValueError: it is no tuple of tuples of names, a name is unknown, more than `MAX_RUNS` runs of layers
         are alike, or the bound is not positive.
+
+    Source:
+      Context parallelism paper, 4.1 (row-wise FP8 weights of the feed-forward).
+
+    Examples:
+      >>> import dataclasses
+      >>> from longctx.models import LlamaConfig, RowwiseFp8
+      >>> config = LlamaConfig.preset("llama-3.1-405b")
+      >>> quantized = dataclasses.replace(config, quantization=RowwiseFp8.of(config.num_layers))
+      >>> quantized.quantization.layers[:2]  # the first layer stays as it is
+      ((), ('w_gate', 'w_up', 'w_down'))
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -77,6 +88,14 @@ class RowwiseFp8:
         """Quantise the feed-forward of every layer but the first and the last (`"ffn"`), or all projections (`"all"`).
 
         `"ffn"` is what Meta's 405B model has.
+
+        Args:
+          num_layers: of the model.
+          modules: `"ffn"` or `"all"`.
+          activation_scale_ub: as of the class.
+
+        Returns:
+          Which weights are quantised.
 
         Raises:
           TypeError, ValueError: an argument is of a wrong type or out of range; the message names it.

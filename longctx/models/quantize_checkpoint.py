@@ -54,10 +54,22 @@ def quantize_checkpoint(
       directory: what `load_checkpoint` reads, but no GGUF file.
       out: a directory that is empty or does not exist. What a killed call left there is removed.
       modules: `"ffn"`, the feed-forward of all layers but the first and the last; `"all"`, all projections.
+      progress: called with the number of tensors that are written, and of all. None: nothing is called.
 
     Raises:
-      FileNotFoundError, ValueError, CheckpointError: as `load_checkpoint`; the model is quantised already, nothing of
-        it would be, `out` is not empty, or a weight is not finite.
+      FileNotFoundError, ValueError, CheckpointError: as `load_checkpoint`; or the model is quantised already, nothing
+        of it would be, `out` is not empty, or a weight is not finite.
+
+    Source:
+      Context parallelism paper, 4.1 (row-wise FP8 weights of the feed-forward).
+
+    Examples:
+      >>> from longctx.models import load_checkpoint, quantize_checkpoint
+      >>> from longctx.models.builtin import TINY  # the directory of a small model
+      >>> quantize_checkpoint(TINY, "tiny-fp8")
+      >>> model, params = load_checkpoint("tiny-fp8")
+      >>> model.config.quantization.layers
+      ((), ('w_gate', 'w_up', 'w_down'), ('w_gate', 'w_up', 'w_down'), ())
     """
     directory, out = Path(directory), Path(out)
     if is_gguf(directory) and is_file(directory):

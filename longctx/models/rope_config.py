@@ -100,9 +100,29 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The base `theta` and the scaling of its frequencies, if any.
+    """The base `theta` and the scaling of its frequencies, if any. Plain theta scaling for longer contexts is
+    `RopeConfig(theta=larger)`.
 
-    Plain theta scaling for longer contexts is `RopeConfig(theta=larger)`.
+    Attributes:
+      theta: the base of the frequencies, more than 1.
+      scaling: of the frequencies, to longer contexts. None: they are not scaled.
+
+    Raises:
+      TypeError, ValueError: a value is of a wrong type or out of range; the message names it.
+
+    Source:
+      Rotary embedding: RoFormer (Su et al. 2021).
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.models import LlamaConfig, RopeConfig
+      >>> rope = RopeConfig(theta=500_000.0)
+      >>> rope.inverse_frequencies(head_dim=8).round(6).tolist()
+      [1.0, 0.037606, 0.001414, 5.3e-05]
+      >>> stretched = LlamaConfig.preset("llama-3.1-8b").rope  # 8 times as long a context
+      >>> slowest = (each.inverse_frequencies(128)[-1] for each in (RopeConfig(500_000.0), stretched))
+      >>> round(float(np.divide(*slowest)), 3)
+      8.0
     """
 
     theta: float = 10000.0
@@ -119,7 +139,7 @@ class RopeConfig:
             raise ValueError("llama3 rope scaling needs low_freq_factor < high_freq_factor")
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per token, float64 `[head_dim // 2]`, scaling included."""
+        """The radians per token, float64 `[head_dim // 2]`, scaling included."""
         inv_freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         return inv_freq if self.scaling is None else self.scaling.scale(inv_freq, self.theta)
 

@@ -30,7 +30,20 @@ _BLOCK_BYTES = 64 * 2**20  # `SafetensorsReader.blocks` reads so much at a time
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded. The message names the file and the tensor."""
+    """A checkpoint that cannot be loaded. The message names the file and the tensor.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.models import CheckpointError, load_checkpoint, save_checkpoint
+      >>> from longctx.models.builtin import TINY
+      >>> save_checkpoint("broken", *load_checkpoint(TINY))
+      >>> _ = Path("broken/model.safetensors").write_bytes(b"")
+      >>> try:
+      ...     load_checkpoint("broken")
+      ... except CheckpointError as error:
+      ...     print(error)
+      broken/model.safetensors is truncated, or no safetensors file: its header is incomplete
+    """
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,19 @@ class StreamDecoder:
     """Decodes token ids one by one and never returns part of a character.
 
     All pieces, including that of `finish()`, join to the text of all ids decoded at once.
+
+    Args:
+      tokenizer: what decodes the ids.
+
+    Examples:
+      >>> from longctx.models import ByteTokenizer, StreamDecoder
+      >>> tokenizer = ByteTokenizer()
+      >>> ids = tokenizer.encode("añ", add_special_tokens=False)  # ñ has two bytes
+      >>> decoder = StreamDecoder(tokenizer)
+      >>> [decoder.push(id) for id in ids]
+      ['a', '', 'ñ']
+      >>> decoder.finish()
+      ''
     """
 
     # A character has at most four bytes, so an unfinished one has at most three tokens, or three U+FFFD.

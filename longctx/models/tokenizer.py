@@ -27,13 +27,36 @@ _UNKNOWN = "\U0010fffd"  # a character for private use, which no vocabulary has
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer that generation and serving need."""
+    """The interface of a tokenizer that generation and serving need.
+
+    Examples:
+      >>> from longctx.models import Tokenizer, load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> tokenizer: Tokenizer = load_tokenizer(TINY)
+      >>> ids = tokenizer.encode("Hello", add_special_tokens=False)
+      >>> tokenizer.decode(ids)
+      'Hello'
+      >>> class Words:  # one's own, for the engine
+      ...     vocab_size, bos_id, eos_ids = 3, None, (0,)
+      ...     def encode(self, text, add_special_tokens=True):
+      ...         return [{"yes": 1, "no": 2}[word] for word in text.split()]
+      ...     def decode(self, ids):
+      ...         return " ".join(["", "yes", "no"][id] for id in ids)
+      ...     def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
+      ...         return messages[-1]["content"]
+      >>> Words().decode(Words().encode("no yes"))
+      'no yes'
+    """
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        ...
 
     @property
-    def bos_id(self) -> int | None: ...
+    def bos_id(self) -> int | None:
+        """The id that begins a text; None: there is none."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -41,9 +64,15 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Pass `add_special_tokens=False` for a rendered chat, which contains its own.
+        """The token ids of a text.
 
-        ValueError if the text holds lone surrogates, which no Unicode text does.
+        Args:
+          text: any Unicode text.
+          add_special_tokens: whether ids that begin or end a text are added. Not for a rendered chat, which contains
+            its own.
+
+        Raises:
+          ValueError: the text holds lone surrogates, which no Unicode text does.
         """
         ...
 
@@ -54,27 +83,71 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt for `messages`, dicts of `role` and `content`. ValueError if there is no template."""
+        """The prompt of a chat.
+
+        Args:
+          messages: dicts of `role` and `content`.
+          add_generation_prompt: whether the prompt ends where the answer begins.
+          **variables: for the template, such as `enable_thinking`.
+
+        Raises:
+          ValueError: there is no template.
+        """
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; 256 begins a sequence and 257 ends it."""
+    """UTF-8 bytes are ids 0 to 255; 256 begins a sequence and 257 ends it.
+
+    Attributes:
+      vocab_size: 258.
+      bos_id: 256.
+      eos_ids: (257,).
+
+    Examples:
+      >>> from longctx.models import ByteTokenizer
+      >>> tokenizer = ByteTokenizer()
+      >>> tokenizer.encode("Hi")
+      [256, 72, 105]
+      >>> tokenizer.decode([256, 72, 105, 257])
+      'Hi'
+    """
 
     vocab_size: int = 258
     bos_id: int | None = 256
     eos_ids: tuple[int, ...] = (257,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The bytes of a text.
+
+        Args:
+          text: any Unicode text.
+          add_special_tokens: whether ids that begin or end a text are added. Not for a rendered chat, which contains
+            its own.
+
+        Raises:
+          ValueError: the text holds lone surrogates, which no Unicode text does.
+        """
         ids = list(_utf8(text))
         return [256, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of the bytes; the two special tokens have none. Invalid UTF-8 becomes U+FFFD."""
         return bytes(id for id in ids if id < 256).decode("utf-8", errors="replace")
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
+        """A byte tokenizer has no chat template.
+
+        Args:
+          messages: dicts of `role` and `content`.
+          add_generation_prompt: whether the prompt ends where the answer begins.
+          **variables: for the template, such as `enable_thinking`.
+
+        Raises:
+          ValueError: always.
+        """
         raise ValueError("the byte tokenizer has no chat template")
 
 
@@ -199,9 +272,22 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     else the tokenizer's own. A directory whose `tokenizer_config.json` has the `tokenizer_class`
     `longctx.ByteTokenizer` needs no other file.
 
+    Args:
+      directory: a checkpoint directory, or a file `*.gguf`.
+
+    Returns:
+      The tokenizer.
+
     Raises:
       FileNotFoundError: no such directory or GGUF file, or no `tokenizer.json` in it.
       ValueError: the directory or a file cannot be read, or a file cannot be parsed.
+
+    Examples:
+      >>> from longctx.models import load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> tokenizer = load_tokenizer(TINY)
+      >>> tokenizer.decode(tokenizer.encode("a café"))
+      'a café'
     """
     directory = Path(directory)
     if is_gguf(directory):

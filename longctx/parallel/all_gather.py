@@ -30,7 +30,7 @@ def all_gather_kv(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of this rank's queries to the keys of all ranks, after one all-gather of keys and values.
 
-    Arguments, results and errors are those of `ring_pass_kv`.
+    Arguments, results and errors are those of `ring_pass_kv`, and so is what it computes.
 
     On the wire, each rank sends the same `(N - 1) * S * B * (2 * K * H * e + 8)` bytes, in two all-gathers: one of keys
     and values, one of positions and segments. They come before all attention and nothing hides them, so this is best
@@ -40,7 +40,36 @@ def all_gather_kv(
     Memory: the keys and values of all ranks, and backward their dK and dV in float32. Attention goes through the shards
     one by one, because each is sorted by (segment, position) and their concatenation is not.
 
-    Source: Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
+    Args:
+      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
+      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+
+    Returns:
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
+
+    Raises:
+      ValueError, TypeError: as for `ring_pass_kv`.
+
+    Source:
+      Llama 3 training (Llama Team 2024, 3.3.2), as described in the context parallelism paper, 3.5.2.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import all_gather_kv, cpu_devices, make_mesh
+      >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4)
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 32, 2, 16))  # 32 tokens, 2 heads
+      >>> positions, _ = shard_positions(32, 4)  # in the order of the shards
+      >>> def local(q, k, v, positions):  # on each device
+      ...     return all_gather_kv(q, k, v, positions, positions)
+      >>> run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=P("context")))
+      >>> out, lse = run(*(shard_sequence(x, 4, axis=0) for x in (q, k, v)), positions)
+      >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
+      True
     """
     kernel, operands, out_dtype = check_arguments(
         q=q,

@@ -21,10 +21,25 @@ class EmpiricalRule:
     Logarithms are natural. Don't use the paper's own coefficients, -1.059, 1.145 and 12.112: they choose pass-Q in all
     14 rows of its table 4, and (as alpha is negative) for every full prefill of 93,000 tokens or more.
 
+    Attributes:
+      alpha, beta, gamma: the coefficients.
+
     Raises:
       ValueError: a coefficient is no finite number.
 
-    Source: context parallelism paper, appendix D.
+    Source:
+      Context parallelism paper, appendix D.
+
+    Examples:
+      >>> from longctx.parallel import H100_RDMA, EmpiricalRule, ModelShape, choose_ring
+      >>> new, cached = [1000, 4000, 16_000, 64_000], [127_000, 124_000, 112_000, 64_000]  # tokens of your measurements
+      >>> rule = EmpiricalRule.fit(new, cached, pass_kv_times=[2.0, 2.1, 4, 9], pass_q_times=[1.5, 2, 4.4, 11])  # in ms
+      >>> rule.prefers_pass_kv(2000, 126_000), rule.prefers_pass_kv(32_000, 96_000)
+      (False, True)
+      >>> EmpiricalRule.parse(rule.name.removeprefix("empirical:")) == rule
+      True
+      >>> choose_ring(2000, 126_000, 4, ModelShape(16, 1, 128), H100_RDMA, rule=rule).method
+      'pass_q'
     """
 
     alpha: float
@@ -41,7 +56,11 @@ class EmpiricalRule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `"ALPHA,BETA,GAMMA"`; ValueError if it is not three finite numbers."""
+        """A rule from `"ALPHA,BETA,GAMMA"`.
+
+        Raises:
+          ValueError: these are not three finite numbers.
+        """
         try:
             alpha, beta, gamma = map(float, text.split(","))
         except ValueError:
@@ -54,11 +73,20 @@ class EmpiricalRule:
         return f"empirical:{self.alpha!r},{self.beta!r},{self.gamma!r}"
 
     def h(self, new_tokens: int, cached_tokens: int) -> float:
-        """The value of h for T new and P cached tokens."""
+        """The value of h for T new and P cached tokens.
+
+        Args:
+          new_tokens: T, at least 1.
+          cached_tokens: P, at least 0.
+
+        Raises:
+          ValueError: one of them is no integer, or too small.
+        """
         new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
         return self.alpha * math.log(new) + self.beta * math.log(new / (new + cached)) + self.gamma
 
     def prefers_pass_kv(self, new_tokens: int, cached_tokens: int) -> bool:
+        """Whether h is positive for T new and P cached tokens, `new_tokens` and `cached_tokens`."""
         return self.h(new_tokens, cached_tokens) > 0
 
     @classmethod
@@ -72,8 +100,11 @@ class EmpiricalRule:
         equal ones: a threshold for `T * T / (T + P)`, midway between equations 1 and 2.
 
         Args:
-          new_tokens, cached_tokens: T and P of each measurement, `[rows]`.
+          new_tokens, cached_tokens: T and P of each measurement, integers `[rows]`.
           pass_kv_times, pass_q_times: `[rows]`, in any one unit.
+
+        Returns:
+          The rule, whose h is positive where pass-KV is predicted to be faster.
 
         Raises:
           ValueError: shapes differ, numbers are not positive and finite (P may be 0), or no two times differ.
@@ -129,8 +160,39 @@ def paper_rule() -> EmpiricalRule:
 class Choice:
     """The choice of `choose_ring`, with its reasons.
 
-    `times` are the predicted seconds of each method, `answers` the method that each rule chooses, and `h` the value of
-    the given `EmpiricalRule`, or else of `paper_rule`.
+    Attributes:
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
+      rule: by which it was chosen.
+      times: predicted seconds of each method.
+      answers: the method that each rule chooses.
+      thresholds: of the paper's equations.
+      new_tokens, cached_tokens, num_ranks: T, P and N.
+      h: the value of the given `EmpiricalRule`, or else of the one that is fitted to the paper's table 4.
+
+    Source:
+      Context parallelism paper, algorithms 1 and 5, appendix D.
+
+    Examples:
+      >>> from longctx.parallel import H100_RDMA, ModelShape, choose_ring
+      >>> model = ModelShape(num_heads=128, num_kv_heads=8, head_size=128).split(8)  # of Llama 3 405B, on 8 GPUs a host
+      >>> choice = choose_ring(1280, 126_720, num_ranks=4, model=model, hardware=H100_RDMA, rule="algorithm_5")
+      >>> choice.method, round(1e6 * choice.times["pass_kv"].total)  # predicted microseconds of a layer
+      ('pass_q', 1243)
+      >>> print(choice)  # what it was compared with
+      pass_q, by algorithm_5: 1,280 new and 126,720 cached tokens on 4 ranks
+      predicted, us      compute     exposed       total
+      pass_kv              417.3       825.4     1,242.7
+      pass_q               417.3       228.7       646.0
+      all_gather           417.3     1,068.4     1,485.7
+      kvp                  417.3       308.4       725.7
+      equation 1: miss rate 1.00% < 12.50%: Q is fewer bytes
+      equation 2: T 1,280 < 4,000: pass-KV is exposed
+      equation 3: T + P 128,000 >= 32,000: Q is hidden
+      equation 5: miss rate 1.00% < 4.25%: All2All costs less
+      predicted: pass_q
+      algorithm_1: pass_q
+      algorithm_5: pass_q
+      empirical: pass_q (h = -20.872, fitted to table 4)
     """
 
     method: str
@@ -147,7 +209,7 @@ class Choice:
         return self.explain()
 
     def explain(self) -> str:
-        """Predicted times, both sides of the paper's equations, and the answer of each rule: lines to `print`."""
+        """The predicted times, both sides of the paper's equations, and the answer of each rule: lines to `print`."""
         new, total, answers = self.new_tokens, self.new_tokens + self.cached_tokens, self.answers
         eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         lines = [
@@ -182,29 +244,43 @@ def choose_ring(
     rule: str | EmpiricalRule = "predicted",
     fullest: int | None = None,
 ) -> Choice:
-    """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode (T =
-    1).
+    """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode
+    (T = 1).
 
     Args:
-      new_tokens: T, at least 1. cached_tokens: P, at least 0. num_ranks: N, ranks of the ring. model: the heads of one
-      rank; under tensor parallelism, a device's share. hardware: one rank; `H100_RDMA` and the like are one GPU. Rates
-      that were achieved predict better than peaks (paper,
-        3.4). Or a `Topology`, whose link of the axis `context` counts, for elements of 2 bytes.
+      new_tokens: T, at least 1.
+      cached_tokens: P, at least 0.
+      num_ranks: N, ranks of the ring.
+      model: the heads of one rank; under tensor parallelism, a device's share.
+      hardware: one rank; `H100_RDMA` and the like are one GPU. Rates that were achieved predict better than peaks
+        (3.4). Or a `Topology`, whose link of the axis `context` counts, for elements of 2 bytes.
       rule: `"predicted"`: the least predicted time of all four. It counts attention alone: `kvp` needs the queries on
-      all
-        ranks, so the layers' other work isn't divided by N. `"algorithm_1"`: equations 1 and 2.
-        `"algorithm_5"`: equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h.
-        All but the first choose between pass-KV and pass-Q.
-      fullest: cached tokens of the rank that has most of them, as in `predict_times`.
+        all ranks, so the layers' other work isn't divided by N. `"algorithm_1"`: equations 1 and 2. `"algorithm_5"`:
+        equations 5 and 2, which counts pass-Q's all-to-all. Or an `EmpiricalRule`, appendix D's h. All but the first
+        choose between pass-KV and pass-Q.
+      fullest: cached tokens of the rank that has most of them. None: they are sharded evenly.
 
     Returns:
-      a `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
+      A `Choice`, whose method is `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range, or there is no such rule; the message
         names it.
 
-    Source: context parallelism paper, algorithms 1 and 5, equations 1, 2, 3 and 5, appendix D.
+    Source:
+      Context parallelism paper, algorithms 1 and 5, equations 1, 2, 3 and 5, appendix D.
+
+    Examples:
+      >>> from longctx.parallel import H100_RDMA, ModelShape, Topology, choose_ring
+      >>> model = ModelShape(num_heads=128, num_kv_heads=8, head_size=128).split(8)  # of Llama 3 405B, on 8 GPUs a host
+      >>> choose_ring(128_000, 0, num_ranks=4, model=model, hardware=H100_RDMA).method  # full prefill
+      'pass_kv'
+      >>> choose_ring(500, 127_500, num_ranks=4, model=model, hardware=H100_RDMA).method  # few new tokens
+      'pass_q'
+      >>> choose_ring(500, 127_500, num_ranks=4, model=model, hardware=H100_RDMA, rule="algorithm_1").method
+      'pass_q'
+      >>> choose_ring(1, 128_000, num_ranks=4, model=model, hardware=Topology.preset("h100-tcp")).method  # decode
+      'kvp'
     """
     if not isinstance(rule, EmpiricalRule) and rule not in RULES:
         raise ValueError(f"rule must be an EmpiricalRule or one of {', '.join(RULES)}, got {rule!r}")

@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
@@ -14,6 +14,7 @@ from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
 from longctx.parallel.layout import check_layout
 from longctx.parallel.mesh_attention import METHODS, StaticArguments, mesh_attention
+from longctx.parallel.mesh_axes import check_axes, check_mesh
 
 
 def context_parallel_attention(
@@ -21,7 +22,7 @@ def context_parallel_attention(
     k: Float[ArrayLike, "*B S K H"],
     v: Float[ArrayLike, "*B S K H"],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh | None = None,
     method: str = "auto",
     layout: str = "zigzag",
     q_positions: Int[ArrayLike, "... T"] | None = None,
@@ -30,6 +31,7 @@ def context_parallel_attention(
     kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
+    batch_axis: str | None = None,
     causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
@@ -45,37 +47,52 @@ def context_parallel_attention(
     call compiles once for its shapes, with Auto and Explicit mesh axes; the work is repeated over the other axes.
 
     Args:
-      q: queries, the new tokens, `[*B, T, N, H]`.
+      q: queries, the new tokens, floating point `[*B, T, N, H]`.
       k, v: keys and values, cached and new, `[*B, S, K, H]`.
-      mesh: a mesh with `axis_name`.
+      mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
       method: `"pass_kv"`, `"pass_q"`, `"all_gather"` or `"kvp"`; `"auto"` asks `choose_ring`, for the `hardware`, with
         T new and S - T cached tokens.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
-      head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
-      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as in
+      q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal, scale, implementation, out_dtype: as for
         `longctx.kernels.attention`.
+      axis_name: the mesh axis over which tokens are sharded.
+      head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
+      batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: every
+        rank computes all of the batch.
+      hardware: what `choose_ring` counts with.
 
     Returns:
-      out `[*B, T, N, H]`. Differentiable in q, k and v.
+      out `[*B, T, N, H]` in out_dtype. Differentiable in q, k and v.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it.
 
-    Source: context parallelism paper, 3.5 and figure 5.
+    Source:
+      Context parallelism paper, 3.5 and figure 5.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import context_parallel_attention, cpu_devices, make_mesh
+      >>> cpu_devices(8)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4, tensor=2)
+      >>> q = jax.random.normal(jax.random.key(0), (1, 30, 4, 16))  # 30 tokens, 4 heads; 4 devices don't divide 30
+      >>> k, v = jax.random.normal(jax.random.key(1), (2, 1, 30, 2, 16))
+      >>> out = context_parallel_attention(q, k, v, mesh=mesh, method="pass_kv", layout="zigzag")
+      >>> bool(jnp.allclose(out, attention(q, k, v)[0], atol=1e-5))
+      True
     """
     arguments = check_arrays(q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal)
     q, k = arguments.q, arguments.k
     kernel = check_kernel(q, causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if axis_name not in mesh.shape:
-        raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
-    if head_axis is None and axis_name != "tensor" and "tensor" in mesh.shape:
-        head_axis = "tensor"
-    if head_axis is not None and (head_axis not in mesh.shape or head_axis == axis_name):
-        raise ValueError(f"head_axis must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {head_axis!r}")
-    num_ranks, tensor = mesh.shape[axis_name], 1 if head_axis is None else mesh.shape[head_axis]
+    mesh = check_mesh(mesh)
+    axes = check_axes(mesh, axis_name, head_axis, batch_axis)
+    head_axis, batch = axes.head, math.prod(q.shape[:-3])
+    num_ranks, tensor, replicas = (axes.size(name) for name in (axis_name, head_axis, batch_axis))
+    if batch % replicas:
+        raise ValueError(f"the {replicas} ranks of batch_axis {batch_axis!r} must divide the batch of {batch}")
     check_layout(num_ranks, layout)
     num_heads, num_kv_heads, head_size = q.shape[-2], k.shape[-2], q.shape[-1]
     if num_heads % tensor or (num_kv_heads % tensor and tensor % num_kv_heads):
@@ -93,8 +110,8 @@ def context_parallel_attention(
     if method == "auto":
         model = ModelShape(num_heads, num_kv_heads, head_size).split(tensor)
         # All times but latency grow with the batch.
-        batch = math.prod(q.shape[:-3])
-        hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=hardware.latency / batch)
+        latency = hardware.latency * replicas / batch
+        hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
         method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
-    static = StaticArguments(mesh, method, layout, axis_name, head_axis, kernel, out_dtype)
+    static = StaticArguments(mesh, method, layout, axes, kernel, out_dtype)
     return mesh_attention(static, arguments)

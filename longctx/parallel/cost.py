@@ -37,6 +37,17 @@ class ModelShape:
 
     Raises:
       ValueError: one of them is no positive integer, or K doesn't divide N.
+
+    Source:
+      Context parallelism paper, 4.2.2 (KV heads that are repeated).
+
+    Examples:
+      >>> from longctx.parallel import ModelShape
+      >>> llama = ModelShape(num_heads=32, num_kv_heads=8, head_size=128)
+      >>> llama.split(4)  # the heads of one of four devices
+      ModelShape(num_heads=8, num_kv_heads=2, head_size=128)
+      >>> llama.split(16).num_kv_heads  # repeated, as there are fewer than devices
+      1
     """
 
     num_heads: int
@@ -50,7 +61,11 @@ class ModelShape:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, {self.num_kv_heads}, got {self.num_heads}")
 
     def split(self, tensor: int) -> "ModelShape":
-        """The heads of one of `tensor` devices; fewer KV heads than devices are repeated (paper, 4.2.2)."""
+        """The heads of one of `tensor` devices; fewer KV heads than devices are repeated.
+
+        Raises:
+          ValueError: tensor does not divide the query heads, or neither divides the KV heads nor is a multiple of them.
+        """
         tensor = check_count("tensor", tensor, 1)
         if self.num_heads % tensor or (self.num_kv_heads % tensor and tensor % self.num_kv_heads):
             raise ValueError(
@@ -67,17 +82,31 @@ class Hardware:
     """A device that computes the heads of a `ModelShape`, and its link to the next rank.
 
     Args:
-      peak_flops: C, FLOP/s of the device. bandwidth: BW, bytes/s that it can send. bytes_per_element: e, of queries,
-      keys and values. latency: seconds that an exchange, a hop or a collective, takes for any size. memory_bandwidth:
-      bytes/s at which the device reads keys and values, which limits decode. partial_bytes: bytes of an element of a
-      partial result, float32 here. (The paper's equation 5 has e for it, and its
-        table 5 fits 2.)
-      collective_bandwidth, collective_latency: of a collective, which nothing runs beside; None: as of a hop.
+      peak_flops: C, FLOP/s of the device.
+      bandwidth: BW, bytes/s that it can send.
+      bytes_per_element: e, of queries, keys and values.
+      latency: seconds that an exchange, a hop or a collective, takes for any size.
+      memory_bandwidth: bytes/s at which the device reads keys and values, which limits decode.
+      partial_bytes: bytes of an element of a partial result, float32 here. (The paper's equation 5 has e for it, and
+        its table 5 fits 2.)
+      collective_bandwidth, collective_latency: bytes/s and seconds of a collective, which nothing runs beside; None: as
+        of a hop.
       contention: which share of the seconds of a hop the attention that hides it loses to it.
       key_bytes_per_element: of keys and values, where they are not those of queries.
 
     Raises:
       ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite).
+
+    Source:
+      Context parallelism paper, 3.4 and table 1, whose symbols are in capitals.
+
+    Examples:
+      >>> from longctx.parallel import Hardware, ModelShape, choose_ring
+      >>> mine = Hardware(peak_flops=500e12, bandwidth=25e9, latency=20e-6, memory_bandwidth=3e12)  # as measured
+      >>> round(mine.hop(64 * 2**20) * 1e3, 2)  # ms for 64 MiB to the next rank
+      2.7
+      >>> choose_ring(100_000, 0, num_ranks=8, model=ModelShape(32, 8, 128), hardware=mine).method
+      'pass_kv'
     """
 
     peak_flops: float
@@ -105,7 +134,12 @@ class Hardware:
         return self.latency + num_bytes / self.bandwidth
 
     def collective(self, num_bytes: float, count: int = 1) -> float:
-        """Seconds of collectives, in each of which a rank sends a part of so many bytes."""
+        """Seconds of collectives, in each of which a rank sends a part of so many bytes.
+
+        Args:
+          num_bytes: of all parts together.
+          count: how many collectives.
+        """
         latency = self.latency if self.collective_latency is None else self.collective_latency
         return count * latency + num_bytes / (self.collective_bandwidth or self.bandwidth)
 
@@ -169,7 +203,27 @@ LLAMA3_405B = ModelShape(128, 8, 128)
 # One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
 # of a few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us, of one 32.3); over TCP it isn't given.
 H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12)
+"""A GPU of Meta's hosts whose ring is over RDMA of 400 Gb/s a GPU: peaks, which are never all reached.
+
+Source:
+  Context parallelism paper, 4.1, table 8 and appendix A.
+
+Examples:
+  >>> from longctx.parallel import H100_RDMA
+  >>> H100_RDMA.peak_flops / 1e12, H100_RDMA.bandwidth / 1e9  # TFLOP/s, GB/s of its link
+  (800.0, 50.0)
+"""
 H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
+"""A GPU of Meta's hosts whose ring is over TCP of 100 Gb/s a GPU.
+
+Source:
+  Context parallelism paper, 4.1.
+
+Examples:
+  >>> from longctx.parallel import H100_TCP
+  >>> H100_TCP.hop(12.5e9)  # seconds for 12.5 GB
+  1.000035
+"""
 
 # Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
 # from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of

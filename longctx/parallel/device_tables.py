@@ -29,24 +29,36 @@ class Device:
     """What an accelerator can do by its data sheet, and which share of that is reached.
 
     Attributes:
+      name: what it is called.
       flops: FLOP/s of dense products by dtype, of `DTYPES`: `"bfloat16"`, which has to be there, and others.
-      memory_bandwidth: bytes/s. memory_bytes: of it, if that is known.
-      flops_share, memory_share: the shares of both that are reached, by products with weights and by reading these. The
-        context parallelism paper advises to go by achieved rates (3.4).
+      memory_bandwidth: bytes/s.
+      memory_bytes: of it, if that is known.
+      flops_share, memory_share: the shares of both that are reached, by products with weights and by reading these.
+        Achieved rates predict best.
+      step_seconds: what a step takes for any number of rows: the host's work and starting kernels.
+      contention: which share of the seconds of a transfer the computation that hides it loses to it, as both take
+        memory bandwidth and multiprocessors.
       attention_share, key_share: the shares that attention reaches: of FLOP/s by the products of prompts, of bytes/s by
         reading keys. None: those above.
       element_share: of bytes/s, what norms, residual additions, rotary embedding and activation reach. None: they are
         not counted.
       overlap: of products with weights and reading these, the longer hides so much of the shorter.
-        attention_overlap: likewise of attention's products and reading keys.
+      attention_overlap: likewise of attention's products and reading keys.
       layer_seconds: what a layer takes for any number of rows: the latency of its kernels.
-      step_seconds: what a step takes for any number of rows: the host's work and starting kernels.
-      contention: which share of the seconds of a transfer the computation that hides it loses to it, as both take
-        memory bandwidth and multiprocessors.
 
     Raises:
       ValueError: a number is out of range, there are no FLOP/s for bfloat16, a dtype is unknown, or the name is no
         string.
+
+    Source:
+      Context parallelism paper, 3.4 (achieved rates).
+
+    Examples:
+      >>> from longctx.parallel import Device, Link, Topology
+      >>> mine = Device("mine", {"bfloat16": 400e12}, memory_bandwidth=2e12, flops_share=0.7, memory_share=0.8)
+      >>> round(mine.reached_flops() / 1e12), round(mine.reached_bandwidth / 1e12, 1)  # TFLOP/s, TB/s
+      (280, 1.6)
+      >>> Topology(mine, {"context": Link("ethernet", 12.5e9, latency=50e-6)}).check(context=4)
     """
 
     name: str
@@ -91,7 +103,7 @@ class Device:
         return self._peak(element_bytes) * self.flops_share
 
     def reached_attention(self, element_bytes: float = 2) -> float:
-        """FLOP/s that attention's products reach."""
+        """FLOP/s that attention's products reach, of elements of so many bytes."""
         share = self.flops_share if self.attention_share is None else self.attention_share
         return self._peak(element_bytes) * share
 
@@ -114,13 +126,23 @@ class Link:
     """The link between the devices of an axis.
 
     Attributes:
-      bandwidth: bytes/s that a device can send, one way. latency: seconds of a hop of few bytes.
+      name: what it is called.
+      bandwidth: bytes/s that a device can send, one way.
+      latency: seconds of a hop of few bytes.
       share: of the bandwidth, that a hop to the next device reaches, beside the computation that hides it.
-      collective_share, collective_latency: of a collective that nothing runs beside; None: as of a hop.
+      collective_share, collective_latency: the share and seconds of a collective that nothing runs beside; None: as of
+        a hop.
       reduce_latency: seconds of each hop of an all-reduce's tree over hosts; None: latency.
 
     Raises:
       ValueError: a number is out of range, or the name is no string.
+
+    Examples:
+      >>> from longctx.parallel import Link, Topology
+      >>> infiniband = Link("infiniband", bandwidth=50e9, latency=10e-6, share=0.8)
+      >>> topology = Topology(Topology.preset("h100-nvlink").device, {"context": infiniband})
+      >>> topology.hardware("context").hop(40e6)  # seconds for 40 MB
+      0.00101
     """
 
     name: str

@@ -11,9 +11,19 @@ def cpu_devices(count: int) -> None:
     Call it before anything is computed: JAX makes its devices when they are first used. If they are CPU devices already
     and enough of them, nothing changes. They share the cores, so a mesh of them shows what is computed, not how fast.
 
+    Args:
+      count: the least number of devices.
+
     Raises:
       ValueError: count is no positive integer.
       RuntimeError: JAX has made its devices already, and they are fewer, or no CPU devices.
+
+    Examples:
+      >>> import jax
+      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> cpu_devices(8)
+      >>> dict(make_mesh(context=8).shape)
+      {'stage': 1, 'context': 8, 'tensor': 1}
     """
     count = check_count("count", count, 1)
     try:

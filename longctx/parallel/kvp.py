@@ -42,10 +42,9 @@ def kvp_attention(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
     """Attention of queries that all ranks hold to the keys of all ranks. Only states move, for any KV length.
 
-    Arguments, results and errors are those of `ring_pass_kv`, but for q, q_positions and q_segment_ids, which are the
-    same on all ranks, and for these:
-
     Args:
+      q, q_positions, q_segment_ids: the same on all ranks; else as for `ring_pass_kv`.
+      k, v, kv_positions, kv_segment_ids, axis_name: as for `ring_pass_kv`.
       group_ids: integers `[T]`, different on each rank: row t is merged over the ranks that give it the same group id,
         and these hold the same query in row t. So one batch can hold rows of a long request on some ranks and rows of
         other requests in the same places on other ranks. Or `[N, T]`, the ids of all ranks, which saves gathering them
@@ -56,13 +55,38 @@ def kvp_attention(
         element of out, in two steps: for the rows of a chunk. (lse is sent back separately, and not at all if it isn't
         used; rows are padded to a multiple of N.) `"auto"`: `"gather"`, until `"all_to_all"` saves half a MiB, the
         worth of a second collective.
+      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
 
     Returns:
-      (out, lse) as of `ring_pass_kv`, the same on all ranks of a group. With one group, their types say that they are
-      replicated over the axis. Backward sums the cotangents of a group the same way, each rank computes its share of dQ
-      (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32), the same on all ranks of a group. With one group, their types say
+      that they are replicated over the axis. Backward sums the cotangents of a group the same way, each rank computes
+      its share of dQ (which `shard_map` sums, in q's dtype, if q was replicated), and dK and dV never move.
 
-    Source: KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
+    Raises:
+      ValueError, TypeError: as for `ring_pass_kv`; or `merge` or `group_ids` are wrong, or q varies over the ranks of
+        one group.
+
+    Source:
+      KV parallelism, Mnemosyne 4.4; merging, context parallelism paper, appendix B.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import cpu_devices, kvp_attention, make_mesh
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4)
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
+      >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))  # the token that is decoded, on all devices
+      >>> position = jnp.array([31])
+      >>> def local(q, k, v, kv_positions):  # on each device
+      ...     return kvp_attention(q, k, v, position, kv_positions)
+      >>> specs = (P(), P("context"), P("context"), P("context"))
+      >>> out, lse = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()))(q, k, v, jnp.arange(32))
+      >>> dense, _ = attention(q, k, v, q_positions=position, kv_positions=jnp.arange(32))
+      >>> bool(jnp.allclose(out, dense, atol=1e-5))
+      True
     """
     kernel, operands, out_dtype = check_arguments(
         q=q,
@@ -106,9 +130,32 @@ def merge_over_ranks(
       out: `[T, N, H]`, float32.
       lse: `[T, N]`, float32.
       group_ids: integers `[N_ranks, T]`: row t is merged over the ranks with the same id, which hold the same query.
+      axis_name: the mesh axis of the ranks.
+      out_dtype: dtype of the merged `out`. None: that of `out`.
 
     Returns:
-      (out in out_dtype, by default float32; lse).
+      (out `[T, N, H]` in out_dtype, lse `[T, N]` float32) over the keys of a row's group, the same on all its ranks.
+
+    Source:
+      Mnemosyne, 4.4; context parallelism paper, appendix B.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import cpu_devices, make_mesh, merge_over_ranks
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4)
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
+      >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))
+      >>> def local(q, k, v):  # on each device
+      ...     state = attention(q, k, v, causal=False, out_dtype=jnp.float32)
+      ...     return merge_over_ranks(*state, group_ids=jnp.zeros((4, 1), int))  # all ranks are one group
+      >>> run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("context"), P("context")), out_specs=P("context"))
+      >>> out, lse = jax.jit(run)(q, k, v)  # one row of each rank
+      >>> bool(jnp.allclose(out, attention(q, k, v, causal=False)[0], atol=1e-5))
+      True
     """
     out, lse, group_ids = match_varying((out, lse, group_ids), axis_name)
     dtype = out.dtype if out_dtype is None else jnp.dtype(out_dtype)

@@ -10,8 +10,29 @@ def layout_shards(length: int, num_shards: int, layout: str) -> list[np.ndarray]
 
     * `contiguous`: each shard has one run of tokens. In a causal sequence the last shard has most keys to attend to.
     * `zigzag`: of 2 * num_shards chunks, shard i has chunks i and 2 * num_shards - 1 - i.
-      (The load-balanced sharding of the context parallelism paper, 3.5.1.)
-    * `striped`: shard i has tokens i, i + num_shards, ... (Striped Attention, Brandon et al. 2023.)
+    * `striped`: shard i has tokens i, i + num_shards, ...
+
+    Args:
+      length: tokens T of the sequence.
+      num_shards: ranks N.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+
+    Returns:
+      Of each shard its tokens, integers `[T / N]`, or one more.
+
+    Raises:
+      ValueError: there is no such layout, or a number is negative, 0 shards, or no integer.
+
+    Source:
+      Zigzag: context parallelism paper, 3.5.1. Striped: Striped Attention (Brandon et al. 2023).
+
+    Examples:
+      >>> from longctx.parallel import layout_shards
+      >>> for layout in ("contiguous", "zigzag", "striped"):
+      ...     print(layout, [shard.tolist() for shard in layout_shards(8, 2, layout)])
+      contiguous [[0, 1, 2, 3], [4, 5, 6, 7]]
+      zigzag [[0, 1, 6, 7], [2, 3, 4, 5]]
+      striped [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     check_layout(num_shards, layout)
     if not isinstance(length, (int, np.integer)) or length < 0:
@@ -46,9 +67,27 @@ def shard_order(length: int, num_shards: int, layout: str) -> np.ndarray:
 
 
 def shard_positions(length: int, num_shards: int, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:
-    """(positions, segment_ids) of one sequence in the order of `shard_sequence`: int32 `[N * ceil(length / N)]`.
+    """Positions and segments of one sequence in the order of `shard_sequence`.
 
-    Positions are 0 to length - 1, all of segment 0. Padding has position 0 and segment -1.
+    Args:
+      length: tokens T of the sequence.
+      num_shards: ranks N.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+
+    Returns:
+      (positions, segment_ids), both int32 `[N * ceil(T / N)]`. Positions are 0 to T - 1, all of segment 0. Padding has
+      position 0 and segment -1.
+
+    Raises:
+      ValueError: as for `layout_shards`.
+
+    Examples:
+      >>> from longctx.parallel import shard_positions
+      >>> positions, segment_ids = shard_positions(6, num_shards=4, layout="striped")  # 2 tokens a rank
+      >>> positions.reshape(4, 2).tolist()
+      [[0, 4], [1, 5], [2, 0], [3, 0]]
+      >>> segment_ids.reshape(4, 2).tolist()  # ranks 2 and 3 have a token of padding
+      [[0, 0], [0, 0], [0, -1], [0, -1]]
     """
     order = shard_order(length, num_shards, layout).ravel()
     return np.maximum(order, 0).astype(np.int32), np.where(order < 0, -1, 0).astype(np.int32)

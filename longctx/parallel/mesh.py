@@ -15,13 +15,26 @@ AXES = ("stage", "context", "tensor")
 
 
 def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh of the first `stage * context * tensor` devices, with axes of type Auto.
+    """Make a mesh of the first `stage * context * tensor` devices, with axes of type Auto.
 
     `tensor` runs fastest, because it communicates most: it gets neighbouring devices, those of one host. `context` is
     next.
 
+    Args:
+      stage, context, tensor: devices of the pipeline, of the ring, and of tensor parallelism.
+
+    Returns:
+      A mesh of the axes `stage`, `context` and `tensor`, for `jax.shard_map` and the functions of this package.
+
     Raises:
       ValueError: a size is not a positive integer, or there are too few devices.
+
+    Examples:
+      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> cpu_devices(8)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4, tensor=2)
+      >>> dict(mesh.shape)
+      {'stage': 1, 'context': 4, 'tensor': 2}
     """
     sizes = dict(zip(AXES, (stage, context, tensor), strict=True))
     for name, size in sizes.items():

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import Kernel
@@ -15,6 +15,7 @@ from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import Arguments, flatten
 from longctx.parallel.all_gather import all_gather_kv
 from longctx.parallel.kvp import kvp_attention
+from longctx.parallel.mesh_axes import MeshAxes, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
@@ -30,11 +31,10 @@ METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
 class StaticArguments(NamedTuple):
     """The static arguments of one call."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     method: str
     layout: str
-    axis_name: str
-    head_axis: str | None
+    axes: MeshAxes
     kernel: Kernel
     out_dtype: jnp.dtype
 
@@ -42,24 +42,16 @@ class StaticArguments(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def mesh_attention(static: StaticArguments, arguments: Arguments) -> Array:
     """Compute with Auto mesh axes. With Explicit axes outside, the result gets the sharding of q's type."""
-    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arguments)]
-    explicit = next((s for s in shardings if AxisType.Explicit in s.mesh.axis_types), None)
-    if explicit is None:
-        mesh = Mesh(static.mesh.devices, static.mesh.axis_names, axis_types=(AxisType.Auto,) * static.mesh.devices.ndim)
-        return _sharded_attention(static, mesh, arguments)
-    if explicit.mesh.shape != static.mesh.shape:
-        raise ValueError(f"mesh must be that of the arrays, {explicit.mesh.shape}, got {static.mesh.shape}")
-    of_q = shardings[0].spec if shardings[0].mesh.shape == static.mesh.shape else P()
-    sharding = NamedSharding(explicit.mesh, of_q)
-    return jax.sharding.auto_axes(functools.partial(_sharded_attention, static, None), out_sharding=sharding)(arguments)
+    out_spec = spec_of(arguments.q, static.mesh)
+    return with_auto_axes(functools.partial(_sharded_attention, static), static.mesh, arguments, out_spec)
 
 
-def _sharded_attention(static: StaticArguments, mesh: Mesh | None, arguments: Arguments) -> Array:
+def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None, arguments: Arguments) -> Array:
     """Shard over `mesh`, or over the mesh of the context if it is None."""
-    axis_name, num_ranks = static.axis_name, static.mesh.shape[static.axis_name]
+    axis_name, num_ranks = static.axes.sequence, static.axes.size(static.axes.sequence)
     flat_q, flat_k, flat_v, queries, keys = flatten(arguments)
-    if static.head_axis is not None:
-        repeats = max(1, static.mesh.shape[static.head_axis] // flat_k.shape[-2])
+    if static.axes.head is not None:
+        repeats = max(1, static.axes.size(static.axes.head) // flat_k.shape[-2])
         flat_k, flat_v = (jnp.repeat(x, repeats, 2) for x in (flat_k, flat_v))
 
     # KVP needs its queries on all ranks.
@@ -89,11 +81,15 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | None, arguments: Ar
         )
         return out if q_axis is None else reshard_to_contiguous(out, axis_name, q_layout)
 
-    q_spec, kv_spec = (P(None, axis, static.head_axis) for axis in (q_axis, axis_name))
+    def tokens_spec(tokens: Tokens, axis: str | None) -> Any:
+        """Positions that all sequences share have a batch of one, which is on all ranks."""
+        return jax.tree.map(lambda x: P(static.axes.batch if x.shape[0] > 1 else None, axis), tokens)
+
+    q_spec, kv_spec = (P(static.axes.batch, axis, static.axes.head) for axis in (q_axis, axis_name))
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, P(None, q_axis), P(None, axis_name)),
+        in_specs=(q_spec, kv_spec, kv_spec, tokens_spec(queries, q_axis), tokens_spec(keys, axis_name)),
         out_specs=q_spec,
     )
     out = mapped(

@@ -36,18 +36,6 @@ def ring_pass_kv(
     position). The layout and the sharding of the cache are free, as positions say what a query sees. Shards are equally
     long on all ranks; pad with segment id -1. Masked blocks cost no work.
 
-    Args:
-      q: this rank's queries `[*B, T, N, H]`.
-      k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
-      q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
-      q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
-      axis_name: the mesh axis of N ranks that forms the ring.
-      causal, scale, implementation, out_dtype: as in `longctx.kernels.attention`.
-
-    Returns:
-      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
-      residuals are q, k, v, out and lse.
-
     On the wire, each rank sends `(N - 1) * S * B * (2 * K * H * e + 8)` bytes for e bytes an element. Keys and values
     go in N - 1 permutes of one message each, which the attention to the previous block hides. Their positions and
     segments, 8 bytes a key (sent once if all sequences share them), go in one all-gather at the start. Backward sends
@@ -57,10 +45,41 @@ def ring_pass_kv(
     Memory, for any N: two shards of keys and values, and one state. (On CPUs, whose compiler drops the order of the
     hops, N shards.)
 
+    Args:
+      q: this rank's queries, floating point `[*B, T, N, H]`.
+      k, v: this rank's keys and values `[*B, S, K, H]`, N a multiple of K.
+      q_positions, kv_positions: absolute positions, integers `[T]` or `[*B, T]`, `[S]` or `[*B, S]`; needed if causal.
+      q_segment_ids, kv_segment_ids: integers of the same shapes, both or neither; negative means padding.
+      axis_name: the mesh axis of N ranks that forms the ring.
+      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+
+    Returns:
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries. Differentiable in q, k and v; the
+      residuals are q, k, v, out and lse.
+
     Raises:
       ValueError, TypeError: an argument is wrong, or positions are missing; the message names it.
 
-    Source: context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
+    Source:
+      Context parallelism paper, 3.5.2 and algorithm 2; Ring Attention (Liu et al. 2023).
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_kv
+      >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4)
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 32, 2, 16))  # 32 tokens, 2 heads
+      >>> positions, _ = shard_positions(32, 4)  # in the order of the shards
+      >>> def local(q, k, v, positions):  # on each device
+      ...     return ring_pass_kv(q, k, v, positions, positions)
+      >>> run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=P("context")))
+      >>> out, lse = run(*(shard_sequence(x, 4, axis=0) for x in (q, k, v)), positions)
+      >>> bool(jnp.allclose(unshard_sequence(out, 4, axis=0), attention(q, k, v)[0], atol=1e-5))
+      True
     """
     kernel, operands, out_dtype = check_arguments(
         q=q,

@@ -48,7 +48,37 @@ def ring_pass_q(
       float32; dK and dV never move.
     * **Memory**: N partial results, `N * T * B * N_heads * (H + 1) * 4` bytes, once as sent and once as received.
 
-    Source: context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
+    Args:
+      q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids, axis_name: as for `ring_pass_kv`.
+      causal, scale, implementation, out_dtype: as for `longctx.kernels.attention`.
+      decode: whether every query belongs to a sequence of its own, see above.
+
+    Returns:
+      (out `[*B, T, N, H]`, lse `[*B, T, N]` float32) of this rank's queries, as of `ring_pass_kv`.
+
+    Raises:
+      ValueError, TypeError: as for `ring_pass_kv`; or `decode`, and q or q_segment_ids don't fit it.
+
+    Source:
+      Context parallelism paper, 3.5.3, 3.6, algorithms 3 and 4, equation 4.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.kernels import attention
+      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_q
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(context=4)
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 tokens, 8 a device, most of them cached
+      >>> q = jax.random.normal(jax.random.key(1), (4, 2, 16))  # the last 4 tokens, one a device
+      >>> def local(q, k, v, q_positions, kv_positions):  # on each device
+      ...     return ring_pass_q(q, k, v, q_positions, kv_positions)
+      >>> run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("context"), out_specs=P("context")))
+      >>> out, lse = run(q, k, v, jnp.arange(28, 32), jnp.arange(32))
+      >>> dense, _ = attention(q, k, v, q_positions=jnp.arange(28, 32), kv_positions=jnp.arange(32))
+      >>> bool(jnp.allclose(out, dense, atol=1e-5))
+      True
     """
     kernel, operands, out_dtype = check_arguments(
         q=q,

@@ -23,8 +23,27 @@ def enter_stage(
     """The input of this stage in this tick, inside `jax.shard_map`, by one permute (asynchronous on GPUs).
 
     Args:
-      x: the output of this stage in the previous tick, which goes to the next stage.
-      entering: the input of the first stage, shaped like x. Other stages ignore it.
+      x: the output of this stage in the previous tick, `[*chunk]` of any dtype, which goes to the next stage.
+      entering: the input of the first stage, of the shape and dtype of x. Other stages ignore it.
+      axis_name: the mesh axis of the stages.
+
+    Returns:
+      What this stage works on now, `[*chunk]`.
+
+    Source:
+      Mnemosyne, 4.3.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.parallel import cpu_devices, enter_stage, make_mesh
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(stage=4)
+      >>> run = jax.shard_map(enter_stage, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))
+      >>> outputs = jnp.array([10, 20, 30, 40])  # of the four stages, in the tick before
+      >>> run(outputs, jnp.array([0])).tolist()  # each stage gets what the one before it made, the first the next chunk
+      [0, 10, 20, 30]
     """
     stages = lax.axis_size(axis_name)
     if stages == 1:
@@ -46,7 +65,7 @@ def sequence_pipeline(
         one shape and dtype). `chunk` is -1 in ticks in which the stage has none, some of the first and last S - 1: then
         stage_fn must not change the parts of the state that matter (it drops its writes).
       state: any pytree that a stage keeps: its part of the KV cache.
-      chunks: `[M, *chunk]`, the inputs of the first stage; other stages ignore them.
+      chunks: of any dtype, `[M, *chunk]`, the inputs of the first stage; other stages ignore them.
       axis_name: the mesh axis of S stages.
 
     Returns:
@@ -56,7 +75,25 @@ def sequence_pipeline(
     Raises:
       ValueError: chunks have no leading axis, or there are none.
 
-    Source: Mnemosyne, 4.3, figure 9; equation 8: the time is divided by S, plus S - 1 ticks.
+    Source:
+      Mnemosyne, 4.3, figure 9; equation 8: the time is divided by S, plus S - 1 ticks.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from longctx.parallel import cpu_devices, make_mesh, sequence_pipeline
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> mesh = make_mesh(stage=4)
+      >>> def stage_fn(total, x, chunk):  # a layer that adds up all it has seen, as attention reads all earlier chunks
+      ...     seen = total + jnp.where(chunk >= 0, x.sum(), 0.0)
+      ...     return seen, x + seen
+      >>> def local(chunks):
+      ...     return sequence_pipeline(stage_fn, jax.lax.pcast(0.0, "stage", to="varying"), chunks)[1]
+      >>> run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))
+      >>> chunks = jnp.ones((3, 2))  # 3 chunks of 2 tokens, through 4 stages in 6 ticks
+      >>> run(chunks).tolist()
+      [[81.0, 81.0], [297.0, 297.0], [729.0, 729.0]]
     """
     if chunks.ndim < 1 or chunks.shape[0] == 0:
         raise ValueError(f"chunks must be [M, *chunk] with at least one chunk, got {chunks.shape}")

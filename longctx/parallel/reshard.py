@@ -16,9 +16,10 @@ def shard_sequence(
     """Reorder a sequence so that its N equal parts along `axis` are the shards of a layout.
 
     Args:
-      x: any array with the sequence, of any length T, along `axis`.
+      x: any array `[..., T, ...]` with the sequence, of any length T, along `axis`.
       num_shards: ranks N. All shards have ceil(T / N) entries, padded at the end with `pad_value`.
       layout: `"contiguous"`, `"zigzag"` or `"striped"`.
+      axis: that of the sequence.
       pad_value: -1 for segment ids, so that padding is masked. (`shard_positions` returns both.)
 
     Returns:
@@ -26,6 +27,13 @@ def shard_sequence(
 
     Raises:
       ValueError: `layout`, `num_shards` or `axis` is invalid.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from longctx.parallel import shard_sequence
+      >>> x = jnp.arange(8)[None]  # one sequence, of 8 tokens
+      >>> shard_sequence(x, num_shards=2, layout="zigzag")  # rank 0 gets the first half of it, rank 1 the second
+      Array([[0, 1, 6, 7, 2, 3, 4, 5]], dtype=int32)
     """
     axis = _check_axis(x, axis)
     order = shard_order(x.shape[axis], num_shards, layout).ravel()
@@ -42,7 +50,8 @@ def unshard_sequence(
     """Undo `shard_sequence`.
 
     Args:
-      x: an array whose N equal parts along `axis` are the shards of a layout.
+      x: an array `[..., N * ceil(T / N), ...]` whose N equal parts along `axis` are the shards of a layout.
+      num_shards, layout, axis: as for `shard_sequence`.
       length: T of the sequence without padding. Default: the size of `axis`.
 
     Returns:
@@ -50,6 +59,14 @@ def unshard_sequence(
 
     Raises:
       ValueError: `shard_sequence` would not give a sequence of this length so many entries; or as there.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from longctx.parallel import shard_sequence, unshard_sequence
+      >>> x = jnp.arange(7)[None]
+      >>> shards = shard_sequence(x, num_shards=2, pad_value=-1)
+      >>> unshard_sequence(shards, num_shards=2, length=7)
+      Array([[0, 1, 2, 3, 4, 5, 6]], dtype=int32)
     """
     axis = _check_axis(x, axis)
     length = x.shape[axis] if length is None else length

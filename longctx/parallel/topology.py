@@ -19,15 +19,33 @@ class Topology:
 
     Presets: `h100-nvlink`, `h200-nvlink`, `a100-nvlink`: one host. `h100-rdma`, `h200-rdma`, `h100-tcp`: `tensor`
     within hosts, `context` and `stage` across them, over RDMA of 400 Gb/s a GPU, or TCP. `mnemosyne-h100`: Mnemosyne's
-    and Medha's hosts, `h100-rdma` with attention kernels of their time. `meta-gtt`, `meta-gti`: the context parallelism
-    paper's two clusters. `medha-a100`: Medha's two DGX-A100. `a100-800g`: Mooncake's hosts, of 8 A800 and 800 Gb/s.
-    `cpu`: devices made of one machine's cores.
+    and Medha's hosts, `h100-rdma` with attention kernels of their time. `meta-gtt`, `meta-gti`: Meta's two clusters.
+    `medha-a100`: Medha's two DGX-A100. `a100-800g`: Mooncake's hosts, of 8 A800 and 800 Gb/s. `cpu`: devices made of
+    one machine's cores.
 
     Attributes:
+      device: the accelerator.
       links: by axis, `"tensor"`, `"context"` and `"stage"`.
+      name: of the preset, or what it is called.
 
     Raises:
       TypeError, ValueError: device is no `Device`, a link no `Link`, the name no string, or an axis does not exist.
+
+    Source:
+      Mnemosyne, 5; Medha, 5.1; context parallelism paper, 4.1; Mooncake, 7: the hosts of the presets.
+
+    Examples:
+      >>> from longctx.parallel import ModelShape, Topology, choose_ring
+      >>> topology = Topology.preset("h100-rdma")
+      >>> topology.link("tensor").name, topology.link("context").name
+      ('nvlink-h100', 'rdma-400g')
+      >>> choose_ring(100_000, 0, 4, ModelShape(4, 1, 128), topology).method
+      'pass_kv'
+      >>> own = Topology.from_dict({"device": "H100", "links": {"context": {"bandwidth": 25e9, "latency": 2e-5}}})
+      >>> own.check(context=4, tensor=8)
+      Traceback (most recent call last):
+          ...
+      ValueError: topology must have a link for the axis tensor, it has context
     """
 
     device: Device
@@ -50,7 +68,12 @@ class Topology:
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """A topology by its name; ValueError if there is none of it, TypeError if it is no string."""
+        """A topology by its name, one of the presets.
+
+        Raises:
+          TypeError: it is no string.
+          ValueError: there is none of that name.
+        """
         if not isinstance(name, str):
             raise TypeError(f"topology must be the name of a preset or a file, a string, got {name!r}")
         if name not in PRESETS:
@@ -61,7 +84,7 @@ class Topology:
 
     @classmethod
     def named(cls, text: str) -> Self:
-        """A preset, or what a file says, as `--topology` takes either.
+        """The preset of a name, or what a file says, as `--topology` takes either.
 
         Raises:
           OSError: the file can't be read.
@@ -77,6 +100,9 @@ class Topology:
         For example `{"device": "H100", "links": {"tensor": "nvlink-h100", "context": {"bandwidth": 25e9, "latency":
         2e-5}}}`.
 
+        Returns:
+          The topology, whose attributes that the file lacks are the defaults.
+
         Raises:
           OSError: the file can't be read.
           ValueError: it is no topology; the message says why.
@@ -88,7 +114,11 @@ class Topology:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """A topology from plain data, as in a file; TypeError or ValueError says what is wrong with it."""
+        """A topology from plain data, as in a file.
+
+        Raises:
+          TypeError, ValueError: the message says what is wrong with it.
+        """
         if not isinstance(fields, Mapping) or not {"device", "links"} <= {*fields} <= {"device", "links", "name"}:
             raise ValueError("it must have device and links, and may have a name, and nothing else")
         if not isinstance(fields["links"], Mapping):
@@ -97,7 +127,7 @@ class Topology:
         return cls(_made(Device, DEVICES, "device", fields["device"]), links, fields.get("name", ""))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, from which `from_dict` makes the same."""
+        """The topology as plain data, from which `from_dict` makes the same."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -105,6 +135,10 @@ class Topology:
         """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
 
         Bytes of elements are no part of it: give them to `hardware`.
+
+        Args:
+          hardware: a device and its link.
+          efficiency: the share of its rates that is reached, up to 1.
         """
         device = Device(
             "hardware",
@@ -122,13 +156,24 @@ class Topology:
         return cls(device, dict.fromkeys(AXES, link))
 
     def link(self, axis: str) -> Link:
-        """The link of an axis; ValueError if there is none."""
+        """The link of an axis.
+
+        Raises:
+          ValueError: there is none.
+        """
         if axis not in self.links:
             raise ValueError(f"topology must have a link for the axis {axis}, it has {', '.join(self.links) or 'none'}")
         return self.links[axis]
 
     def check(self, **sizes: int) -> None:
-        """Check that there is a link for each axis of several devices; ValueError names one that there is none for."""
+        """Check that there is a link for each axis of several devices.
+
+        Args:
+          **sizes: devices of each axis, such as `context=4`.
+
+        Raises:
+          ValueError: there is none; the message names the axis.
+        """
         for axis, size in sizes.items():
             if size > 1:
                 self.link(axis)
@@ -137,7 +182,9 @@ class Topology:
         """The device as attention reaches it, and its link along an axis, as `choose_ring` and `predict_times` take it.
 
         Args:
-          element_bytes: of queries, keys and values. partial_bytes: of partial results.
+          axis: `"tensor"`, `"context"` or `"stage"`.
+          element_bytes: of queries, keys and values.
+          partial_bytes: of partial results.
 
         Raises:
           ValueError: there is no link for the axis.
@@ -184,6 +231,15 @@ def find_topology(mesh: Any) -> Topology:
 
     Args:
       mesh: a `jax.sharding.Mesh` of the axes stage, context and tensor, or some of them.
+
+    Returns:
+      The topology, with a link for each axis.
+
+    Examples:
+      >>> from longctx.parallel import cpu_devices, find_topology, make_mesh
+      >>> cpu_devices(4)  # where there are no accelerators
+      >>> find_topology(make_mesh(context=4)).device.name
+      'cpu'
     """
     name = "cpu" if mesh is None else device_name(mesh.devices.flat[0]) or _DEFAULT
     within, across = FOUND[name]

@@ -14,6 +14,30 @@ class VarseqPlan:
 
     New tokens are numbered through all sequences, 0 to T - 1, and so are cached ones, 0 to P - 1. A rank's keys are its
     cached and new ones together, sorted by (segment, position), as attention prefers them.
+
+    Attributes:
+      q_indices: the new tokens that each rank computes, integers `[N, ceil(T / N)]`.
+      q_positions, q_segment_ids: theirs, int32 of the same shape.
+      kv_indices: the keys that each rank holds, new ones numbered after all P cached ones, integers
+        `[N, max P_i + ceil(T / N)]`.
+      kv_positions, kv_segment_ids: theirs, int32 of the same shape.
+      scores: pairs (query, visible key) of each rank's queries, integers `[N]`.
+      kv_tokens: keys that each rank holds, without padding, integers `[N]`.
+
+    Source:
+      Context parallelism paper, 3.5.1 and 3.5.2.
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.parallel import plan_varseq
+      >>> plan = plan_varseq([5, 3], cached_lengths=None, num_shards=2)  # two sequences of 5 and 3 tokens
+      >>> plan.q_indices.tolist()  # of 8 packed tokens, those of each rank
+      [[0, 1, 4, 6], [2, 3, 5, 7]]
+      >>> plan.q_segment_ids.tolist()
+      [[0, 0, 0, 1], [0, 0, 1, 1]]
+      >>> packed = np.arange(8) * 10.0  # anything with an entry for each new token
+      >>> packed[plan.q_indices].tolist()  # [N, ceil(T / N)], to be sharded over the axis
+      [[0.0, 10.0, 40.0, 60.0], [20.0, 30.0, 50.0, 70.0]]
     """
 
     # The new tokens that the rank computes, [N, ceil(T / N)].
@@ -34,11 +58,21 @@ class VarseqPlan:
         return self.kv_indices.shape[1]
 
     def flops(self, num_heads: int, head_size: int) -> np.ndarray:
-        """FLOP of each rank's attention, `[N]`: two matrix products, 4 * N_heads * H for each score."""
+        """FLOP of each rank's attention, `[N]`: two matrix products, 4 * N_heads * H for each score.
+
+        Args:
+          num_heads: query heads.
+          head_size: H.
+        """
         return 4 * num_heads * head_size * self.scores
 
     def report(self, num_heads: int, head_size: int) -> str:
-        """A table of FLOP and keys of each rank, and how far the busiest rank is above the mean."""
+        """A table of FLOP and keys of each rank, and how far the busiest rank is above the mean.
+
+        Args:
+          num_heads: query heads.
+          head_size: H.
+        """
         flops = self.flops(num_heads, head_size)
         lines = ["rank  new tokens  KV tokens       GFLOP"]
         for rank, (flop, kv) in enumerate(zip(flops, self.kv_tokens, strict=True)):
@@ -72,7 +106,19 @@ def plan_varseq(
     Raises:
       ValueError: an argument is wrong; the message names it.
 
-    Source: context parallelism paper, 3.5.1 (figures 1 and 2) and 3.5.2 (message size).
+    Source:
+      Context parallelism paper, 3.5.1 (figures 1 and 2) and 3.5.2 (message size).
+
+    Examples:
+      >>> from longctx.parallel import plan_varseq
+      >>> plan = plan_varseq([1000, 300, 20], cached_lengths=[0, 5000, 0], num_shards=4)
+      >>> print(plan.report(num_heads=32, head_size=128))
+      rank  new tokens  KV tokens       GFLOP
+         0         330      1,580       8.378
+         1         330      1,580       8.379
+         2         330      1,580       8.380
+         3         330      1,580       8.382
+      busiest rank +0.02% above the mean; 1,580 KV tokens in a message
     """
     check_layout(num_shards, layout)
     new = _check_lengths("new_lengths", new_lengths)
@@ -120,10 +166,29 @@ def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
     """The rank that computes and keeps the token that each sequence decodes in this step.
 
     Sequence b belongs to rank (b + step) mod N. So the rows of a step are sharded evenly, and over the steps so is the
-    cache of every sequence; one rank per sequence would fill that rank first (context parallelism paper, 3.6).
+    cache of every sequence; one rank per sequence would fill that rank first.
+
+    Args:
+      num_sequences: B, at least 0.
+      step: number of the step, from 0.
+      num_shards: ranks N.
 
     Returns:
-      Sequences `[N, ceil(B / N)]`, -1 in rows without one: the `q_segment_ids` of `ring_pass_q(..., decode=True)`.
+      Sequences, integers `[N, ceil(B / N)]`, -1 in rows without one: the `q_segment_ids` of `ring_pass_q(...,
+      decode=True)`.
+
+    Raises:
+      ValueError: one of them is no integer, or too small.
+
+    Source:
+      Context parallelism paper, 3.6.
+
+    Examples:
+      >>> from longctx.parallel import plan_decode
+      >>> plan_decode(num_sequences=5, step=0, num_shards=4).tolist()
+      [[0, 4], [1, -1], [2, -1], [3, -1]]
+      >>> plan_decode(num_sequences=5, step=1, num_shards=4).tolist()  # one rank further
+      [[3, -1], [0, 4], [1, -1], [2, -1]]
     """
     for name, value, least in (("num_sequences", num_sequences, 0), ("step", step, 0), ("num_shards", num_shards, 1)):
         if not isinstance(value, (int, np.integer)) or value < least:

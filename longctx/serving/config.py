@@ -46,15 +46,30 @@ class EngineConfig:
       seed: seed of the generator that draws the seeds of requests without one.
       hash_key: secret key of the page hashes, 16 to 64 bytes. None: random. Engines that share pages have the same.
       tiers: what keeps pages beyond the devices, see `TierConfig`; None: nothing.
+      transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
       verify_share: share of the loads, from tiers and other engines, whose pages are computed again in idle time and
         compared.
       kv_dtype: of the keys and values of the cache. None: the parameters'. `"float8_e4m3fn"`, with a float32 scale for
         each token and KV head, has nearly twice the tokens in as much memory, and alone of all settings changes
         answers: keys and values are rounded, and plans then agree but for rounding (docs/fp8_pages.md).
-      transfers: whether requests move between this engine and others: what moves their pages is compiled ahead then.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      Medha, 3.2, 3.3 and 4.2 (`medha`); Sarathi-Serve, as Medha, 5.1, has it (`sarathi`); Context Parallelism for
+      Scalable Million-Token Inference, 4.2 (`meta`).
+
+    Examples:
+      >>> from longctx.serving import EngineConfig
+      >>> EngineConfig(page_size=16, num_pages=1024, token_budget=256).row_buckets
+      (8, 16, 32, 64, 128, 256)
+      >>> EngineConfig.medha(max_running=8).slo.tpot, EngineConfig.sarathi(2048).policy
+      (0.03, 'fcfs')
+      >>> EngineConfig(chunking="adaptve")
+      Traceback (most recent call last):
+          ...
+      ValueError: chunking must be "static", "static:N" or "adaptive", got 'adaptve'
     """
 
     page_size: int = 64
@@ -129,6 +144,12 @@ class EngineConfig:
         Prompts by relative slack, short ones in the steps of long ones (4.2). Adaptive chunks of up to 4,096 tokens
         (3.2, 3.3) within a target of 30 ms for every step (Mnemosyne, 6.2; Medha, 4.2, batch packing). Deadlines are a
         multiple of the time that a prompt is predicted to take alone (4.2). Decodes are never preempted (4.2).
+
+        Args:
+          **overrides: arguments of `EngineConfig`.
+
+        Returns:
+          The configuration.
         """
         paper: dict[str, Any] = {"policy": "ilrs", "chunking": "adaptive", "token_budget": 4096, "admission": "reserve"}
         return cls(**paper | {"slo": Slo(tpot=0.03, step_seconds=0.03)} | overrides)
@@ -138,6 +159,13 @@ class EngineConfig:
         """Sarathi-Serve's scheduling: first come first served, and `chunk` rows in every step, decodes first.
 
         Medha compares with chunks of 512 and 2,048 (5.1). Its paper has stages and tensor parallelism, no `context`.
+
+        Args:
+          chunk: rows of a step, in tokens.
+          **overrides: arguments of `EngineConfig`.
+
+        Returns:
+          The configuration.
         """
         paper: dict[str, Any] = {"policy": "fcfs", "chunking": "static", "token_budget": chunk}
         return cls(**paper | overrides)
@@ -148,12 +176,20 @@ class EngineConfig:
 
         One prompt after the other, each of up to `context * chunk` tokens in one step. The paper prefills whole prompts
         with a batch of one: 128k tokens over 1 to 16 hosts, and 1M over 8 and 16 (4.2), which takes chunks of 65,536.
+
+        Args:
+          chunk: the most rows of a step on a rank, in tokens.
+          **overrides: arguments of `EngineConfig`.
         """
         paper: dict[str, Any] = {"policy": "fcfs", "chunking": "static", "token_budget": chunk}
         return cls(**paper | overrides)
 
     def longest_sequence(self, max_positions: int) -> int:
-        """`max_length`, or the model's context; ValueError if that is shorter."""
+        """The tokens of the longest sequence: `max_length`, or the model's context.
+
+        Raises:
+          ValueError: the model's context is shorter than `max_length`.
+        """
         if self.max_length is None:
             return max_positions
         if self.max_length > max_positions:
@@ -168,7 +204,7 @@ class EngineConfig:
         return self.growing_buckets(2)
 
     def growing_buckets(self, factor: int) -> tuple[int, ...]:
-        """`buckets`; if they are None, numbers that grow by a factor from 8, and the token budget."""
+        """The `buckets`; if they are None, numbers that grow by a factor from 8, and the token budget."""
         if self.buckets is not None:
             return self.buckets
         rows = [8]

@@ -50,6 +50,23 @@ class ParallelPlan:
 
     Raises:
       TypeError, ValueError: a value is out of range; the message names it.
+
+    Source:
+      Mnemosyne, 4.3 and 4.4; Medha, 3.4 and 3.5; Context Parallelism for Scalable Million-Token Inference, 3.4 to
+      3.6, algorithms 1, 4 and 5, appendix D.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import ParallelPlan
+      >>> plan = ParallelPlan.medha(stage=4, context=2, tensor=8)
+      >>> plan.num_devices, plan.exchange, plan.placement
+      (64, 'kvp', 'grow')
+      >>> model = LlamaConfig.preset("llama-3-8b")
+      >>> plan.check(model, 64, device_bytes=80e9, tokens=10_000_000)  # a cache of 10M tokens fits
+      >>> ParallelPlan(tensor=8).check(model, 8, device_bytes=80e9, tokens=10_000_000)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+          ...
+      ValueError: plan needs 2.0 GB of weights and 163.8 GB for the keys and values of ...
     """
 
     stage: int = 1
@@ -76,6 +93,13 @@ class ParallelPlan:
         """Medha's and Mnemosyne's plan: SPP, KVP and TP. `overrides` are arguments of `ParallelPlan`.
 
         Requests start on one rank and grow to others; the states of their rows are merged (Medha, 3.4 and 3.5).
+
+        Args:
+          stage, context, tensor: sizes of the mesh.
+          **overrides: arguments of `ParallelPlan`.
+
+        Returns:
+          The plan.
         """
         return cls(stage, context, tensor, **{"exchange": "kvp", "placement": "grow"} | overrides)
 
@@ -85,11 +109,16 @@ class ParallelPlan:
 
         Keys and values are spread evenly, those of decodes too (3.6), and algorithm 1 chooses the exchange of each step
         (3.4).
+
+        Args:
+          context, tensor: sizes of the mesh.
+          **overrides: arguments of `ParallelPlan`.
         """
         return cls(1, context, tensor, **{"placement": "interleave", "exchange": "algorithm_1"} | overrides)
 
     @property
     def num_devices(self) -> int:
+        """Devices of the mesh: `stage * context * tensor`."""
         return self.stage * self.context * self.tensor
 
     @functools.cached_property
@@ -128,6 +157,8 @@ class ParallelPlan:
         """Check that a model and a number of devices suit this plan, before there is either.
 
         Args:
+          model: whose sizes count.
+          num_devices: how many there are.
           device_bytes: memory of a device that weights and cache may take; None: not checked. What a step computes with
             comes on top: an engine, which knows its shapes, estimates that itself.
           tokens: tokens of all requests whose keys and values shall fit.
@@ -174,6 +205,7 @@ class ParallelPlan:
         """The placer of pages.
 
         Args:
+          page_size: tokens of a page.
           rows: token budget of a step, the least limit of tokens on a rank.
           readable_tokens: of a TPOT target, tokens on one rank with which a decode keeps it, by prediction.
         """

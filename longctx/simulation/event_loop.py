@@ -12,6 +12,17 @@ class EventLoop:
     Attributes:
       now: virtual seconds since the beginning.
       num_events: how many actions have run.
+
+    Examples:
+      >>> from longctx.simulation import EventLoop
+      >>> loop = EventLoop()
+      >>> loop.at(2.0, lambda: print("second, at", loop.now))
+      >>> loop.at(0.5, lambda: print("first, at", loop.now))
+      >>> loop.run(until=10.0)
+      first, at 0.5
+      second, at 2.0
+      >>> loop.now, loop.num_events
+      (2.0, 2)
     """
 
     def __init__(self) -> None:
@@ -21,7 +32,11 @@ class EventLoop:
         self._order = itertools.count()
 
     def at(self, time: float, action: Callable[[], object]) -> None:
-        """Run an action at a time, in seconds.
+        """Run an action at a time.
+
+        Args:
+          time: virtual seconds since the beginning.
+          action: what to call.
 
         Raises:
           ValueError: the time is before now, or not finite.
@@ -36,9 +51,13 @@ class EventLoop:
         return not self._heap or self._heap[0][0] > self.now
 
     def run(self, until: float = math.inf, after: Callable[[], object] | None = None) -> None:
-        """Run all actions up to a time, this included; `after` is called after each.
+        """Run all actions up to a time, this included.
 
         Time then stands at `until` if there are later actions, and else at the last one.
+
+        Args:
+          until: virtual seconds since the beginning.
+          after: is called after each action.
         """
         heap = self._heap
         while heap:
@@ -60,11 +79,25 @@ class Link:
     """A link that transfers share evenly while they are in flight.
 
     Args:
+      loop: in whose time it sends.
       bandwidth: bytes per second, of all transfers together.
       latency: seconds from a transfer's last byte to its end.
 
     Raises:
       ValueError: the bandwidth is not positive, or the latency is negative or not finite.
+
+    Source:
+      Mooncake, 5.2: a host that many fetch from at a time sends to each of them more slowly.
+
+    Examples:
+      >>> from longctx.simulation import EventLoop, Link
+      >>> loop = EventLoop()
+      >>> link = Link(loop, bandwidth=50e9)
+      >>> for name in ("a", "b"):  # 100 GB each, at the same time
+      ...     link.send(100e9, lambda name=name: print(name, "has come, at", loop.now))
+      >>> loop.run()
+      a has come, at 4.0
+      b has come, at 4.0
     """
 
     def __init__(self, loop: EventLoop, bandwidth: float, latency: float = 0.0) -> None:
@@ -86,6 +119,10 @@ class Link:
 
     def send(self, num_bytes: float, action: Callable[[], object]) -> None:
         """Begin a transfer; the action runs when it has ended.
+
+        Args:
+          num_bytes: of the transfer.
+          action: what to call.
 
         Raises:
           ValueError: `num_bytes` is negative or not finite.

@@ -32,15 +32,33 @@ def predictor(
     Where `tensor` is larger than a host, all-reduces go over the network too: see `all_reduce_over_hosts`.
 
     Args:
+      model: whose sizes count.
       topology: or the name of a preset. Its link of `tensor` is that within a host, its link of `context` the network.
       plan: None: one device.
       max_rows: rows of the largest batch that is predicted exactly.
       overhead: seconds of each step on the host, of an engine that doesn't hide them.
       kv_dtype: of the cache, as of `EngineConfig`.
 
+    Returns:
+      Seconds of a batch in one stage, by its `Work`.
+
     Raises:
       ValueError: the plan doesn't suit the model, tensor spans part of a host, the topology lacks a link or is not
         known, or a number is out of range.
+
+    Source:
+      Mnemosyne, 4.2, and Medha, 4.2: batches are predicted from profiles.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.hardware import predictor
+      >>> model = LlamaConfig.preset("llama-3-8b")
+      >>> for plan in (ParallelPlan(tensor=8), ParallelPlan(stage=4, tensor=8)):
+      ...     stage = predictor(model, "h100-rdma", plan)
+      ...     print(plan.stage, round(stage.prefill_seconds(0, 131_072, 4096), 2))  # of its layers, a stage's share
+      1 1.93
+      4 0.52
     """
     plan = plan or ParallelPlan()
     plan.check(model, plan.num_devices)

@@ -30,8 +30,23 @@ MODELS: dict[str, LlamaConfig] = {
 def model(name: str) -> LlamaConfig:
     """A model of the papers.
 
+    Args:
+      name: of `MODELS`.
+
+    Returns:
+      Its configuration, for sequences of up to 2^24 tokens.
+
     Raises:
       ValueError: there is none of that name; the message lists them.
+
+    Examples:
+      >>> from longctx.simulation.models import model, num_parameters
+      >>> f"{num_parameters(model('llama-3-70b')):,}"
+      '70,553,706,496'
+      >>> model("llama-4")  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+          ...
+      ValueError: model must be one of llama-3-8b, llama-3-70b, llama-3-405b, ...
     """
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")

@@ -9,9 +9,28 @@ from longctx.serving.request.output import Metrics
 
 @dataclass(frozen=True)
 class Served:
-    """A request that has ended; seconds from the beginning of the workload. `ttft` counts from when it was due.
+    """A request that has ended; seconds from the beginning of the workload.
 
-    `number` is the request's in its workload, `instance` the name of the one that served it.
+    Attributes:
+      due: when it was to come.
+      metrics: as its engine has them, on the clock of the loop.
+      ttft: from when it was due to its first token.
+      tpot: mean time of each later token; None: there was one token.
+      number: the request's in its workload.
+      instance: name of the one that served it.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import Lengths, synthesize
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=2000)
+      >>> seconds = predictor(model, "h100-nvlink", max_rows=config.token_budget)
+      >>> requests = synthesize(2, Lengths(3000, 3000), Lengths(100, 100))
+      >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
+      >>> [(served.number, round(served.ttft, 3), round(served.tpot, 4)) for served in record.served]
+      [(0, 0.186, 0.0068), (1, 0.186, 0.0068)]
     """
 
     due: float
@@ -23,7 +42,15 @@ class Served:
 
     @classmethod
     def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> Self:
-        """Of a request that was due so many seconds after `start`."""
+        """A request as its engine's metrics have it.
+
+        Args:
+          metrics: with a first token.
+          due: seconds after `start`.
+          start: of the workload, on the metrics' clock, in seconds.
+          number: of the request in its workload.
+          instance: name of the one that served it.
+        """
         assert metrics.first_token is not None
         return cls(due, metrics, metrics.first_token - start - due, metrics.tpot, number, instance)
 
@@ -88,10 +115,35 @@ class InstanceRecord:
 
 @dataclass
 class Record:
-    """What a workload came to: its requests in the order in which they ended, and the engine after each step.
+    """What a workload came to: its requests, and the engines after each step.
 
-    `open` has those that had not ended when the window closed. `steps` and `timeline` are of all instances together, in
-    the order of time; they are empty where steps are not kept, and `stats` is of the last step, or None then.
+    `steps` and `timeline` are of all instances together, and empty where steps are not kept; `stats` is None then.
+
+    Attributes:
+      seconds: from the beginning of the workload to the end of the window or of the last request.
+      failed: requests that ended with an error; they are not among those served.
+      served: requests that ended, in the order in which they did.
+      timeline: (seconds, running, waiting) after each step.
+      stats: of all instances, summed; of the last step.
+      steps: in the order of time.
+      open: those that had not ended when the window closed.
+      instances: what each of them computed.
+
+    Examples:
+      >>> import statistics
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=2000)
+      >>> seconds = predictor(model, "h100-nvlink", max_rows=config.token_budget)
+      >>> requests = arrive_at_rate(make_mix("sharegpt4", 50), rate=5.0)
+      >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
+      >>> round(statistics.median(served.ttft for served in record.served), 2)
+      0.09
+      >>> record.totals.rows, record.totals.steps == len(record.steps)
+      (139012, True)
     """
 
     seconds: float = 0.0

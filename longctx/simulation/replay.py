@@ -32,12 +32,33 @@ def replay(
     was due: to a server it would have come then.
 
     Args:
+      engine: nobody else may submit to it.
+      requests: in any order.
       clock: the engine's own.
       sleep: lets seconds pass on that clock while there is nothing to do.
       seed: of the tokens that are made up.
       progress: is called after every step.
       record: is filled, so that an interrupt leaves what came until then; the engine's monitor may append to its
         `steps`. None: a new one.
+
+    Returns:
+      What came of it.
+
+    Raises:
+      ValueError: a request follows one that is not in the workload.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig
+      >>> from longctx.simulation import VirtualExecutor, replay
+      >>> from longctx.simulation.workloads import Lengths, closed_loop, synthesize
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # or a real engine, and time.monotonic
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> requests = closed_loop(synthesize(6, Lengths(100, 100), Lengths(10, 10)), users=2)
+      >>> record = replay(engine, requests, executor.clock, sleep=lambda seconds: None)
+      >>> len(record.served), round(record.seconds, 2)  # two users, three requests each, of ten steps
+      (6, 0.3)
     """
     check_followers(requests)
     record = Record() if record is None else record

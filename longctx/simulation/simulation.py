@@ -27,6 +27,27 @@ class Simulation:
 
     Raises:
       ValueError: there is no instance, or two have one name.
+
+    Source:
+      Medha, 5.4 (policies, on short requests beside long prompts); Vidur simulates engines so.
+
+    Examples:
+      >>> import dataclasses, statistics
+      >>> from longctx.serving import EngineConfig, ParallelPlan
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, plan = MODELS["llama-3-8b"], ParallelPlan(tensor=8)
+      >>> config = EngineConfig.medha(num_pages=40_000)
+      >>> seconds = predictor(model, "h100-rdma", plan, max_rows=config.token_budget)
+      >>> requests = arrive_at_rate(make_mix("sharegpt4-5-long", 60), rate=2.0)
+      >>> for policy in ("fcfs", "ilrs"):
+      ...     rules = dataclasses.replace(config, policy=policy)
+      ...     record = Simulation([Instance(model, rules, seconds, plan)]).run(requests, keep_steps=False)
+      ...     print(policy, round(statistics.median(served.ttft for served in record.served), 1))
+      fcfs 144.2
+      ilrs 0.3
     """
 
     def __init__(self, instances: List[Server], route: Route | None = None) -> None:
@@ -53,6 +74,9 @@ class Simulation:
           until: seconds of the window: what has not ended by then is in `Record.open`.
           progress: is called with the record after every event.
           keep_steps: whether the record has all steps, and a timeline.
+
+        Returns:
+          What came of it.
 
         Raises:
           ValueError: a request can't be served, or comes before the one before it; none is begun then.

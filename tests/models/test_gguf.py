@@ -333,7 +333,7 @@ def test_fingerprints_tell_files_apart(written: Path, tmp_path: Path) -> None:
 
 def test_the_package_is_named_where_it_is_not_installed(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"GGUF files need the package gguf: pip install 'longctx-jax\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"a GGUF file needs gguf: pip install 'longctx-jax\[gguf\]'"):
         load_checkpoint(written)
 
 

@@ -243,5 +243,8 @@ def test_what_is_not_here_and_no_name_of_the_hub(
 
 def test_the_package_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"no such directory: owner/name; if .* pip install 'longctx-jax\[hub\]'"):
+    words = (
+        r"no such directory: owner/name; a model of the Hugging Face hub needs huggingface_hub: pip install .*\[hub\]"
+    )
+    with pytest.raises(ValueError, match=words):
         resolve_model("owner/name")

@@ -127,8 +127,8 @@ def test_one_viewer_too_many_gets_503(client: TestClient, feed: EngineFeed) -> N
 
 
 def test_the_package_has_the_files() -> None:
-    setup = Path(longctx.__file__).parent.parent / "setup.py"
-    assert "serving/server/page/*" in setup.read_text(encoding="utf-8")
+    project = Path(longctx.__file__).parent.parent / "pyproject.toml"
+    assert "serving/server/page/*" in project.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -84,4 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--json", type=Path, metavar="FILE", help="all figures, every request and step")
     results.add_argument("--plot", type=Path, metavar="FILE", help=".png or .svg: latencies, chunks, stages, pages")
     results.add_argument("--trace", type=Path, metavar="FILE", help=".json for ui.perfetto.dev: stages and requests")
-    results.add_argument("--out", type=Path, metavar="DIR", help="report.html, and CSV files as Vidur writes them")
+    results.add_argument(
+        "--out", type=Path, metavar="DIR", help="report.html, its drawing as SVG and PNG, requests as CSV"
+    )

@@ -51,10 +51,34 @@ class Conductor:
     Whoever drives it calls it from one thread, with seconds of a clock that does not go back.
 
     Args:
+      config: how it decides.
       index: which instance has which blocks; whoever drives the conductor feeds it.
       observer: is told of every decision; None: nobody.
 
-    Source: Mooncake, sections 3, 5 and 6.
+    Source:
+      Mooncake, sections 3, 5 and 6.
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.cluster.conductor.conductor import Conductor
+      >>> from longctx.cluster.conductor.config import ConductorConfig
+      >>> from longctx.cluster.conductor.costs import PredictorCosts
+      >>> from longctx.cluster.conductor.instance import InstanceSpec
+      >>> from longctx.cluster.conductor.request import ClusterRequest
+      >>> from longctx.cluster.prefix_index.index import PrefixIndex
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.simulation.hardware import predictor
+      >>> model = LlamaConfig.preset("llama-3-8b")
+      >>> costs = PredictorCosts.of_model(predictor(model, "h100-rdma"), model, chunk=2048)
+      >>> index = PrefixIndex()
+      >>> conductor = Conductor(ConductorConfig(), index)
+      >>> for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode")):
+      ...     conductor.join(InstanceSpec(name, role, costs, 512, 1_000_000, 64, bandwidth=50e9), now=0.0)
+      >>> index.store("p1", "device", range(20))  # it has the first 20 blocks of what comes
+      >>> request = ClusterRequest("mine", 40 * 512, 100, np.arange(40, dtype=np.uint64))
+      >>> assignment = conductor.assign(request, now=1.0)
+      >>> assignment.prefill, assignment.decode, assignment.cached
+      ('p1', 'd0', 10240)
     """
 
     def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
@@ -69,6 +93,10 @@ class Conductor:
     def join(self, spec: InstanceSpec, now: float) -> None:
         """Add an instance, or one that has been removed and comes back.
 
+        Args:
+          spec: what it is.
+          now: seconds of the driver's clock.
+
         Raises:
           TypeError, ValueError: the spec is out of range, an instance of its name is there, or it is of another
             fingerprint or block size than those that are.
@@ -77,17 +105,37 @@ class Conductor:
         self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
-        """Assign nothing more to an instance; what it has goes on. ValueError: there is none of this name."""
+        """Assign nothing more to an instance; what it has goes on.
+
+        Args:
+          name: of the instance.
+          now: seconds of the driver's clock.
+
+        Raises:
+          ValueError: there is none of this name.
+        """
         self._instance(name).is_draining = True
         self.state.sort()
 
     def restore(self, name: str, now: float) -> None:
-        """The opposite of `drain`. ValueError: there is none of this name."""
+        """The opposite of `drain`.
+
+        Args:
+          name: of the instance.
+          now: seconds of the driver's clock.
+
+        Raises:
+          ValueError: there is none of this name.
+        """
         self._instance(name).is_draining = False
         self.state.sort()
 
     def remove(self, name: str, now: float) -> list[str]:
         """Forget an instance that is dead, and what it held.
+
+        Args:
+          name: of the instance.
+          now: seconds of the driver's clock.
 
         Returns:
           Ids of requests that it prefilled or decoded. They are not open any more: whoever drives assigns them anew.
@@ -105,13 +153,27 @@ class Conductor:
         return [each.request.request_id for each in ended]
 
     def set_role(self, name: str, role: Role, now: float) -> None:
-        """Change what an instance does; what it has goes on. ValueError: there is no such instance or role."""
+        """Change what an instance does; what it has goes on.
+
+        Args:
+          name: of the instance.
+          role: from now on.
+          now: seconds of the driver's clock.
+
+        Raises:
+          TypeError, ValueError: there is no such instance or role.
+        """
         check_role(role)
         self._instance(name).role = role
         self.state.sort()
 
     def report(self, name: str, report: Report, now: float) -> None:
         """Correct the estimates of an instance by what it says of itself.
+
+        Args:
+          name: of the instance.
+          report: what it says.
+          now: seconds of the driver's clock.
 
         Raises:
           TypeError, ValueError: there is none of this name, or a figure is not finite or negative; nothing is changed.
@@ -133,9 +195,14 @@ class Conductor:
         """Choose the instances that serve a request, or reject it.
 
         Args:
+          request: what it knows of it.
+          now: seconds of the driver's clock.
           exclude: names of instances that must have no part in it, as they have just failed.
           generated: tokens that it has had, if it goes on after a failure: then no load forbids it.
           waited: seconds for which it has been kept since it was rejected first.
+
+        Returns:
+          Where it is served, or why it is not.
 
         Raises:
           TypeError, ValueError: a request of this id is open, it has more keys than full blocks, an argument is out of
@@ -159,6 +226,8 @@ class Conductor:
         """The prompt of a request is computed: check whether it may decode (3, step 4).
 
         Args:
+          request_id: of the request.
+          now: seconds of the driver's clock.
           has_memory: the instance where it decodes has let it in already: memory can't forbid it any more.
 
         Returns:
@@ -188,6 +257,10 @@ class Conductor:
         """The first token of a request has come, whatever room there is: `prefilled` is what asks.
 
         Nothing happens if it is not open, or had one.
+
+        Args:
+          request_id: of the request.
+          now: seconds of the driver's clock.
         """
         open_request = self.state.prefilling.get(request_id)
         if open_request is not None:
@@ -197,7 +270,13 @@ class Conductor:
             self.state.decoding[request_id] = open_request
 
     def finished(self, request_id: str, now: float, output_tokens: int) -> None:
-        """A request has had its last token. Nothing happens if it is not open."""
+        """A request has had its last token. Nothing happens if it is not open.
+
+        Args:
+          request_id: of the request.
+          now: seconds of the driver's clock.
+          output_tokens: how many it had.
+        """
         open_request = self.state.find(request_id)
         if open_request is None:
             return
@@ -211,7 +290,12 @@ class Conductor:
             self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
-        """A request was given up. Nothing happens if it is not open."""
+        """A request was given up. Nothing happens if it is not open.
+
+        Args:
+          request_id: of the request.
+          now: seconds of the driver's clock.
+        """
         open_request = self.state.find(request_id)
         if open_request is not None:
             self._end(open_request, now)
@@ -223,7 +307,7 @@ class Conductor:
         return [view(each, now) for each in self.state.instances.values()]
 
     def swaps(self, now: float) -> list[Swap]:
-        """Cold blocks that instances should swap out; ask every second or so, and pass them on."""
+        """The cold blocks that instances should swap out; ask every second or so, and pass them on."""
         return self._swapper.swaps([each.spec for each in self.state.instances.values()], self.index, now)
 
     def loads(self, now: float) -> Loads:

@@ -61,7 +61,14 @@ class ConductorConfig:
     Raises:
       TypeError, ValueError: a setting is of another type or out of range.
 
-    Source: Mooncake, sections 5 and 6.
+    Source:
+      Mooncake, sections 5 and 6.
+
+    Examples:
+      >>> from longctx.cluster.conductor.config import ConductorConfig
+      >>> config = ConductorConfig(policy="kvcache_centric", admission="early_rejection", ttft=30.0, tpot=0.1)
+      >>> config.policy, config.ttft
+      ('kvcache_centric', 30.0)
     """
 
     policy: str | Callable[..., Any] = "kvcache_centric"

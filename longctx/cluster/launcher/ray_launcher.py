@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longctx import extras
 from longctx.cluster.config import RayOptions
 from longctx.cluster.launcher.back_off import BackOff
 from longctx.cluster.launcher.launched import Address, Launched, Moved
@@ -31,14 +32,12 @@ class RayLauncher:
       others: that run already.
 
     Raises:
-      ValueError: Ray is not installed.
+      MissingExtra: Ray is not installed.
     """
 
     def __init__(self, instances: Sequence[Launched], options: RayOptions, others: Sequence[Address] = ()) -> None:
-        try:
+        with extras.needed("cluster", "launcher 'ray'"):
             import ray
-        except ModuleNotFoundError:
-            raise ValueError("launcher 'ray' needs Ray: pip install 'longctx-jax[cluster]'") from None
         self._ray: Any = ray
         self._instances, self._options, self._others = list(instances), options, list(others)
         self._began = False  # whether Ray was begun here

@@ -19,6 +19,22 @@ class PrefixIndex:
 
     A key is the 64-bit hash of a block and of all before it, as KV events carry it. Each block has the number of its
     set of holders, and most blocks share their sets with many others.
+
+    Source:
+      Mooncake, 3 and 5 (the conductor knows which instance has which blocks).
+
+    Examples:
+      >>> import numpy as np
+      >>> from longctx.cluster.prefix_index.index import PrefixIndex
+      >>> index = PrefixIndex()
+      >>> index.store("prefill-0", "device", [11, 12])  # by its KV events
+      >>> index.store("prefill-0", "host", [13])
+      >>> index.store("prefill-1", "host", [11])
+      >>> prompt = np.array([11, 12, 13, 99], np.uint64)
+      >>> for name, match in sorted(index.match(prompt).items()):
+      ...     print(name, match)
+      prefill-0 Match(blocks=3, device=2, host=1, disk=0)
+      prefill-1 Match(blocks=1, device=0, host=1, disk=0)
     """
 
     def __init__(self) -> None:
@@ -51,6 +67,11 @@ class PrefixIndex:
     def store(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
         """An instance has got blocks, keys in [0, 2^64); what it has already changes nothing.
 
+        Args:
+          instance: its name.
+          tier: where it keeps them, or kept.
+          keys: of the blocks.
+
         Raises:
           TypeError, OverflowError: a key is no such number.
         """
@@ -64,6 +85,11 @@ class PrefixIndex:
 
     def remove(self, instance: str, tier: Tier, keys: Iterable[int]) -> None:
         """An instance has lost blocks; what it does not have changes nothing.
+
+        Args:
+          instance: its name.
+          tier: where it keeps them, or kept.
+          keys: of the blocks.
 
         Raises:
           TypeError, OverflowError: a key is no number in [0, 2^64).
@@ -89,7 +115,11 @@ class PrefixIndex:
                 self._holders.forget(instance)
 
     def keys(self, instance: str, tier: Tier) -> np.ndarray:
-        """Keys, uint64 `[n]`, of all blocks that an instance holds in a tier, in no order."""
+        """The keys of all blocks that an instance holds in a tier, in no order.
+
+        Returns:
+          uint64 `[blocks]`.
+        """
         with self._lock:
             return self._table.keys.array[self._where(self._holders.mask(instance, tier))]
 
@@ -106,7 +136,11 @@ class PrefixIndex:
         return matches
 
     def availability(self, keys: np.ndarray) -> dict[str, Match]:
-        """As `match`, but a block that is in several tiers counts in each of them."""
+        """As `match`, but a block that is in several tiers counts in each of them.
+
+        Returns:
+          By the name of each instance.
+        """
         matches = {}
         for name, blocks in self._leading(keys):
             tiers = (sum(count for i, count in enumerate(blocks) if i >> tier & 1) for tier in range(len(TIERS)))
@@ -114,16 +148,30 @@ class PrefixIndex:
         return matches
 
     def touch(self, keys: np.ndarray, now: float) -> None:
-        """The leading blocks that are there have been used, at `now` in seconds; new blocks have the last such time."""
+        """The leading blocks that are there have been used; new blocks have the last such time.
+
+        Args:
+          keys: of the blocks in order, uint64 `[blocks]`.
+          now: seconds of the caller's clock.
+        """
         with self._lock:
             self._now = max(self._now, int(now))
             self._table.used.array[self._table.find_leading(_check(keys))] = self._now
 
     def cold(self, instance: str, tier: Tier, before: float, limit: int, held_by: int = 1) -> np.ndarray:
-        """Keys, uint64 `[<= limit]`, of blocks that an instance holds in a tier and nobody has used since `before`.
+        """The keys of blocks that an instance holds in a tier and nobody has used for long.
 
         The longest unused come first, and of those the last ones of a prefix: without its head a tail is of no use.
-        Only those that at least `held_by` instances hold, in whatever tier.
+
+        Args:
+          instance: its name.
+          tier: where it holds them.
+          before: seconds of the caller's clock, since when nobody has used them.
+          limit: the most keys.
+          held_by: only those that at least so many instances hold, in whatever tier.
+
+        Returns:
+          uint64 `[blocks]`.
         """
         with self._lock:
             holders, used = self._holders, self._table.used.array

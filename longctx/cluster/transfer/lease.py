@@ -23,6 +23,23 @@ class Lease(NamedTuple):
       length: tokens in all.
       layout: of the pages.
       expires: on the clock of the engine that holds them, unless somebody asks for them before.
+
+    Source:
+      Mooncake, 3 (pages of a prompt are kept until the decoding instance has them).
+
+    Examples:
+      >>> from longctx.cluster.transfer import Lease, make_lease_id
+      >>> from longctx.serving.kv_cache.page_layout import PageLayout
+      >>> layout = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=64, dtype="bfloat16")
+      >>> keys = [bytes([n] * 16) for n in range(2)]
+      >>> lease = Lease(make_lease_id(), keys, pages=[5, 9], tail=36, length=100, layout=layout, expires=60.0)
+      >>> lease.check()
+      >>> len(lease.keys) * layout.page_bytes  # bytes to move for 100 tokens
+      16777216
+      >>> lease._replace(length=300).check()
+      Traceback (most recent call last):
+          ...
+      ValueError: a lease of 300 tokens must have 5 keys and pages and a tail of 44, got 2, 2 and 36
     """
 
     lease_id: str
@@ -34,7 +51,11 @@ class Lease(NamedTuple):
     expires: float
 
     def check(self) -> None:
-        """ValueError, unless the numbers of keys, pages and tokens fit together."""
+        """Check that the numbers of keys, pages and tokens fit together.
+
+        Raises:
+          ValueError: they don't.
+        """
         num_pages = -(-self.length // self.layout.page_size)
         if not len(self.keys) == len(self.pages) == num_pages or self.tail != self.length % self.layout.page_size:
             raise ValueError(
@@ -44,7 +65,16 @@ class Lease(NamedTuple):
 
 
 def make_lease_id() -> str:
-    """Make a new id, which nobody can guess."""
+    """Make a new id, which nobody can guess.
+
+    Returns:
+      32 hexadecimal digits: 128 random bits.
+
+    Examples:
+      >>> from longctx.cluster.transfer import make_lease_id
+      >>> len(make_lease_id()), make_lease_id() == make_lease_id()
+      (32, False)
+    """
     return secrets.token_hex(16)
 
 
@@ -52,20 +82,68 @@ class Exporter(Protocol):
     """The sending engine. Senders call it from threads of their own; no call may wait for a step.
 
     `num_ready` and `read` keep a lease alive: it expires only when nobody has asked for some time.
+
+    Source:
+      Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
+
+    Examples:
+      >>> import threading
+      >>> from concurrent.futures import Future
+      >>> import numpy as np
+      >>> from longctx.cluster.transfer import Exporter, Lease, make_lease_id
+      >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.page_layout import PageLayout
+      >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+      >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> class Shelf:
+      ...     def open(self, lease_id):
+      ...         return lease
+      ...     def num_ready(self, lease_id):
+      ...         return len(pages)
+      ...     def read(self, lease_id, first, stop, layers):
+      ...         read = Future()
+      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
+      ...         return read
+      ...     def release(self, lease_id):
+      ...         pass
+      >>> shelf: Exporter = Shelf()  # arrays of this process; an engine has `longctx.cluster.engine_exporter`
+      >>> [block] = shelf.read(lease.lease_id, 0, shelf.num_ready(lease.lease_id), (0, 2)).result()
+      >>> block.data.shape  # pages, layers, keys and values, page_size, KV heads, head size
+      (3, 2, 2, 4, 1, 4)
     """
 
     def open(self, lease_id: str) -> Lease:
-        """The lease with this id. Raises `LeaseGone`."""
+        """The lease with this id.
+
+        Raises:
+          LeaseGone: there is none.
+        """
         ...
 
     def num_ready(self, lease_id: str) -> int:
-        """How many leading pages are complete; fewer than all while prefill runs. Raises `LeaseGone`."""
+        """How many leading pages are complete; fewer than all while prefill runs.
+
+        Raises:
+          LeaseGone: there is no such lease.
+        """
         ...
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
-        """Begin to read pages `first` to `stop` of a lease, of these layers at least; they are complete.
+        """Begin to read complete pages of a lease.
 
-        What is read is right even if the lease ends before the result has come. Raises `LeaseGone`.
+        What is read is right even if the lease ends before the result has come.
+
+        Args:
+          lease_id: of the lease.
+          first, stop: index of the first page in the lease, and of the one after the last.
+          layers: (first, stop) of the layers to read at least.
+
+        Returns:
+          What gives the blocks when they have come.
+
+        Raises:
+          LeaseGone: there is no such lease.
         """
         ...
 

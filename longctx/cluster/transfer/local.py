@@ -27,6 +27,51 @@ class LocalReceiver:
     Args:
       layout, fingerprint: of the pages of the engine that fetches.
       part: the layers and KV heads that it wants; None: all.
+      options: limits and timeouts; None: the default ones.
+
+    Attributes:
+      stats: how transfers ended.
+
+    Raises:
+      ValueError: a block of `options` is too small for one layer of a page.
+
+    Source:
+      Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
+
+    Examples:
+      >>> import threading
+      >>> from concurrent.futures import Future
+      >>> import numpy as np
+      >>> from longctx.cluster.transfer import Lease, LocalReceiver, make_lease_id
+      >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.page_layout import PageLayout
+      >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+      >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> class Shelf:
+      ...     def open(self, lease_id):
+      ...         return lease
+      ...     def num_ready(self, lease_id):
+      ...         return len(pages)
+      ...     def read(self, lease_id, first, stop, layers):
+      ...         read = Future()
+      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
+      ...         return read
+      ...     def release(self, lease_id):
+      ...         pass
+      >>> receiver = LocalReceiver(layout)
+      >>> source = receiver.source(Shelf(), lease.lease_id)
+      >>> woken = threading.Event()
+      >>> fetch = source.fetch(keys, woken.set)
+      >>> while not fetch.is_over:
+      ...     _ = woken.wait(1.0)
+      ...     woken.clear()
+      ...     blocks = fetch.take(max_bytes=1 << 20)  # to write to the devices
+      >>> fetch.num_pages
+      3
+      >>> fetch.close()
+      >>> receiver.stats.outcomes["complete"], receiver.stats.bytes == pages.nbytes
+      (1, True)
     """
 
     def __init__(
@@ -44,7 +89,14 @@ class LocalReceiver:
     def source(
         self, exporter: Exporter, lease_id: str, fingerprint: bytes = b"", release: bool = True
     ) -> "LocalSource":
-        """The pages of one lease, as a `PageSource`; `fingerprint` is of the engine that has them."""
+        """The pages of one lease, as a `PageSource`.
+
+        Args:
+          exporter: the engine that has them.
+          lease_id: of the lease.
+          fingerprint: of the model and weights of that engine; pages of others are refused.
+          release: whether the end of a fetch releases the lease.
+        """
         return LocalSource(self, exporter, lease_id, fingerprint, release)
 
 

@@ -7,14 +7,16 @@ networks that are trusted, and the memory that receivers register is written by 
 Source: Mooncake, section 3 (an RDMA messenger); its transfer engine is the one that the authors published.
 """
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from longctx import extras
 from longctx.cluster.transfer.messages import Place
 from longctx.serving.validation import check_integer
 
@@ -22,6 +24,18 @@ _LOG = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1  # between two looks at whether a transfer was closed
 _CLOSE_SECONDS = 5.0
 LIBRARIES = "Debian's libibverbs1, libnl-3-200 and libnl-route-3-200"
+
+
+@contextlib.contextmanager
+def mooncake_loaded(what: str) -> Iterator[None]:
+    """Within it, an import of Mooncake that fails says what `what` lacks: the extra, or libraries of the system."""
+    try:
+        with extras.needed("mooncake", what):
+            yield
+    except extras.MissingExtra:
+        raise
+    except ImportError as error:
+        raise extras.MissingExtra(f"{what} needs {LIBRARIES}: {error}") from error
 
 
 def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
@@ -32,15 +46,11 @@ def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
       protocol: `"tcp"` or `"rdma"`. devices: RDMA devices with commas between them; empty: all.
 
     Raises:
-      ImportError: it is not installed, or libraries of the system are missing.
+      MissingExtra: it is not installed, or libraries of the system are missing.
       RuntimeError: it does not start.
     """
-    try:
+    with mooncake_loaded("Mooncake's transfer engine"):
         from mooncake.engine import TransferEngine
-    except ImportError as error:
-        raise ImportError(
-            f"Mooncake's transfer engine needs `pip install longctx-jax[mooncake]` and {LIBRARIES}: {error}"
-        ) from error
     engine = TransferEngine()
     if engine.initialize(ip, "P2PHANDSHAKE", protocol, devices) != 0:
         raise RuntimeError(f"Mooncake's transfer engine did not start on {ip} with {protocol} {devices}")

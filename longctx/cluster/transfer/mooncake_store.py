@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from longctx.cluster.transfer.mooncake import LIBRARIES
+from longctx import extras
+from longctx.cluster.transfer.mooncake import mooncake_loaded
 
 _REACH_SECONDS = 3.0
 _OPTIONS = {"segment_bytes": 1 << 30, "buffer_bytes": 64 << 20}
@@ -70,7 +71,7 @@ def open_store(url: str) -> MooncakeStore:
         machine's ip.
 
     Raises:
-      ImportError: Mooncake is not installed.
+      MissingExtra: Mooncake is not installed, or libraries of the system are missing.
       ValueError: the URL is none, or there is no master.
     """
     parts = urlsplit(url)
@@ -81,17 +82,14 @@ def open_store(url: str) -> MooncakeStore:
     if not host or port is None:
         raise ValueError(f"store must be mooncake://HOST:PORT, got {url!r}")
     texts, numbers = _read_options(url, parts.query)
+    extras.check("mooncake", f"store {url}")
     try:  # its own client waits for a master for ever
         with socket.create_connection((host, port), _REACH_SECONDS) as reached:
             own_ip = reached.getsockname()[0]
     except OSError as error:
         raise ValueError(f"store {url} can't be reached: {error}") from None
-    try:
+    with mooncake_loaded("Mooncake's store"):
         from mooncake.store import MooncakeDistributedStore
-    except ImportError as error:
-        raise ImportError(
-            f"Mooncake's store needs `pip install longctx-jax[mooncake]` and {LIBRARIES}: {error}"
-        ) from error
     store = MooncakeDistributedStore()
     failed = store.setup(
         texts["ip"] or own_ip,

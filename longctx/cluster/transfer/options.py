@@ -22,6 +22,19 @@ class TransferOptions:
         there is none, a transfer ends as refused.
       silence_timeout: seconds after which either side gives a transfer up when it hears nothing of the other.
       deadline: seconds after which a transfer ends however far it is.
+
+    Raises:
+      TypeError, ValueError: a value is of the wrong type or out of range.
+
+    Examples:
+      >>> from longctx.cluster.transfer import TransferOptions
+      >>> options = TransferOptions(block_bytes=1 << 20, max_blocks=16)
+      >>> options.max_blocks * options.block_bytes  # the most bytes that a receiver's memory is asked for
+      16777216
+      >>> TransferOptions(block_bytes=0)
+      Traceback (most recent call last):
+          ...
+      ValueError: block_bytes must be an integer of 1 to 1099511627776, got 0
     """
 
     block_bytes: int = 4 << 20
@@ -45,7 +58,14 @@ class TransferOptions:
             raise ValueError(f"max_blocks must be at least window_blocks={self.window_blocks}, got {self.max_blocks}")
 
     def check_fits(self, layout: PageLayout) -> None:
-        """ValueError, if a block is too small for one layer of a page."""
+        """Check that a block has room for one layer of a page.
+
+        Args:
+          layout: of the pages.
+
+        Raises:
+          ValueError: it has not.
+        """
         least = layout.page_bytes // layout.num_layers
         if self.block_bytes < least:
             raise ValueError(f"block_bytes must hold a layer of a page, {least} bytes, got {self.block_bytes}")

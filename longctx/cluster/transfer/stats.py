@@ -11,10 +11,23 @@ Outcome = Literal["complete", "dropped", "ended", "refused", "lost", "late", "co
 `refused`: the sender did not begin it. `lost`: the connection or a message was lost. `late`: the other side was silent
 for too long, or the deadline passed. `corrupt`: a checksum was wrong. `malformed`: the other side broke the protocol.
 `failed`: an error of one's own, which is logged.
+
+Examples:
+  >>> from typing import get_args
+  >>> from longctx.cluster.transfer import Outcome
+  >>> get_args(Outcome)[:2]
+  ('complete', 'dropped')
 """
 OUTCOMES: tuple[Outcome, ...] = (
     "complete", "dropped", "ended", "refused", "lost", "late", "corrupt", "malformed", "failed",
 )  # fmt: skip
+"""All values of `Outcome`.
+
+Examples:
+  >>> from longctx.cluster.transfer import OUTCOMES, TransferStats
+  >>> tuple(TransferStats().outcomes) == OUTCOMES
+  True
+"""
 
 
 class TransferStats:
@@ -23,6 +36,14 @@ class TransferStats:
     Attributes:
       bytes, blocks: of pages that were sent or received.
       strangers: connections and messages of who does not know the secret or speaks another protocol.
+
+    Examples:
+      >>> from longctx.cluster.transfer import TransferStats
+      >>> stats = TransferStats()
+      >>> stats.add_block(4096)
+      >>> stats.add_outcome("complete")
+      >>> stats.bytes, stats.blocks, {name: count for name, count in stats.outcomes.items() if count}
+      (4096, 1, {'complete': 1})
     """
 
     def __init__(self) -> None:
@@ -31,11 +52,13 @@ class TransferStats:
         self.bytes, self.blocks, self.strangers = 0, 0, 0
 
     def add_block(self, num_bytes: int) -> None:
+        """Count a block of so many bytes."""
         with self._lock:
             self.bytes += num_bytes
             self.blocks += 1
 
     def add_outcome(self, outcome: Outcome) -> None:
+        """Count a transfer that has ended so."""
         with self._lock:
             self._outcomes[outcome] += 1
 

@@ -75,10 +75,51 @@ class PageReceiver:
       layout, fingerprint: of the pages of this engine; senders with others are refused.
       part: the layers and KV heads that this process wants; None: all.
       secret: what senders and receivers share; None: theirs have none either.
+      options: limits and timeouts; None: the default ones.
       puller: reads blocks from registered memory, see `mooncake.py`.
 
     Attributes:
       stats: how transfers ended.
+
+    Raises:
+      ValueError: `part` is none of the layout's, or a block of `options` is too small for one layer of a page.
+
+    Source:
+      Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
+
+    Examples:
+      >>> import threading
+      >>> from concurrent.futures import Future
+      >>> import numpy as np
+      >>> from longctx.cluster.transfer import Lease, make_lease_id, PageReceiver, PageSender
+      >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.page_layout import PageLayout
+      >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+      >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> class Shelf:
+      ...     def open(self, lease_id):
+      ...         return lease
+      ...     def num_ready(self, lease_id):
+      ...         return len(pages)
+      ...     def read(self, lease_id, first, stop, layers):
+      ...         read = Future()
+      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
+      ...         return read
+      ...     def release(self, lease_id):
+      ...         pass
+      >>> with PageSender(Shelf(), layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
+      ...     source = receiver.source(sender.address, lease.lease_id)
+      ...     woken = threading.Event()
+      ...     fetch = source.fetch(keys, woken.set)
+      ...     while not fetch.is_over:
+      ...         _ = woken.wait(1.0)
+      ...         woken.clear()
+      ...         blocks = fetch.take(max_bytes=1 << 20)  # to write to the devices
+      ...     num_pages = fetch.num_pages
+      ...     fetch.close()
+      >>> num_pages, receiver.stats.blocks, receiver.stats.bytes == pages.nbytes
+      (3, 1, True)
     """
 
     def __init__(
@@ -121,6 +162,7 @@ class PageReceiver:
 
         Args:
           address: `host:port` of the sender; of several processes of one engine, those of all.
+          lease_id: of the lease.
           release: whether the end of a fetch releases the lease. If not, call `RemoteSource.release`.
           deadline: seconds after which a fetch ends; None: that of the options.
           patience: seconds in which a lease may come that the sender does not know yet.
@@ -157,7 +199,16 @@ class PageReceiver:
         self.close()
 
     def fetch(self, source: "RemoteSource", keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
-        """Begin to fetch pages of a source."""
+        """Begin to fetch pages of a source.
+
+        Args:
+          source: of the pages.
+          keys: of the pages, in order.
+          wake: is called, in another thread, when blocks have come and at the end.
+
+        Returns:
+          The transfer, which the caller empties.
+        """
         deadline = time.monotonic() + source.deadline
         fetch = Fetch(
             source.addresses, source.lease_id, list(keys), self.part, deadline, source.releases, source.patience
@@ -176,7 +227,12 @@ class PageReceiver:
         return fetch.arrivals
 
     def release(self, addresses: list[str], lease_id: str) -> None:
-        """Tell the senders that nobody needs a lease."""
+        """Tell the senders that nobody needs a lease.
+
+        Args:
+          addresses: of the senders.
+          lease_id: of the lease.
+        """
         self._mailbox.post(lambda: self._release(addresses, lease_id))
 
     # What follows runs in the receiver's thread.

@@ -59,6 +59,7 @@ class PageSender:
       ip, port: where it listens; port 0: any free one.
       secret: what sender and receivers share; everything is encrypted then (CURVE). None: whoever reaches it gets the
         pages of leases whose ids they know, which nobody can guess; so it is for loopback alone, unless `is_trusted`.
+      options: limits and timeouts; None: the default ones.
       staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
       is_trusted: the network that `ip` is reached by, where nobody listens.
 
@@ -69,6 +70,39 @@ class PageSender:
     Raises:
       ValueError: `ip` is none, or can be reached from other machines without a secret; a block is too small.
       OSError: it can't listen there.
+
+    Source:
+      Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
+
+    Examples:
+      >>> import threading
+      >>> from concurrent.futures import Future
+      >>> import numpy as np
+      >>> from longctx.cluster.transfer import Lease, make_lease_id, PageSender
+      >>> from longctx.serving.kv_cache.connector import PageBlock
+      >>> from longctx.serving.kv_cache.page_layout import PageLayout
+      >>> layout = PageLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
+      >>> keys, pages = [bytes([n] * 16) for n in range(3)], np.ones((3, *layout.shape), np.float32)
+      >>> lease = Lease(make_lease_id(), keys, [0, 1, 2], 0, 12, layout, expires=60.0)
+      >>> class Shelf:
+      ...     def open(self, lease_id):
+      ...         return lease
+      ...     def num_ready(self, lease_id):
+      ...         return len(pages)
+      ...     def read(self, lease_id, first, stop, layers):
+      ...         read = Future()
+      ...         read.set_result([PageBlock(0, layout.whole, pages[first:stop])])
+      ...         return read
+      ...     def release(self, lease_id):
+      ...         pass
+      >>> sender = PageSender(Shelf(), layout)  # without a secret on loopback only
+      >>> sender.address.startswith("127.0.0.1:"), sender.num_streams
+      (True, 0)
+      >>> sender.close()
+      >>> PageSender(Shelf(), layout, ip="10.0.0.1")  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+          ...
+      ValueError: ip 10.0.0.1 can be reached from other machines: transfers need a ...
     """
 
     def __init__(

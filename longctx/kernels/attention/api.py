@@ -73,8 +73,28 @@ def attention(
       NotImplementedError: the named implementation doesn't support the case; the message says why, and names one that
         does.
 
-    Source: online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
-    the context parallelism paper, section 3.5.
+    Source:
+      Online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022); positions as masks after
+      the context parallelism paper, section 3.5.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention, merge_state
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> q, k, v = (jax.random.normal(key, (6, heads, 64)) for key, heads in zip(keys, (8, 2, 2)))
+      >>> out, lse = attention(q, k, v)  # 6 tokens, 8 query heads, 2 KV heads
+      >>> out.shape, lse.shape
+      ((6, 8, 64), (6, 8))
+      >>> old = attention(q, k[:4], v[:4], q_positions=jnp.arange(6), kv_positions=jnp.arange(4))
+      >>> new = attention(q, k[4:], v[4:], q_positions=jnp.arange(6), kv_positions=jnp.arange(4, 6))
+      >>> merged, _ = merge_state(*old, *new)  # what four keys give, and the other two
+      >>> bool(jnp.allclose(merged, out, atol=1e-5))
+      True
+      >>> segments = jnp.array([0, 0, 0, 1, 1, -1])  # two packed sequences, and a token of padding
+      >>> _, lse = attention(q, k, v, q_segment_ids=segments, kv_segment_ids=segments)
+      >>> bool(jnp.isneginf(lse[5]).all())  # padding sees nothing
+      True
     """
     masks = q_positions, kv_positions, q_segment_ids, kv_segment_ids
     # A plan holds positions that have been checked.

@@ -24,7 +24,23 @@ from longctx.kernels.kernel_jit import kernel_jit
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """An opaque argument for `attention(..., plan=)`."""
+    """What `plan_attention` derives, for `attention(..., plan=)`. It is a pytree, so functions under jit may take it.
+
+    Attributes:
+      implementation: which it serves.
+      causal: as for `attention`.
+      q_shape, k_shape: of the queries `[*B, T, N, H]` and keys `[*B, S, K, H]` that it serves.
+      queries, keys, data: positions, segments, and what the implementation made of them; for its own use.
+
+    Examples:
+      >>> import jax
+      >>> from longctx.kernels.attention import plan_attention
+      >>> q = jax.ShapeDtypeStruct((6, 8, 64), "float32")
+      >>> k = jax.ShapeDtypeStruct((6, 2, 64), "float32")
+      >>> plan = plan_attention(q, k, implementation="reference")
+      >>> plan.implementation, plan.q_shape
+      ('reference', (6, 8, 64))
+    """
 
     implementation: str
     causal: bool
@@ -77,12 +93,30 @@ def plan_attention(
     not move out of a loop over layers by itself; with a plan at most 3 remain. Gradients derive their own part.
 
     Args:
-      q, k: queries and keys, or their types (`jax.ShapeDtypeStruct`): only shapes and dtypes are read.
+      q, k: queries `[*B, T, N, H]` and keys `[*B, S, K, H]`, of which only shapes and dtypes are read, or
+        their types (`jax.ShapeDtypeStruct`).
       q_positions, kv_positions, q_segment_ids, kv_segment_ids, causal: as for `attention`. The plan holds them.
       implementation: as for `attention`; the plan serves this one alone.
 
+    Returns:
+      An `AttentionPlan` for calls with these shapes, positions and segments.
+
     Raises:
       ValueError, TypeError, NotImplementedError: as `attention`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention, plan_attention
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> q, k, v = (jax.random.normal(key, (6, heads, 64)) for key, heads in zip(keys, (8, 2, 2)))
+      >>> positions = jnp.arange(6)
+      >>> def layers(q, k, v):  # of a model: `[layers, T, heads, H]`
+      ...     plan = plan_attention(q[0], k[0], positions, positions)  # once, before the loop over layers
+      ...     return jax.lax.map(lambda qkv: attention(*qkv, plan=plan)[0], (q, k, v))
+      >>> out = jax.jit(layers)(*(jnp.stack([x, -x]) for x in (q, k, v)))
+      >>> bool(jnp.allclose(out[0], attention(q, k, v)[0], atol=1e-5))
+      True
     """
     q_type, k_type = _type("q", q), _type("k", k)
     check_types(q_type, k_type, k_type)

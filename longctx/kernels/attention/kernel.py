@@ -8,11 +8,15 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.kernel_jit import kernel_jit
+
+ATTENTION_STATE = "longctx.attention_state"
+"""Name of `out` and `lse` for `jax.checkpoint_policies.save_only_these_names`."""
 
 
 def mosaic_gpu_attention(*operands: Any) -> tuple[Array, Array]:
@@ -123,7 +127,9 @@ def attention_with_vjp(algorithm: Algorithm, operands: Any) -> tuple[Array, Arra
 
 
 def _save(algorithm: Algorithm, operands: Any) -> Any:
-    state = algorithm.forward(operands)
+    out, lse = algorithm.forward(operands)
+    # Named, so that a policy of jax.checkpoint can keep them: backward then doesn't compute or exchange forward again.
+    state = (checkpoint_name(out, ATTENTION_STATE), checkpoint_name(lse, ATTENTION_STATE))
     return state, (operands, *state)
 
 

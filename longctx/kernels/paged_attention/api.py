@@ -78,7 +78,24 @@ def paged_attention(
       NotImplementedError: the named implementation doesn't support the case; the message says why, and names one that
         does.
 
-    Source: pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
+    Source:
+      Pages after PagedAttention (Kwon et al. 2023); online softmax as in `attention`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import attention, paged_attention, write_pages
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 6, 2, 64))  # 6 tokens, 2 KV heads
+      >>> empty = jnp.zeros((8, 4, 2, 64))  # a pool of 8 pages, of 4 tokens each
+      >>> page, offset = jnp.array([5, 5, 5, 5, 2, 2]), jnp.arange(6) % 4
+      >>> k_pages, v_pages = write_pages(empty, empty, k, v, page, offset)  # pages 5 and 2, in this order
+      >>> q = jax.random.normal(jax.random.key(1), (2, 8, 64))  # rows of the two last tokens
+      >>> page_table, lengths = jnp.array([[5, 2]]), jnp.array([6])
+      >>> positions, sequence = jnp.array([4, 5]), jnp.array([0, 0])
+      >>> out, lse = paged_attention(q, k_pages, v_pages, page_table, None, lengths, positions, sequence)
+      >>> dense, _ = attention(q, k, v, q_positions=positions, kv_positions=jnp.arange(6))
+      >>> bool(jnp.allclose(out, dense, atol=1e-5))
+      True
     """
     operands = check_paged_operands(
         q, k_pages, v_pages, page_table, page_index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale

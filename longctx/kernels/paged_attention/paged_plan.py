@@ -57,7 +57,25 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands, int | None], Any], Cal
 )
 @dataclasses.dataclass(frozen=True)
 class PagedPlan:
-    """An opaque argument for `paged_attention(..., plan=)` with the same metadata."""
+    """What `plan_paged_attention` derives, for `paged_attention(..., plan=)`. It is a pytree.
+
+    Attributes:
+      implementation: which it serves.
+      shapes: of q, of the pages and of the page table that it serves.
+      is_fp8: whether the pages are FP8.
+      empty: whether there is no row or no page.
+      data: what the implementation made of the metadata; for its own use.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels.paged_attention import plan_paged_attention
+      >>> pages = jax.ShapeDtypeStruct((8, 4, 2, 64), "float32")
+      >>> metadata = jnp.array([[5, 2]]), None, jnp.array([6]), jnp.array([5]), jnp.array([0])
+      >>> plan = plan_paged_attention(8, pages, *metadata)
+      >>> plan.implementation, plan.is_fp8
+      ('xla', False)
+    """
 
     implementation: str
     shapes: tuple[tuple[int, ...], ...]
@@ -84,7 +102,7 @@ def plan_paged_attention(
 
     Args:
       num_heads: query heads N.
-      k_pages: the pool; only its shape and dtype are read.
+      k_pages: the pool `[pages, page_size, K, H]`; only its shape and dtype are read.
       page_table, page_index, kv_lengths, q_positions, q_sequence: as for `paged_attention`.
       implementation: as for `paged_attention`; the plan serves this one alone.
       q_dtype: dtype of the queries. None: that of k_pages, and bfloat16 where they are bits or FP8.
@@ -92,8 +110,26 @@ def plan_paged_attention(
         are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
         which take more tiles. None: any number.
 
+    Returns:
+      A `PagedPlan` for calls with these shapes and metadata.
+
     Raises:
       ValueError, TypeError, NotImplementedError: as `paged_attention`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import paged_attention, plan_paged_attention, write_pages
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 6, 2, 64))  # 6 tokens, 2 KV heads
+      >>> empty = jnp.zeros((8, 4, 2, 64))  # a pool of 8 pages, of 4 tokens each
+      >>> page, offset = jnp.array([5, 5, 5, 5, 2, 2]), jnp.arange(6) % 4
+      >>> k_pages, v_pages = write_pages(empty, empty, k, v, page, offset)  # pages 5 and 2, in this order
+      >>> q = jax.random.normal(jax.random.key(1), (1, 8, 64))
+      >>> metadata = jnp.array([[5, 2]]), None, jnp.array([6]), jnp.array([5]), jnp.array([0])
+      >>> plan = plan_paged_attention(8, k_pages, *metadata, max_rows_per_sequence=1)  # once for all layers of a step
+      >>> out, _ = paged_attention(q, k_pages, v_pages, *metadata, plan=plan)
+      >>> bool((out == paged_attention(q, k_pages, v_pages, *metadata)[0]).all())
+      True
     """
     check_implementation(implementation, IMPLEMENTATIONS)
     if q_dtype is None:

@@ -38,8 +38,24 @@ def write_pages(
     Returns:
       k_pages and v_pages, and if they were given, k_scale and v_scale.
 
+
     Raises:
       ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from longctx.kernels import write_pages
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 6, 2, 64))  # 6 tokens, 2 KV heads
+      >>> empty = jnp.zeros((8, 4, 2, 64))  # a pool of 8 pages, of 4 tokens each
+      >>> page, offset = jnp.array([5, 5, 5, 5, 2, 2]), jnp.arange(6) % 4
+      >>> k_pages, v_pages = write_pages(empty, empty, k, v, page, offset)  # pages 5 and 2, in this order
+      >>> bool((k_pages[5] == k[:4]).all()), bool((k_pages[2, :2] == k[4:]).all())
+      (True, True)
+      >>> padding = jnp.full(6, -1)
+      >>> k_pages, _ = write_pages(empty, empty, k, v, padding, offset)
+      >>> bool((k_pages == empty).all())  # rows without a page are dropped
+      True
     """
     k, v = check_array("k", k), check_array("v", v)
     given = check_array("k_pages", k_pages).dtype

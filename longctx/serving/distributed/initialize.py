@@ -11,6 +11,7 @@ import jax
 import jaxlib
 
 import longctx
+from longctx import extras
 from longctx.serving.distributed.cluster_env import ClusterEnv, detect
 from longctx.serving.distributed.group_secret import find_group_secret
 from longctx.serving.distributed.process_group import ProcessGroup
@@ -44,10 +45,19 @@ def initialize(
         has it can join or listen. None: what `LONGCTX_GROUP_SECRET` holds. Without one the coordinator must be a
         loopback address.
 
+    Returns:
+      The group, which is what `Engine` and `make_process_mesh` take.
+
     Raises:
       TypeError, ValueError: an argument is wrong, or contradicts another process's.
-      ModuleNotFoundError: pyzmq is not installed.
+      MissingExtra: pyzmq is not installed; a ModuleNotFoundError and a ValueError.
       TimeoutError: process 0 did not answer, or some process did not come.
+
+    Examples:
+      >>> from longctx.serving.distributed import initialize
+      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:  # one process: nobody to wait for
+      ...     group.is_first, group.num_processes
+      (True, 1)
     """
     failure_timeout = check_real("failure_timeout", failure_timeout, 2)
     join_timeout = check_real("join_timeout", join_timeout, 0.5)
@@ -57,10 +67,8 @@ def initialize(
         raise ValueError(f"ports must be the first and the last of a range, got {ports!r}")
     if cluster_env.num_processes == 1:
         return ProcessGroup.alone()
-    try:
+    with extras.needed("distributed", "an engine in several processes"):
         from longctx.serving.distributed import rendezvous
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: several processes need pip install 'longctx-jax[distributed]'") from None
     options = rendezvous.RendezvousOptions(failure_timeout, join_timeout, ports or rendezvous.ANY_PORT, group_secret)
     meet = rendezvous.lead if cluster_env.process_id == 0 else rendezvous.join
     timeouts = {"failure_timeout": failure_timeout, "join_timeout": join_timeout}

@@ -30,9 +30,25 @@ class ProcessGroup:
     others log that within `failure_timeout` and exit with status 70. A process that leaves the `with` block by an
     exception exits with status 1, and the others exit too. A `ProcessGroup` serves one engine.
 
+    Args:
+      process_id: id of this process, from 0.
+      host_names: the host of each process.
+      watchdog: sees that the others are alive; None: there are none.
+      channel: by which process 0 tells the others what to do; None: there are none.
+      network: of both; None: there is none.
+      join_timeout: seconds for which processes wait for each other.
+
     Attributes:
       process_id, num_processes: id of this process, and how many there are.
       host_names: the host of each process.
+
+    Examples:
+      >>> from longctx.serving.distributed import initialize
+      >>> with initialize("127.0.0.1:9876", num_processes=1, process_id=0) as group:
+      ...     pages = group.gather("pages", 1000)  # what every process can hold, in their order
+      ...     group.agree("settings", {"page_size": 64})  # or an error that lists the differences
+      >>> min(pages)
+      1000
     """
 
     def __init__(
@@ -55,6 +71,7 @@ class ProcessGroup:
 
     @property
     def num_processes(self) -> int:
+        """How many processes there are."""
         return len(self.host_names)
 
     @property
@@ -71,6 +88,14 @@ class ProcessGroup:
         """Gather a value of plain data from every process, in their order.
 
         All processes have to call it with the same `what`, so it is a barrier too.
+
+        Args:
+          what: what it is, for messages.
+          value: of this process.
+          timeout: seconds; None: `join_timeout`.
+
+        Returns:
+          The values of all processes, in the order of their ids.
 
         Raises:
           TimeoutError: a process did not call it within `timeout` seconds; None: `join_timeout`.
@@ -96,6 +121,10 @@ class ProcessGroup:
     def agree(self, what: str, value: dict[str, Any]) -> None:
         """Check that a value of plain data is the same in all processes.
 
+        Args:
+          what: what it is, for messages.
+          value: of this process.
+
         Raises:
           ValueError: it is not; all processes raise the same message, which lists the differences.
         """
@@ -111,18 +140,31 @@ class ProcessGroup:
             raise ValueError(f"processes must have the same {what}, and differ in {'; '.join(differences)}")
 
     def barrier(self, what: str, timeout: float | None = None) -> None:
-        """Wait until all processes have called it with the same `what`; errors as in `gather`."""
+        """Wait until all processes have called it with the same `what`.
+
+        Args:
+          what: what is waited for.
+          timeout: seconds; None: `join_timeout`.
+
+        Raises:
+          TimeoutError, RuntimeError: as for `gather`.
+        """
         self.gather(what, None, timeout)
 
     # Step messages.
 
     def broadcast(self, header: dict[str, Any], frames: list[bytes] | None = None) -> None:
-        """Send a message from process 0 to all others; does nothing in other processes."""
+        """Send a message from process 0 to all others; does nothing in other processes.
+
+        Args:
+          header: plain data.
+          frames: bytes beside it.
+        """
         if self.is_first and self._channel is not None:
             self._channel.send(header, frames)  # type: ignore[union-attr]
 
     def receive(self) -> Message:
-        """Wait for the next message that process 0 broadcasts."""
+        """The next message that process 0 broadcasts; waits for it."""
         assert self._channel is not None
         return self._channel.receive()  # type: ignore[union-attr]
 
@@ -134,7 +176,11 @@ class ProcessGroup:
             self.watchdog.send(self.watchdog.peers[0], "report", value)
 
     def reports(self) -> Iterator[tuple[int, Any]]:
-        """In process 0: what others have reported since the last call, with their numbers."""
+        """In process 0: what others have reported since the last call, with their numbers.
+
+        Returns:
+          Ids of processes, and what they reported.
+        """
         for peer in () if self.watchdog is None else self.watchdog.peers:
             while not peer.reports.empty():
                 yield peer.process, peer.reports.get()

@@ -31,6 +31,21 @@ class Refused(RuntimeError):
         can't be kept, by prediction), `"draining"` (the engine takes no new requests).
       retry_after: seconds after which it might be let in.
       outlook: when its first token would have come, and what it would have waited for; None if that was not predicted.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Refused, Request
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
+      >>> control.admit("a", engine.prepare(Request([1, 2, 3])))
+      >>> try:
+      ...     control.admit("b", engine.prepare(Request([1, 2, 3])))
+      ... except Refused as refused:
+      ...     print(refused.reason, refused.retry_after)  # what a server answers as 429 with Retry-After
+      queue 1.6853529031111112
     """
 
     def __init__(self, message: str, reason: Reason, retry_after: float, outlook: Outlook | None = None) -> None:
@@ -50,6 +65,19 @@ class AdmissionLimits:
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> limits = AdmissionLimits(max_waiting=100, max_waiting_tokens=1_000_000)
+      >>> control = AdmissionControl(engine, limits)
+      >>> control.admit("novels", engine.prepare(Request([1] * 3000)))
+      >>> control.num_waiting
+      1
     """
 
     max_waiting: int = 1024
@@ -74,7 +102,32 @@ class _Waiting:
 
 
 class AdmissionControl:
-    """Admits or refuses requests. Any thread may call any method."""
+    """Admits or refuses requests. Any thread may call any method.
+
+    Args:
+      engine: whose requests it admits.
+      limits: of what may wait; None: the default ones.
+
+    Source:
+      Mooncake, 6: refuse early, before a prompt costs anything; here before one engine, by its own predictions.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import AdmissionControl, AdmissionLimits, Engine, EngineConfig, Request
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> control = AdmissionControl(engine, AdmissionLimits(max_waiting=1))
+      >>> prepared = engine.prepare(Request([1, 2, 3]))
+      >>> control.admit("a", prepared)
+      >>> control.num_waiting
+      1
+      >>> control.admit("b", prepared)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+          ...
+      longctx.serving.engine.admission_control.Refused: the queue is full, which has room for 1 requests: ...
+    """
 
     def __init__(self, engine: Engine, limits: AdmissionLimits | None = None) -> None:
         self.limits = limits or AdmissionLimits()
@@ -91,6 +144,10 @@ class AdmissionControl:
 
     def admit(self, request_id: str, prepared: PreparedRequest) -> None:
         """Let a request wait.
+
+        Args:
+          request_id: unique among those that wait.
+          prepared: what `Engine.prepare` made of it.
 
         Raises:
           Refused: see there.
@@ -166,6 +223,11 @@ class AdmissionControl:
                             del self._waiting[request_id]
 
     def note_output(self, output: Output, max_tokens: int) -> None:
-        """A completion has ended: others may be expected to be as long."""
+        """A completion has ended: others may be expected to be as long.
+
+        Args:
+          output: of the completion.
+          max_tokens: that it might have had.
+        """
         if output.finish_reason in ("stop", "length"):
             self.foresight.note_length(len(output.token_ids) / max_tokens)

@@ -39,6 +39,7 @@ class Core:
     Deterministic: the same calls with the same arguments give the same batches and events.
 
     Args:
+      scheduler: decides what a batch has.
       page_hash: extends the keys of sequences by the pages that they generate; None: nobody shares pages.
       sessions: remembers where conversations stop.
       run_ahead: see `BatchQueue`.
@@ -46,6 +47,21 @@ class Core:
     Attributes:
       counts: of tokens, by name, see `EngineStats`.
       now: when it was last asked for something, by its driver's clock.
+
+    Source:
+      Medha, 4.2 (chunks of prompts and decodes in one batch), after Sarathi-Serve.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import Lengths, synthesize
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=1000)
+      >>> instance = Instance(model, config, predictor(model, "h100-nvlink"))  # drives a core in virtual time
+      >>> record = Simulation([instance]).run(synthesize(10, Lengths(100, 1000), Lengths(20, 20)))
+      >>> type(instance.core).__name__, instance.core.counts["output_tokens"]
+      ('Core', 200)
     """
 
     def __init__(
@@ -62,10 +78,16 @@ class Core:
 
     @property
     def pool(self) -> PagePool:
+        """The pages of the cache, and who holds them."""
         return self.scheduler.pool
 
     def look_up(self, sequences: list[Sequence], store: PageFinder) -> None:
-        """Note how much of the prompt of a request, which is about to be added, can be loaded."""
+        """Note how much of the prompt of a request, which is about to be added, can be loaded.
+
+        Args:
+          sequences: of one request.
+          store: that may have pages of it.
+        """
         keys = sequences[0].keys if sequences[0].may_share else []
         found = self.scheduler.count_cached(keys) // self.scheduler.running.page_size
         count = store.look_up(keys[found:])
@@ -82,9 +104,17 @@ class Core:
             self.scheduler.add(sequence)
 
     def resume(self, sequences: list[Sequence], handoff: Handoff, now: float) -> list[Event]:
-        """Add sequences of which another engine has computed something; the events of the tokens that it has drawn.
+        """Add sequences of which another engine has computed something.
 
         A source of each sequence's loads has the name of its lease.
+
+        Args:
+          sequences: of one request.
+          handoff: what the other engine has computed.
+          now: seconds of the driver's clock.
+
+        Returns:
+          The events of the tokens that the other engine has drawn.
         """
         events = []
         for sequence, progress in zip(sequences, handoff.completions, strict=True):
@@ -114,13 +144,25 @@ class Core:
         return events
 
     def cancel(self, sequence: Sequence) -> list[Event]:
-        """End a sequence wherever it is."""
+        """End a sequence wherever it is.
+
+        Returns:
+          Its last event, unless it has ended.
+        """
         if sequence.state is State.FINISHED:
             return []
         return [self._finish(sequence, completion_of(sequence).interrupt(), None, "cancelled", self.now)]
 
     def hand_off(self, sequence: Sequence, name: str) -> list[Event]:
-        """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`."""
+        """End a sequence wherever it is, for another engine that goes on with it; its pages are kept, see `Leases`.
+
+        Args:
+          sequence: to end.
+          name: of the lease.
+
+        Returns:
+          Its last event, unless it has ended.
+        """
         if sequence.state is State.FINISHED:
             return []
         self._keep_pages(sequence, completion_of(sequence).lease_under(name))
@@ -139,7 +181,7 @@ class Core:
         return sequence
 
     def with_followers(self, keys: list[Key]) -> list[Key]:
-        """Pages and those known here that come after them in any sequence."""
+        """All pages of these keys, and those known here that come after them in any sequence."""
         stores = self.scheduler.stores
         return keys if stores is None else stores.with_followers(keys)
 
@@ -151,9 +193,15 @@ class Core:
                 self.scheduler.stores.forget(page)
 
     def begin(self, now: float) -> Batch | None:
-        """Plan a step; None: nothing may begin before another step has ended, or there is nothing to do.
+        """Plan a step.
 
         A batch without chunks moves those in later stages on, or lets slots rest.
+
+        Args:
+          now: seconds of the driver's clock.
+
+        Returns:
+          The batch; None: nothing may begin before another step has ended, or there is nothing to do.
         """
         self.now = now
         if not self.in_flight.has_room:
@@ -171,7 +219,17 @@ class Core:
         return batch
 
     def end(self, batch: Batch, results: Results, now: float, seconds: float | None) -> list[Event]:
-        """Take the results of the oldest batch; `seconds`: how long its step took, None if nobody knows."""
+        """Take the results of the oldest batch.
+
+        Args:
+          batch: what `begin` returned.
+          results: what the executor has of it.
+          now: seconds of the driver's clock.
+          seconds: that its step took; None: nobody knows.
+
+        Returns:
+          What it brought each sequence.
+        """
         self.now = now
         if seconds is not None:
             self.scheduler.chunker.predictor.observe(self.in_flight.slowest.work, seconds)
@@ -201,7 +259,12 @@ class Core:
         return events
 
     def abort(self, sequence: Sequence, error: str) -> Event:
-        """The last event of a sequence when a step has failed; nothing else can be done with it."""
+        """The last event of a sequence when a step has failed; nothing else can be done with it.
+
+        Args:
+          sequence: that was in the step.
+          error: what went wrong, a sentence.
+        """
         completion = completion_of(sequence)
         _complete(completion.metrics, sequence, self.now)
         return completion.fail(error)
@@ -223,6 +286,7 @@ class Core:
         return bool(self.scheduler.waiting) and not (self.in_flight or self.scheduler.loads or self.leases)
 
     def stats(self) -> EngineStats:
+        """The counts since the core was made, and what it holds now."""
         scheduler, pool = self.scheduler, self.pool
         return EngineStats(
             steps=scheduler.num_steps,

@@ -42,11 +42,16 @@ from longctx.serving.validation import check_real
 
 
 class Engine(StepDriver):
-    """Serves a model, on one device or many. Any thread may call any method.
+    r"""Serves a model, on one device or many. Any thread may call any method.
 
     Whoever waits for tokens runs steps, one thread at a time. What others ask for meanwhile takes effect when the step
     has ended: `submit`, `cancel`, `stats` and the closing of a stream never wait for a device or a compilation, and may
     be called by a signal handler.
+
+    An exception within a step leaves the device in an unknown state: every request ends with a last event
+    (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
+    ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
+    so may an exception that another signal's handler raises.
 
     Args:
       model, params: as from `load_checkpoint`.
@@ -66,14 +71,31 @@ class Engine(StepDriver):
       topology: what devices can do and which link each axis has; None: found from the mesh.
       store: keeps pages beyond the devices. None: as `config.tiers` says. It may be shared by engines of one model.
 
+    Attributes:
+      model: as given.
+      config: as given.
+      core: what decides, see `Core`.
+      input_processor: prepares its requests, see `InputProcessor`.
+
     Raises:
       ValueError: sizes that contradict the model or the memory, a plan that doesn't fit the model, the mesh or the
         devices, a predictor that knows no step of `token_budget` rows, processes with different arguments.
 
-    An exception within a step leaves the device in an unknown state: every request ends with a last event
-    (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
-    ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
-    so may an exception that another signal's handler raises.
+    Source:
+      Mnemosyne, 4.3 and 4.4 (stages, KVP), Medha, 3 and 4 (chunks, scheduling), and Context Parallelism for
+      Scalable Million-Token Inference, 3 (pass-KV and pass-Q), in one engine, by its plan and configuration.
+
+    Examples:
+      >>> from longctx.models import load_checkpoint, load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> model, params = load_checkpoint(TINY)
+      >>> config = EngineConfig(num_pages=64, token_budget=64, max_running=4)
+      >>> engine = Engine(model, params, config, tokenizer=load_tokenizer(TINY))
+      >>> question = "Q: What is the pass key of lemon?\nA: "
+      >>> prompts = [f"The pass key of lemon is {key}.\n{question}" for key in (48213, 90517)]
+      >>> [output.text for output in engine.generate(prompts, SamplingParams(max_tokens=5))]
+      ['48213', '90517']
     """
 
     def __init__(
@@ -118,12 +140,15 @@ class Engine(StepDriver):
         sampling: SamplingParams | List[SamplingParams] | None = None,
         progress: Callable[[Event], object] | None = None,
     ) -> list[Output]:
-        """Continue all prompts, batched together; the outputs in their order (n of them for a request with n > 1).
+        """Continue all prompts, batched together.
 
         Args:
           prompts: texts, lists of token ids, or `Request`s, which bring their own sampling.
           sampling: for all prompts, or one each; None is greedy, 16 tokens.
           progress: is called with every event.
+
+        Returns:
+          The outputs in the prompts' order; n of them for a request with n > 1.
 
         Raises:
           TypeError, ValueError: a prompt can't be served. None of them is begun then.
@@ -146,7 +171,14 @@ class Engine(StepDriver):
     def stream(
         self, prompts: Prompt | Iterable[Prompt], sampling: SamplingParams | List[SamplingParams] | None = None
     ) -> TokenStream:
-        """The same, but every token as it comes. Closing or dropping the stream cancels what has not ended."""
+        """Continue prompts, with every token as it comes. Closing or dropping the stream cancels what has not ended.
+
+        Args:
+          prompts, sampling: as for `generate`.
+
+        Returns:
+          An iterator of events, each with the tokens of one step.
+        """
         return self._begin(read_requests(prompts, sampling))
 
     def compile(self, progress: Progress = ignore_progress) -> None:
@@ -213,6 +245,9 @@ class Engine(StepDriver):
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise and hash its prompt: what `submit` does first, outside of the engine's lock.
 
+        Returns:
+          What `submit` takes.
+
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.
         """
@@ -242,13 +277,17 @@ class Engine(StepDriver):
         handoff: Handoff | None = None,
         sources: Mapping[str, LeasedSource] | None = None,
     ) -> str:
-        """Begin a request; its id. `step` returns its events.
+        """Begin a request. `step` returns its events.
 
         Args:
+          request: to begin.
           arrival: when it came, by the engine's clock; None: now.
           handoff: what another engine has computed of it; the first events have its tokens so far.
           sources: where the pages of the handoff's leases come from, by lease. What does not come is computed. They are
             released when the request has ended.
+
+        Returns:
+          Its id.
 
         Raises:
           TypeError, ValueError: it can't be served.
@@ -269,9 +308,12 @@ class Engine(StepDriver):
         return jobs[0].request_id
 
     def cancel(self, request_id: str) -> bool:
-        """End a request wherever it is; False if it is unknown or has ended.
+        """End a request wherever it is.
 
         Its last events say `"cancelled"`, unless the step that runs now brings it to its end.
+
+        Returns:
+          False if it is unknown or has ended.
         """
         self._check_alive()
         self._apply_updates()
@@ -281,12 +323,16 @@ class Engine(StepDriver):
         return job is not None
 
     def hand_off(self, request_id: str, lease: str) -> bool:
-        """End a request wherever it is, for another engine that goes on with it; False if it is unknown or has ended.
+        """End a request wherever it is, for another engine that goes on with it.
 
         Its last events say `"moved"`, and `Handoff.of` their outputs is what the other engine is given.
 
         Args:
+          request_id: of the request.
           lease: under which its pages are kept, see `Request.lease`.
+
+        Returns:
+          False if it is unknown or has ended.
         """
         self._check_alive()
         self._apply_updates()
@@ -369,7 +415,7 @@ class Engine(StepDriver):
         self._monitor.add(monitor)
 
     def stats(self) -> EngineStats:
-        """Counts since the engine was made, and what it holds now: nothing, once it has failed."""
+        """The counts since the engine was made, and what it holds now: nothing, once it has failed."""
         self._apply_updates()
         stats = self.core.stats()
         if self._error is not None:

@@ -21,7 +21,29 @@ if TYPE_CHECKING:
 
 
 class InputProcessor:
-    """Prepares requests for an engine. It has no state, so it may do that in any thread, or in another process."""
+    """Prepares requests for an engine. It has no state, so it may do that in any thread, or in another process.
+
+    Args:
+      model: its vocabulary is what token ids are checked against.
+      config: its limits are what requests are checked against.
+      max_length: tokens of the longest sequence, prompt and output.
+      tokenizer: of prompts that are text; None: there are only token ids.
+      page_hash: makes the keys of pages.
+
+    Attributes:
+      fingerprint: bytes, equal for processors whose prepared requests are interchangeable.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig, InputProcessor, Request
+      >>> from longctx.serving.kv_cache.prefix import PageHash
+      >>> config = EngineConfig(page_size=64)
+      >>> page_hash = PageHash(b"a secret of 16 bytes or more", config.page_size)
+      >>> processor = InputProcessor(LlamaConfig.preset("llama-3-8b"), config, 8192, None, page_hash)
+      >>> prepared = processor.prepare(Request([7] * 200))
+      >>> len(prepared.tokens), len(prepared.keys)
+      (200, 3)
+    """
 
     def __init__(
         self,
@@ -40,6 +62,9 @@ class InputProcessor:
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check a request, tokenise its prompt and hash its full pages.
+
+        Returns:
+          What `Engine.submit` takes.
 
         Raises:
           TypeError, ValueError: what it asks for can't be done; the message names the argument.

@@ -22,8 +22,21 @@ class Load:
       num_pages: pages of the cache, on all ranks together.
       free_pages: those that can still be promised to sequences: unheld, though perhaps cached.
       pages_by_rank: pages that sequences hold, on each context rank.
-      decoding: sequences that decode. decode_tokens: tokens of theirs that are in the cache.
       stats: counts since the engine was made.
+      decoding: sequences that decode.
+      decode_tokens: tokens of theirs that are in the cache.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> with EngineThread(engine) as thread:
+      ...     load = thread.load  # of an engine that has nothing to do
+      >>> load.running, load.waiting, load.free_pages, load.cache_usage
+      (0, 0, 256, 0.0)
     """
 
     time: float
@@ -40,6 +53,13 @@ class Load:
 
     @classmethod
     def of(cls, core: Core, stats: EngineStats, now: float) -> Self:
+        """The load of a core.
+
+        Args:
+          core: of the engine.
+          stats: of the engine.
+          now: seconds of its clock.
+        """
         waiting, running, pool = tuple(core.scheduler.waiting), core.scheduler.running, core.pool
         prompts, decoding = (*waiting, *running.prefilling), tuple(running.decoding)
         return cls(
@@ -58,6 +78,7 @@ class Load:
 
     @property
     def pages_held(self) -> int:
+        """Pages that sequences hold, on all ranks."""
         return sum(self.pages_by_rank)
 
     @property
@@ -72,7 +93,28 @@ def _is_fetched(sequence: Sequence) -> bool:
 
 
 class StepReport(NamedTuple):
-    """A step that has ended, and the load after it."""
+    """A step that has ended, and the load after it.
+
+    Attributes:
+      metrics: of the step.
+      load: of the engine, when it had ended.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread, Request, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> import queue
+      >>> reports, ended = queue.Queue(), queue.Queue()
+      >>> with EngineThread(engine) as thread:
+      ...     thread.on_step.append(reports.put)
+      ...     _ = thread.submit(engine.prepare(Request([7] * 100, SamplingParams(max_tokens=1))), ended.put)
+      ...     report = reports.get()
+      >>> report.rows  # request, rows, whether it decodes
+      (('request-0', 100, False),)
+    """
 
     metrics: StepMetrics
     load: Load

@@ -30,6 +30,19 @@ class StepMetrics(NamedTuple):
       gaps: seconds since its last token of each sequence that got another.
       blocked: ids of requests that found no room in memory when it was planned: those that run and wait to grow, and
         the most urgent one that waits. Smaller ones may pass them for a bounded time (docs/scheduling.md).
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> steps = []
+      >>> engine.add_monitor(steps.append)
+      >>> _ = engine.generate([[7] * 700], SamplingParams(max_tokens=3))
+      >>> [(step.number, round(step.seconds, 3), step.chunks, step.decodes) for step in steps]
+      [(0, 0.01, ((0, 512),), 0), (1, 0.01, ((512, 188),), 0), (2, 0.01, (), 1), (3, 0.01, (), 1)]
     """
 
     number: int
@@ -51,7 +64,11 @@ class StepMetrics(NamedTuple):
 
     @classmethod
     def of(cls, step: EndedStep) -> Self:
-        """Of a step whose results the core has not taken yet."""
+        """Of a step whose results the core has not taken yet.
+
+        Returns:
+          What a monitor is given.
+        """
         batch, finished, is_over = step.batch, step.finished, State.FINISHED
         rows, chunks, first_tokens, gaps = [], [], [], []
         samples = keys = 0
@@ -91,6 +108,7 @@ class StepMetrics(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of its chunks."""
         return sum(count for _, count in self.chunks)
 
     @property
@@ -102,7 +120,35 @@ class StepMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made, and what it holds now."""
+    """Counts since the engine was made, and what it holds now.
+
+    Attributes:
+      steps: batches that have ended.
+      prompt_tokens: tokens of prompts that were computed, not found in the cache.
+      output_tokens: tokens that were sampled.
+      queried_tokens: tokens of prompts that were looked for in the cache.
+      cached_tokens: those of them that were found.
+      loaded_tokens: those of the found that came from beyond the devices.
+      preemptions: how often a sequence was preempted.
+      pages_evicted: pages whose contents were dropped for others.
+      pages_held: pages that sequences hold.
+      pages_cached: pages that no sequence holds, and that can be found.
+      running, waiting: sequences.
+      idle_stage_steps: stages of the pipeline that had nothing to do in a step, summed over steps.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> _ = engine.generate([[7] * 200], SamplingParams(max_tokens=10))
+      >>> _ = engine.generate([[7] * 200 + [8]], SamplingParams(max_tokens=10))
+      >>> stats = engine.stats()
+      >>> stats.output_tokens, stats.queried_tokens, stats.cached_tokens  # three full pages of 64 were found
+      (20, 401, 192)
+    """
 
     steps: int
     prompt_tokens: int  # computed, not found in the cache

@@ -75,7 +75,7 @@ class StepDriver:
         )
 
     def now(self) -> float:
-        """Seconds, by the engine's clock."""
+        """Seconds of the engine's clock."""
         return self._clock()
 
     # Updates between steps.

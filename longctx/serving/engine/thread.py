@@ -66,6 +66,22 @@ class EngineThread:
       load: as of the last step, or of the last request to come or go while no step ran.
       on_step: are called after each step, in the engine's thread; one that raises is logged, and not called again.
       on_end: likewise, with each completion that ends, and its request.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, EngineThread, Request, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> import queue
+      >>> sink = queue.Queue()
+      >>> with EngineThread(engine) as thread:
+      ...     prepared = engine.prepare(Request([7] * 100, SamplingParams(max_tokens=2), request_id="mine"))
+      ...     _ = thread.submit(prepared, sink.put)
+      ...     first, second = sink.get(), sink.get()  # the events of two steps
+      >>> [event.index for event in first], second[0].output.finish_reason
+      ([0], 'length')
     """
 
     def __init__(
@@ -105,12 +121,16 @@ class EngineThread:
     def submit(
         self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
     ) -> str:
-        """Begin a request; its id, which a sink may be called with before this returns.
+        """Begin a request.
 
         Args:
+          prepared: what `Engine.prepare` made of it.
           sink: see `Sink`; its last call has the `output` of every completion that has not ended before.
           arrival: when the request came, by the engine's clock; None: now.
           received: what another engine has computed of it, see `Engine.submit`.
+
+        Returns:
+          Its id, which a sink may be called with before this returns.
 
         Raises:
           TypeError, ValueError: it can never be served.
@@ -157,7 +177,11 @@ class EngineThread:
             self._wake.set()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; False if it is unknown or has ended. Its sink still gets its last events."""
+        """End a request. Its sink still gets its last events.
+
+        Returns:
+          False if it is unknown.
+        """
         departure = self._departures.get(request_id)
         if departure is not None:
             departure.cancel()
@@ -170,14 +194,17 @@ class EngineThread:
         return was_there
 
     def move(self, request_id: str, lease: str) -> Departure | None:
-        """Let a request leave, for another engine; None: it is unknown, has ended, leaves already, or has a
-        lease of its own.
+        """Let a request leave, for another engine.
 
         Its sink gets nothing more from this engine; whoever moves it sees to that, and to the end of the departure:
         `take_back` or `forget_departure`.
 
         Args:
+          request_id: of the request.
           lease: under which its pages are kept, see `Engine.hand_off`.
+
+        Returns:
+          None: it is unknown, has ended, leaves already, or has a lease of its own.
         """
         client = self._clients.get(request_id)
         departure = Departure(request_id)
@@ -199,6 +226,8 @@ class EngineThread:
         """Go on with a request that had left. It is not refused: it was let in before.
 
         Args:
+          departure: what `move` returned.
+          departed: what became of it.
           handoff: what was computed of it, here and elsewhere.
           sink: gets all of its events, also those that it has had.
 
@@ -213,7 +242,7 @@ class EngineThread:
         self._departures.pop(departure.request_id, None)
 
     def progress(self, request_id: str) -> tuple[int, int]:
-        """See `Engine.progress`."""
+        """How far a request's prompt is, see `Engine.progress`."""
         return self.engine.progress(request_id)
 
     @property
@@ -232,7 +261,14 @@ class EngineThread:
         self._is_draining = True
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until all requests have ended; False if some have not within `timeout` seconds."""
+        """Wait until all requests have ended.
+
+        Args:
+          timeout: seconds.
+
+        Returns:
+          False if some have not ended by then.
+        """
         return self._idle.wait(timeout)
 
     def close(self) -> None:

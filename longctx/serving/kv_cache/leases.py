@@ -12,7 +12,21 @@ from longctx.serving.kv_cache.page_pool import Key, PagePool
 
 
 class LeaseGone(Exception):
-    """A lease is unknown, released or expired, or its pages are not there; the text says which."""
+    """A lease is unknown, released or expired, or its pages are not there; the text says which.
+
+    Examples:
+      >>> from longctx.cluster.transfer import LeaseGone
+      >>> leases = {}
+      >>> def open_lease(lease_id):
+      ...     if lease_id not in leases:
+      ...         raise LeaseGone(f"there is no lease {lease_id}")
+      ...     return leases[lease_id]
+      >>> try:
+      ...     _ = open_lease("0123")
+      ... except LeaseGone as error:
+      ...     print(error)  # who would have fetched its pages computes them
+      there is no lease 0123
+    """
 
 
 @dataclass

@@ -21,8 +21,23 @@ class Corrected:
     outliers, such as a compilation or a busy machine, and the weights favour long steps, whose predictions matter most.
     The same observations in the same order give the same predictions.
 
+    Args:
+      predictor: what is corrected.
+
     Attributes:
       decode_factor, prompt_factor: of both kinds.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving.predictor import Corrected, Work
+      >>> from longctx.simulation.hardware import predictor
+      >>> corrected = Corrected(predictor(LlamaConfig.preset("llama-3-8b"), "h100-nvlink"))
+      >>> decode = Work.of([(10_000, 1, True)])
+      >>> before = corrected.seconds(decode)
+      >>> for _ in range(16):
+      ...     corrected.observe(decode, 2 * before)  # the devices are half as fast
+      >>> round(corrected.seconds(decode) / before, 3)
+      2.0
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -30,10 +45,16 @@ class Corrected:
         self._decodes, self._prompts, self._all = _Window(), _Window(), _Window()
 
     def seconds(self, work: Work) -> float:
+        """Seconds of a batch, as `Predictor.seconds`."""
         return (self.prompt_factor if work.chunks else self.decode_factor) * self.predictor.seconds(work)
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """See `chunk_curve`."""
+        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
+
+        Args:
+          work: of the batch without it.
+          start: tokens before the chunk.
+        """
         seconds, prompts = chunk_curve(self.predictor, work, start), self.prompt_factor
         alone = prompts if work.chunks else self.decode_factor  # of a chunk of one token
         if prompts == alone == 1.0:
@@ -41,10 +62,21 @@ class Corrected:
         return lambda count: (prompts if count > 1 else alone) * seconds(count)
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         return self.prompt_factor * self.predictor.prefill_seconds(start, stop, chunk)
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Add the measured time of a batch."""
+        """Add the measured time of a batch.
+
+        Args:
+          work: of the batch.
+          seconds: that it took.
+        """
         predicted = self.predictor.seconds(work)
         if predicted > 0 and 0 < seconds < math.inf:
             ratio = round(seconds / predicted, _DIGITS)

@@ -16,7 +16,22 @@ _REMEMBERED = 2**16  # numbers of rows
 
 
 class Predictor(Protocol):
-    """Predicts the time of batches; both methods are pure functions."""
+    """Predicts the time of batches; both methods are pure functions.
+
+    Source:
+      Vidur and Medha, 4.2: a scheduler that knows how long a batch will take.
+
+    Examples:
+      >>> from longctx.serving.predictor import Predictor, Work
+      >>> class PerToken:
+      ...     def seconds(self, work: Work) -> float:
+      ...         return 1e-3 * work.rows
+      ...     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
+      ...         return 1e-3 * (stop - start)
+      >>> mine: Predictor = PerToken()  # what `Engine`, or `longctx.simulation.Instance`, is given
+      >>> mine.seconds(Work.of([(0, 512, True), (100, 1, True)]))
+      0.513
+    """
 
     def seconds(self, work: Work) -> float:
         """Seconds of a batch; 0 for an empty one."""
@@ -103,6 +118,12 @@ class Program:
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
+
+    Examples:
+      >>> from longctx.serving.predictor import Program, Work
+      >>> program = Program(rows=512, fixed=0.02, tiles=(1, 128), per_key=(1e-8, 4e-7), per_sample=1e-5)
+      >>> program.seconds(Work.of([(0, 256, True)]))  # two tiles of 128, with 128 and 256 keys
+      0.0201636
     """
 
     rows: int
@@ -121,6 +142,7 @@ class Program:
             raise ValueError(f"rows must be positive, tiles positive and ascending, got {self.rows} and {self.tiles}")
 
     def seconds(self, work: Work) -> float:
+        """Seconds of a batch of at most `rows` rows."""
         total = self.fixed + self.per_sample * work.samples + self.per_key[0] * work.decode_keys
         for start, count in work.chunks:
             keys, at, rest = split_into_tiles(self.tiles, start, count)
@@ -174,8 +196,20 @@ def sum_of_steps(
 class RuntimePredictor:
     """Predicts an engine whose steps are compiled for a few numbers of rows.
 
-    A batch runs in the smallest program that holds it. Each program has coefficients of its own. `programs` must ascend
-    in rows, else ValueError.
+    A batch runs in the smallest program that holds it. Each program has coefficients of its own.
+
+    Attributes:
+      programs: with their rows ascending.
+
+    Raises:
+      ValueError: there is no program, or their rows don't ascend.
+
+    Examples:
+      >>> from longctx.serving.predictor import Program, RuntimePredictor, Work
+      >>> programs = [Program(rows, 0.01 + 2e-5 * rows, (1, 64), (1e-8, 4e-7), 1e-5) for rows in (8, 64, 512)]
+      >>> predictor = RuntimePredictor(tuple(programs))
+      >>> [round(predictor.seconds(Work(rows=rows)), 5) for rows in (8, 9, 64)]  # 9 rows run in the program of 64
+      [0.01016, 0.01128, 0.01128]
     """
 
     programs: tuple[Program, ...]
@@ -187,9 +221,16 @@ class RuntimePredictor:
         object.__setattr__(self, "_rows", rows)
 
     def seconds(self, work: Work) -> float:
+        """Seconds of a batch, as `Predictor.seconds`."""
         return self._program(work.rows).seconds(work) if work.rows else 0.0
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         return sum_of_steps(self.seconds, start, stop, chunk, lambda: self._program(chunk).per_sample)
 
     def _program(self, rows: int) -> Program:
@@ -208,13 +249,27 @@ class CurvePredictor:
     and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.
 
     Attributes:
-      overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
-      exchange: what replicated and sharded rows exchange; None: nothing.
       rows, linear: knots of a piecewise linear curve: numbers of rows, ascending, and the seconds of everything but
         attention and logits. It continues beyond the last knot, and is constant before the first.
+      per_pair: seconds of a pair of a query and a key.
+      per_key: seconds of a key that is read.
+      per_sample: seconds of a row of logits.
+      exchange: what replicated and sharded rows exchange; None: nothing.
+      overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
+
+    Source:
+      Mnemosyne, 4.2, and Medha, 4.2: chunks by predicted time, with predictors after Vidur.
+
+    Examples:
+      >>> from longctx.serving.predictor import CurvePredictor, Work
+      >>> linear = CurvePredictor(rows=(1, 1024), linear=(0.005, 0.02), per_pair=1e-10, per_key=1e-8, per_sample=1e-6)
+      >>> one = linear.seconds(Work.of([(0, 512, False)]))
+      >>> late = linear.seconds(Work.of([(1_000_000, 512, False)]))  # the same chunk, after a million tokens
+      >>> round(one, 4), round(late, 4)
+      (0.0125, 0.0737)
     """
 
     rows: tuple[int, ...]
@@ -241,6 +296,7 @@ class CurvePredictor:
         object.__setattr__(self, "_known", {})  # by rows, as the same few thousand are asked for all the time
 
     def seconds(self, work: Work) -> float:
+        """Seconds of a batch, as `Predictor.seconds`."""
         rows, samples, decode_keys, _, pairs, keys, *_ = work
         if not rows:
             return 0.0
@@ -260,6 +316,12 @@ class CurvePredictor:
         return min(self.per_pair * pairs, self.per_key * (start + count))
 
     def prefill_seconds(self, start: int, stop: int, chunk: int) -> float:
+        """Seconds of prefilling a prompt alone, as `Predictor.prefill_seconds`.
+
+        Args:
+          start, stop: the prompt's tokens to prefill.
+          chunk: tokens of a step.
+        """
         if stop <= start:
             return 0.0
         steps, rest = divmod(stop - start, chunk)
@@ -284,7 +346,12 @@ class CurvePredictor:
         return total
 
     def chunk_curve(self, work: Work, start: int) -> Callable[[int], float]:
-        """See `chunk_curve`."""
+        """The seconds of a batch with one more local chunk, as a function of the chunk's tokens.
+
+        Args:
+          work: of the batch without it.
+          start: tokens before the chunk.
+        """
         if self.exchange is not None and (work.sharded or work.replicated):
             return lambda count: self.seconds(work.with_chunk(start, count, False))
         rows, samples, decode_keys, chunks, pairs, keys, *_ = work

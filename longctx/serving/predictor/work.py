@@ -19,6 +19,17 @@ class Work(NamedTuple):
       ring_cached: cached keys of the sharded chunks on the rank that has most of them, the fullest: what each message
         of a ring has room for, beside the new keys of one rank, `sharded`.
       elsewhere: `pairs` of the other ranks. Where devices share processors, as those of a CPU do, they wait for them.
+
+    Source:
+      Mnemosyne, 4.1 and 4.2, and Context Parallelism for Scalable Million-Token Inference, 3.4.
+
+    Examples:
+      >>> from longctx.serving.predictor import Work
+      >>> work = Work.of([(100_000, 1, True), (4096, 512, False)])  # a decode, and a chunk of a prompt
+      >>> work.rows, work.samples, work.decode_keys
+      (513, 1, 100001)
+      >>> work.pairs == (100_000 + 1) + sum(4096 + 1 + token for token in range(512))
+      True
     """
 
     rows: int = 0
@@ -54,6 +65,15 @@ class Work(NamedTuple):
         """This work and that of one more chunk: `count` tokens after `start` others on this rank.
 
         A replicated chunk's keys on a rank are not all of its sequence's: see `rank_work.replicated_start`.
+
+        Args:
+          start: tokens before the chunk on this rank.
+          count: tokens of the chunk.
+          samples: whether a token is sampled after it.
+          replicated: whether other ranks compute it too.
+
+        Returns:
+          A new `Work`.
         """
         rows, sampled, decode_keys, chunks, pairs, keys, merged, *_ = self
         rows, sampled, merged, rest = rows + count, sampled + samples, merged + count * replicated, self[7:]
@@ -79,9 +99,16 @@ class Work(NamedTuple):
         these. In pass-Q a rank compares all queries with the keys that it has, so the fullest counts for all.
 
         Args:
-          start: keys cached before the chunk, on all ranks. count: tokens of the chunk, on all ranks. ranks: N.
+          start: keys cached before the chunk, on all ranks.
+          count: tokens of the chunk, on all ranks.
+          ranks: N.
           ring_cached: by how much the chunk increases `ring_cached`.
+          samples: whether a token is sampled after it.
+          exchange: of its rows, as of `Work`; empty: not known.
           rows: that it adds on this rank, when several chunks are packed; None: `count / ranks`, rounded up.
+
+        Returns:
+          A new `Work`.
         """
         rows = -(-count // ranks) if rows is None else rows
         begin = self._replace(exchange=exchange or self.exchange, ring_cached=self.ring_cached + ring_cached)

@@ -7,7 +7,20 @@ FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log probability, and the most likely tokens in its place with theirs, descending."""
+    """A token's log probability, and the most likely tokens in its place with theirs, descending.
+
+    Attributes:
+      logprob: natural logarithm of the token's probability.
+      top: (token id, log probability) of the most likely ones.
+
+    Examples:
+      >>> import math
+      >>> from longctx.serving import TokenLogprob
+      >>> drawn = TokenLogprob(logprob=-1.2, top=((17, -0.5), (42, -1.2)))  # as an `Output` has it for each token
+      >>> likeliest, _ = drawn.top[0]
+      >>> likeliest, round(math.exp(drawn.logprob), 2)
+      (17, 0.3)
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -18,16 +31,31 @@ class Metrics:
     """The metrics of one completion. Times are seconds on the engine's clock.
 
     Attributes:
-      arrival, admitted, first_token, last_token, finished: when; None if it never came to that.
+      arrival, admitted, first_token, last_token, finished: seconds of the engine's clock; None: it never came to that.
       prompt_tokens, output_tokens: how many.
       cached_tokens: tokens of the prompt whose keys and values were found in the cache.
-      loaded_tokens: those of them that came from beyond the devices.
       preemptions: how often it was preempted (optimistic admission).
       recomputed_tokens: tokens that were computed again because of that: those that it no longer found in the cache.
+      longest_gap: seconds, at most, between two of its tokens.
       ttft_deadline, tpot_target: what was promised when it came, by its request or by default: seconds, both.
       slack: when it was admitted, the share that was left of the time to its deadline after its prompt (Medha, 4.2).
-      longest_gap: seconds, at most, between two of its tokens.
       passed_by: how many less urgent sequences got memory while it found none.
+      loaded_tokens: those of them that came from beyond the devices.
+
+    Source:
+      Medha, 4.2 (the relative slack); Mnemosyne, 2.2 (TTFT, and TPOT as TBT).
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> [output] = engine.generate([[7] * 1000], SamplingParams(max_tokens=11, ignore_eos=True))
+      >>> metrics = output.metrics
+      >>> round(metrics.ttft, 3), round(metrics.tpot, 3), metrics.prompt_tokens  # two chunks of up to 512 tokens
+      (0.02, 0.01, 1000)
     """
 
     arrival: float
@@ -91,16 +119,31 @@ class Output:
     """One completion, whole. A request with n > 1 has n of them, `index` 0 to n - 1.
 
     Attributes:
+      request_id: of its request.
+      index: which of the request's n completions, from 0.
       token_ids: what was generated, a stop token included.
       text: of these tokens, without a stop token, and up to a stop string. Empty where there is no tokenizer.
       finish_reason: `"stop"` (a stop token or string), `"length"` (max_tokens), `"cancelled"`, `"error"`, or `"moved"`
         (another engine goes on with it).
-      error: what went wrong, a sentence, where `finish_reason` is `"error"`: the logits of a token were not finite, or
-        a step of the engine failed.
+      metrics: its times and counts.
       logprobs: of each token, if asked for.
       prompt_logprobs: of the prompt's tokens but the first, if asked for; with the first completion (`index` 0) alone.
+      error: what went wrong, a sentence, where `finish_reason` is `"error"`: the logits of a token were not finite, or
+        a step of the engine failed.
       seed: that its tokens were drawn with.
       lease: what the engine keeps of it, for a request with `lease`.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> sampling = SamplingParams(max_tokens=4, n=2, temperature=1.0, seed=3)
+      >>> outputs = engine.generate([[7] * 100], sampling)
+      >>> [(output.index, len(output.token_ids), output.finish_reason) for output in outputs]
+      [(0, 4, 'length'), (1, 4, 'length')]
     """
 
     request_id: str
@@ -118,7 +161,28 @@ class Output:
 
 @dataclass(slots=True)
 class Event:
-    """What one step brought a completion. `text` has become certain; `output` comes with the last event."""
+    """What one step brought a completion. `text` has become certain; `output` comes with the last event.
+
+    Attributes:
+      request_id: of its request.
+      index: which of the request's n completions, from 0.
+      token_ids: the step's tokens.
+      text: what of the completion's text has become certain: bytes of a character that is not whole, or what may be the
+        beginning of a stop string, come later.
+      logprobs: of each of the tokens, if asked for.
+      output: the whole completion, with its last event; None before.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> events = [*engine.stream([[7] * 100], SamplingParams(max_tokens=3))]
+      >>> [(event.request_id, len(event.token_ids), event.output is not None) for event in events]
+      [('request-0', 1, False), ('request-0', 1, False), ('request-0', 1, True)]
+    """
 
     request_id: str
     index: int

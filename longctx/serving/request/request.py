@@ -28,9 +28,29 @@ class Request:
       ttft_deadline: seconds from arrival within which the first token is wanted.
       tpot_target: seconds between later tokens that are wanted at most.
       priority: higher is more urgent; -1 comes after all who don't say. It comes before any policy.
-      shares_pages: whether it may begin with pages that others have computed, and others with its pages.
       lease: keep its pages for another engine, which goes on with it: under this id, followed by the index of the
         completion if there are several. `Handoff.of` its outputs has what else that engine needs.
+      shares_pages: whether it may begin with pages that others have computed, and others with its pages.
+
+    Raises:
+      TypeError, ValueError: a field is of the wrong type or out of range; the message names it.
+
+    Source:
+      Medha, 4.2 (deadlines); Mooncake, 2 (SLOs of TTFT and TBT).
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, Request, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> turn = Request([7] * 150, SamplingParams(max_tokens=20, ignore_eos=True), session_id="chat")
+      >>> [output] = engine.generate([turn])
+      >>> prompt = [*turn.prompt, *output.token_ids, 8, 9]  # what was said, and the next question
+      >>> [output] = engine.generate([Request(prompt, session_id="chat")])
+      >>> output.metrics.prompt_tokens, output.metrics.cached_tokens  # a partial page was found too
+      (172, 169)
     """
 
     prompt: str | Sequence[int]
@@ -61,9 +81,28 @@ class Request:
 
 
 class PreparedRequest(NamedTuple):
-    """A request that has been checked: its tokens, int32 `[T]`, and the keys of their full pages.
+    """A request that has been checked, tokenised and hashed.
 
-    `Engine.prepare` makes it; it may travel between threads and processes. `prepared_for` says for what engines.
+    `Engine.prepare` makes it; it may travel between threads and processes.
+
+    Attributes:
+      request: as it was.
+      tokens: of its prompt, int32 `[T]`.
+      keys: hashes of its full pages, in order, each of all tokens up to its page's end.
+      prepared_for: fingerprint of the engines that may take it.
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, Request
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
+      >>> prepared = engine.prepare(Request([7] * 200, request_id="mine"))
+      >>> prepared.tokens.dtype, prepared.tokens.shape, len(prepared.keys)  # three full pages of 64
+      (dtype('int32'), (200,), 3)
+      >>> engine.submit(prepared)
+      'mine'
     """
 
     request: Request

@@ -22,7 +22,9 @@ MAX_LOGIT_BIAS = 300
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are drawn, and when it ends. The defaults are greedy.
+    r"""How a request's tokens are drawn, and when it ends. The defaults are greedy.
+
+    Integers are below 2**31, as the devices hold them.
 
     Attributes:
       max_tokens: tokens to generate at most, 1 or more.
@@ -45,10 +47,18 @@ class SamplingParams:
         penalties, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
 
-    Integers are below 2**31, as the devices hold them.
-
     Raises:
       TypeError, ValueError: a value out of range, or options that contradict each other.
+
+    Examples:
+      >>> from longctx.serving import SamplingParams
+      >>> creative = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=1, stop=("\n\n",))
+      >>> creative.is_plain, SamplingParams().is_plain
+      (False, True)
+      >>> SamplingParams(top_p=1.5)
+      Traceback (most recent call last):
+          ...
+      ValueError: top_p must be finite and 1e-06 to 1, got 1.5
     """
 
     max_tokens: int = 16

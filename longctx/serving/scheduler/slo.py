@@ -27,6 +27,15 @@ class Slo:
 
     Raises:
       TypeError, ValueError: one is not a positive, finite number, or ttft_factor is below 1.
+
+    Source:
+      Medha, 4.2: deadlines are a multiple of the time that a prompt takes alone.
+
+    Examples:
+      >>> from longctx.serving import Slo
+      >>> slo = Slo(ttft_factor=5.0, ttft_least=1.0)
+      >>> slo.ttft(0.01), slo.ttft(60.0)  # a short prompt, and one that takes a minute to read
+      (1.0, 300.0)
     """
 
     ttft_factor: float = 5.0
@@ -45,7 +54,14 @@ class Slo:
             raise ValueError(f"ttft_factor must be at least 1, no prompt being read faster, got {self.ttft_factor}")
 
     def ttft(self, prefill_seconds: float) -> float:
-        """Seconds within which the first token of a prompt is due that takes so long alone."""
+        """Seconds within which the first token of a prompt is due that takes so long alone.
+
+        Args:
+          prefill_seconds: predicted seconds of the prompt, read alone.
+
+        Returns:
+          Seconds from arrival.
+        """
         return max(self.ttft_least, self.ttft_factor * prefill_seconds)
 
 

@@ -9,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from longctx import __version__
+from longctx import __version__, extras
 from longctx.serving.request.output import Metrics, Output
 from longctx.serving.request.request import Request
 
-_INSTALL = "otlp needs opentelemetry: pip install 'longctx-jax[otlp]'"
 _PARENTS = 10_000  # traces of requests that are remembered: more than there ever are at a time
 _PHASES = (
     ("queue", "arrival", "admitted"),
@@ -31,18 +30,16 @@ class Tracing:
       clock: the engine's, in whose seconds metrics are.
 
     Raises:
-      ValueError: OpenTelemetry is not installed.
+      MissingExtra: OpenTelemetry is not installed.
     """
 
     def __init__(self, exporter: Any, model_name: str, clock: Callable[[], float]) -> None:
-        try:
+        with extras.needed("otlp", "otlp"):
             from opentelemetry import trace
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ModuleNotFoundError as error:
-            raise ValueError(_INSTALL) from error
         self._trace, self._model_name = trace, model_name
         self._extract = TraceContextTextMapPropagator().extract
         resource = Resource.create({"service.name": "longctx", "service.version": __version__})
@@ -122,12 +119,10 @@ def otlp_exporter(endpoint: str) -> Any:
     """What sends spans to a collector over HTTP, such as "http://localhost:4318/v1/traces".
 
     Raises:
-      ValueError: the endpoint is no HTTP address, or OpenTelemetry's exporter is not installed.
+      ValueError: the endpoint is no HTTP address; or, as MissingExtra, OpenTelemetry's exporter is not installed.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ValueError(f"otlp must be an address such as http://localhost:4318/v1/traces, got {endpoint!r}")
-    try:
+    with extras.needed("otlp", "otlp"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ModuleNotFoundError as error:
-        raise ValueError(_INSTALL) from error
     return OTLPSpanExporter(endpoint=endpoint)

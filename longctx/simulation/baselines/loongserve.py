@@ -39,12 +39,30 @@ class LoongServe:
     Left out, in its favour: messages of its global manager; which instances of a group are on one host.
 
     Args:
-      num_instances: in all. tensor: devices of each.
+      model: what is served.
+      topology: its devices, and the links within an instance (tensor) and between them (context).
+      num_instances: in all.
+      tensor: devices of each.
       max_degree: of instances that prefill a batch.
       name: that no other server of a simulation has.
 
     Raises:
       TypeError, ValueError: a number is out of range, or the model doesn't suit `tensor` or an instance's memory.
+
+    Source:
+      LoongServe (SOSP'24), as published; Medha, 2.2, 2.3, 5.2 and 5.4.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.simulation import Simulation
+      >>> from longctx.simulation.baselines import LoongServe
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> server = LoongServe(MODELS["llama-3-8b"], Topology.preset("medha-a100"), num_instances=4)
+      >>> prompts = [WorkloadRequest(0.0, 500_000, 10), WorkloadRequest(1.0, 1000, 10, number=1)]
+      >>> record = Simulation([server]).run(prompts)
+      >>> [(served.number, round(served.ttft, 1)) for served in record.served]  # the short one waits for the long one
+      [(1, 48.2), (0, 49.2)]
     """
 
     def __init__(
@@ -66,7 +84,13 @@ class LoongServe:
         self._num_instances = num_instances
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """Begin a run, see `Server.attach`. Nothing is random."""
+        """Begin a run, see `Server.attach`. Nothing is random.
+
+        Args:
+          loop: in whose time it runs.
+          on_end: is called with each request that has ended, and its metrics.
+          seed: is not used.
+        """
         self._loop, self._on_end = loop, on_end
         self._free = self._num_instances
         self._queue: deque[Active] = deque()
@@ -89,7 +113,11 @@ class LoongServe:
         return sum(self.cost.prefill_seconds((each.context,), self.max_degree) for each in prompts)
 
     def check(self, request: WorkloadRequest) -> None:
-        """ValueError if a request is longer than the memory of its largest group."""
+        """Check a request.
+
+        Raises:
+          ValueError: it is longer than the memory of its largest group.
+        """
         most = self.cost.capacity * self.max_degree
         if request.length > most:
             raise ValueError(f"has {request.length} tokens, more than the {most} of {self.max_degree} instances")
@@ -101,7 +129,11 @@ class LoongServe:
         self._dispatch()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """End the run; the requests that have not ended."""
+        """End the run.
+
+        Returns:
+          The requests that have not ended, and their metrics so far.
+        """
         decoding = [each for _, group in self._groups for each in group.active]
         left = [*self._queue, *self._reading, *decoding, *itertools.chain(*self._moving.values())]
         return [(each.request, each.metrics) for each in left]

@@ -113,7 +113,17 @@ def _reserved(setting: Setting) -> Made:
 
 
 class Baseline(NamedTuple):
-    """A system: what it is, and how it is made."""
+    """A system: what it is, and how it is made.
+
+    Attributes:
+      about: what it is, one line.
+      make: of a `Setting`, servers and the rule that routes requests to them; None: to the least loaded.
+
+    Examples:
+      >>> from longctx.simulation.baselines import BASELINES, Baseline
+      >>> isinstance(BASELINES["sarathi-512"], Baseline), BASELINES["sarathi-512"].about
+      (True, 'Sarathi-Serve: chunks of 512, first come first served, standard pipeline')
+    """
 
     about: str
     make: Callable[[Setting], Made]
@@ -132,6 +142,19 @@ BASELINES = {
     "loongserve": Baseline("LoongServe: TP2, elastic context parallelism up to 4", _loongserve),
     "loongserve-reserved": Baseline("LoongServe, a quarter of it for prompts below 8,192 alone (5.4)", _reserved),
 }
+"""The systems by name, for `make_simulation`.
+
+Source:
+  Medha, 5.1 to 5.4.
+
+Examples:
+  >>> from longctx.simulation.baselines import BASELINES
+  >>> for name in ("medha", "vllm", "loongserve"):
+  ...     print(name + ":", BASELINES[name].about)
+  medha: Medha: relative slack, shared steps, adaptive chunks, SPP
+  vllm: whole prompts as soon as they come, a copy of the engine on every host
+  loongserve: LoongServe: TP2, elastic context parallelism up to 4
+"""
 
 
 def make_simulation(
@@ -149,11 +172,33 @@ def make_simulation(
 
     Args:
       name: of `BASELINES`.
+      model: what is served.
+      topology: its devices and links.
+      devices: how many; a multiple of 8 if there are more than 8.
       plan: for ours, `sarathi` and `striped`; None: stages (context ranks for `striped`) are hosts of 8 devices.
-      overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
+      **overrides: arguments of `EngineConfig`, such as `prefix_cache`, where the system is an engine of ours.
+
+    Returns:
+      Ready for `run`.
 
     Raises:
       TypeError, ValueError: there is no such system, or it can't be made of so many devices.
+
+    Source:
+      Medha, 5.1 to 5.4.
+
+    Examples:
+      >>> import statistics
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.simulation.baselines import make_simulation
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> topology, requests = Topology.preset("medha-a100"), arrive_at_rate(make_mix("sharegpt4-5-long", 30), rate=0.5)
+      >>> for name in ("medha", "vllm"):
+      ...     record = make_simulation(name, MODELS["llama-3-8b"], topology, devices=16).run(requests, keep_steps=False)
+      ...     print(name, round(statistics.median(served.ttft for served in record.served), 1))
+      medha 0.3
+      vllm 25.3
     """
     if name not in BASELINES:
         raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")

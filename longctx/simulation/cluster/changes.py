@@ -14,8 +14,27 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 class Change:
     """Something that happens to an instance, so many seconds after the beginning of the workload.
 
+    Attributes:
+      at: seconds from the beginning of the workload.
+      instance: its name.
+      action: `"kill"` (it dies, with all that it has), `"join"` (it comes back, with nothing), `"drain"` (it gets no
+        more requests), `"restore"` (it gets some again), or its new role: `"prefill"`, `"decode"`, `"both"`.
+
     Raises:
       TypeError, ValueError: the time is negative or not finite, or there is no such action.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import Change, ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> changes = (Change(5.0, "decode-0", "kill"), Change(60.0, "decode-0", "join"))
+      >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=2, changes=changes)
+      >>> record = deployment.run(arrive_at_rate(make_mix("sharegpt4", 50), rate=4.0))
+      >>> len(record.served), record.num_reassigned  # what it decoded goes on elsewhere
+      (50, 2)
     """
 
     at: float

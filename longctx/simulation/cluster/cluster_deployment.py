@@ -32,10 +32,13 @@ class ClusterDeployment:
     """A cluster. Plain data, so that other processes can simulate it.
 
     Attributes:
+      model: what is served.
+      topology: devices and links of each instance.
       plan: of each instance.
       prefill, decode, coupled: how many instances of each kind. A coupled one prefills and decodes, and lets requests
         wait that it has no room for, as decode instances do where the conductor's `admission` is `"none"`.
-      config: of the conductor. settings: of the simulation.
+      config: of the conductor.
+      settings: of the simulation.
       page_size: tokens of a page, which is the conductor's block: 512 in Mooncake's traces.
       chunk: the most tokens of prompts that a prefill instance computes in a step (Mooncake's `prefill_chunk`).
       coupled_chunk: so of a coupled instance, beside its decodes; as many as the longest prompt: prompts are read
@@ -44,15 +47,31 @@ class ClusterDeployment:
       host_bytes: of each prefill instance's host memory that keep pages; 0: only its devices do.
       coupled_host_bytes: so of each coupled instance; 0, as of vLLM.
       prefix_cache: whether prefill and coupled instances find the pages of prefixes.
-      kv_dtype: of the caches, as of `EngineConfig`.
       roles_change: whether any instance may get any role: then decode instances are made as prefill instances are.
-      bandwidth: bytes per second at which an instance sends. latency: in seconds.
+      kv_dtype: of the caches, as of `EngineConfig`.
+      bandwidth: bytes per second at which an instance sends.
+      latency: seconds from the last byte that it sends to its arrival.
       names: of prefill instances, then of decode, then of coupled ones; empty: `prefill-0`, `decode-0`, `coupled-0` and
         so on.
       changes: see `Change`.
 
     Raises:
       ValueError: the plan doesn't suit the model or the topology, or nobody prefills or decodes.
+
+    Source:
+      Mooncake, 3 (prefill and decode apart) and 7 (such clusters beside coupled ones).
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> requests = arrive_at_rate(make_mix("sharegpt4", 100), rate=4.0)
+      >>> record = ClusterDeployment(model, topology, plan, prefill=2, decode=1).run(requests)
+      >>> sorted({(placed.assignment.prefill, placed.assignment.decode) for placed in record.placed})
+      [('prefill-0', 'decode-0'), ('prefill-1', 'decode-0')]
     """
 
     model: LlamaConfig
@@ -133,7 +152,14 @@ class ClusterDeployment:
         keep_steps: bool = False,
         audit: ShadowAudit | None = None,
     ) -> ClusterRecord:
-        """See `ClusterSimulation.run`."""
+        """Serve a workload on new instances, see `ClusterSimulation.run`.
+
+        Args:
+          requests, seed, until, progress, priority, keep_steps, audit: as for `ClusterSimulation.run`.
+
+        Returns:
+          What came of it.
+        """
         simulation = ClusterSimulation(self.instances(), self.config, self.settings, self.changes)
         return simulation.run(requests, seed, until, progress, priority, keep_steps, audit)
 

@@ -25,9 +25,11 @@ class ClusterInstance:
     Attributes:
       name: that no other instance of the cluster has.
       role: at first.
+      model: what it serves.
       config: of its engine, with `num_pages`; `tiers.host_bytes` is the host memory that keeps pages of prefixes.
       predictor: of its batches: how long they take, and what the conductor goes by.
-      plan: of its devices. topology: of these, where exchanges are chosen by it.
+      plan: of its devices.
+      topology: of these, where exchanges are chosen by it.
       bandwidth: bytes per second at which it sends to others, shared by all that it sends.
       latency: seconds from the last byte that it sends to its arrival.
       host_bandwidth: bytes per second between each device and its host.
@@ -37,6 +39,21 @@ class ClusterInstance:
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      Mooncake, 3: each host's memory and network cards take part in the cache.
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> deployment = ClusterDeployment(model, topology, plan, prefill=1, decode=1, host_bytes=10**12)
+      >>> for instance in deployment.instances():
+      ...     print(instance.name, instance.role, instance.config.num_pages, instance.host_pages)
+      prefill-0 prefill 8332 14901
+      decode-0 decode 8342 0
     """
 
     name: str
@@ -67,6 +84,8 @@ class ClusterInstance:
         """What the conductor is told of it.
 
         Args:
+          costs: of its work.
+          role: with which it joins.
           swaps: whether that has it drop cold blocks.
         """
         config = self.config

@@ -93,6 +93,21 @@ class ClusterRecord(Record):
       audit: what the shadow audit has found, if there was one.
       num_deferred: how often a request was told to come again.
       num_reassigned: how often a request was assigned anew, as an instance died.
+
+    Source:
+      Mooncake, 2 (goodput: only completed requests count) and 6 (loads).
+
+    Examples:
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import Lengths, arrive_at_rate, make_conversations
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> turns = make_conversations(40, Lengths(4, 4), Lengths(20_000, 40_000), Lengths(500, 500), Lengths(50, 50))
+      >>> record = ClusterDeployment(model, topology, plan, prefill=1, decode=1).run(arrive_at_rate(turns, rate=3.0))
+      >>> len(record.served), len(record.goodput(ttft=0.5, tpot=0.05)), round(record.hit_rate, 2)
+      (160, 79, 0.74)
     """
 
     placed: list[Placed] = field(default_factory=list)
@@ -115,5 +130,12 @@ class ClusterRecord(Record):
         return self.hit_tokens / max(1, sum(each.metrics.prompt_tokens for each in self.served))
 
     def goodput(self, ttft: float, tpot: float) -> list[Served]:
-        """The requests that completed within both SLOs, in seconds: only completed ones count (section 2)."""
+        """The requests that completed within both SLOs.
+
+        Args:
+          ttft, tpot: SLOs, in seconds.
+
+        Source:
+          Mooncake, 2: only completed requests count.
+        """
         return [each for each in self.served if each.ttft <= ttft and (each.tpot is None or each.tpot <= tpot)]

@@ -21,11 +21,29 @@ class PrefixTreeRoute:
 
     Args:
       cache_threshold: that share of a prompt.
-      balance_abs: requests that the busiest instance has more than the idlest. balance_rel: times as many.
+      balance_abs: requests that the busiest instance has more than the idlest.
+      balance_rel: times as many as the idlest that the busiest has.
       max_blocks: that are remembered of each instance; the least recently used go first.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      vllm-router's policy `cache_aware` (0.1.15), which is that of SGLang's gateway.
+
+    Examples:
+      >>> from longctx.cluster.conductor.config import ConductorConfig
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment, PrefixTreeRoute
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import Lengths, arrive_at_rate, make_conversations
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> config = ConductorConfig(policy=PrefixTreeRoute(cache_threshold=0.3))
+      >>> turns = make_conversations(20, Lengths(4, 4), Lengths(4000, 8000), Lengths(500, 500), Lengths(50, 50))
+      >>> record = ClusterDeployment(model, topology, plan, coupled=4, config=config).run(arrive_at_rate(turns, 2.0))
+      >>> round(record.hit_rate, 2)
+      0.7
     """
 
     def __init__(
@@ -48,6 +66,18 @@ class PrefixTreeRoute:
         now: float,
         context: PolicyContext,
     ) -> Choice:
+        """Choose an instance, as policies of the conductor do.
+
+        Args:
+          request: to place.
+          matches: by instance, leading blocks of the request that it holds; not heeded.
+          pool: the instances to choose from.
+          now: seconds of the driver's clock.
+          context: what else policies may heed.
+
+        Returns:
+          Who prefills it, and what that is predicted to take.
+        """
         keys = request.keys.tolist()
         state = self._choose(keys, pool, request.prompt_tokens / context.block_size)
         known = self._known.setdefault(state.name, OrderedDict())

@@ -24,6 +24,25 @@ class ClusterSettings:
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Source:
+      Mooncake, 3 (steps 1 to 4) and 4.2 (layer-wise prefill).
+
+    Examples:
+      >>> import statistics
+      >>> from longctx.parallel.topology import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> model, topology, plan = MODELS["llama-3-8b"], Topology.preset("h100-rdma"), ParallelPlan(tensor=8)
+      >>> sizes = {"prefill": 1, "decode": 1, "bandwidth": 10e9}
+      >>> for overlap in ("end", "layer"):  # pages leave when the prompt is computed, or layer by layer before
+      ...     deployment = ClusterDeployment(model, topology, plan, settings=ClusterSettings(overlap=overlap), **sizes)
+      ...     moved = deployment.run(arrive_at_rate(make_mix("sharegpt4", 20), rate=1.0)).moved
+      ...     print(overlap, round(statistics.mean(each.exposed for each in moved), 4))  # seconds that somebody waited
+      end 0.0237
+      layer 0.0074
     """
 
     overlap: Overlap = "layer"

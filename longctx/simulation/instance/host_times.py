@@ -21,6 +21,21 @@ class HostTimes:
 
     Raises:
       TypeError, ValueError: a time is no finite number of at least 0.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import HostTimes, Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import Lengths, synthesize
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=2000)
+      >>> seconds = predictor(model, "h100-nvlink", max_rows=config.token_budget)
+      >>> for host in (None, HostTimes(batch=0.02)):  # 20 ms to plan a step, where devices take less for it
+      ...     instance = Instance(model, config, seconds, host=host)
+      ...     [served] = Simulation([instance]).run(synthesize(1, Lengths(100, 100), Lengths(50, 50))).served
+      ...     print(round(served.tpot, 4))
+      0.0065
+      0.0197
     """
 
     request: float = 0.0

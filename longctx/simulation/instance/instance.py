@@ -48,12 +48,28 @@ class Instance:
       logs: hear of all decisions, such as a `DecisionDigest` that is wrapped.
       skips_decodes: whether identical steps that only decode are one event. The record is the same. With `seconds`,
         logs, host times or `speed`, all steps are events.
-      host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
       host: what its thread takes beside the devices. None: no time.
       speed: at which the devices do what takes `seconds`, where it was measured. None: always as fast.
+      host_bandwidth: bytes per second between a device and its host, which loads from `config.tiers` share.
 
     Raises:
       ValueError: the configuration has no `num_pages`, or it contradicts the model, the plan or the predictor.
+
+    Source:
+      Vidur simulates engines so; here the scheduler is the one that serves.
+
+    Examples:
+      >>> from longctx.models import LlamaConfig
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.simulation import Instance, Simulation
+      >>> from longctx.simulation.hardware import predictor
+      >>> from longctx.simulation.workloads import make_mix
+      >>> model, config = LlamaConfig.preset("llama-3-8b"), EngineConfig(num_pages=2000)
+      >>> seconds = predictor(model, "h100-nvlink", max_rows=config.token_budget)
+      >>> instance = Instance(model, config, seconds)
+      >>> record = Simulation([instance]).run(make_mix("sharegpt4", 20))
+      >>> len(record.served), record.totals.samples == sum(each.metrics.output_tokens for each in record.served)
+      (20, True)
     """
 
     def __init__(
@@ -101,7 +117,13 @@ class Instance:
         self.keep_steps = True
 
     def attach(self, loop: EventLoop, on_end: OnEnd, seed: int = 0) -> None:
-        """See `Server.attach`."""
+        """Begin a run, see `Server.attach`.
+
+        Args:
+          loop: in whose time it runs.
+          on_end: is called with each request that has ended, and its metrics.
+          seed: of contents that are made up.
+        """
         self._loop, self._on_end, self._seed = loop, on_end, seed
         self.executor.now = max(self.executor.now, loop.now)
         self._steps: list[StepMetrics] = []
@@ -122,21 +144,25 @@ class Instance:
 
     @property
     def steps(self) -> list[StepMetrics]:
+        """Steps of the run, if they are kept."""
         self._settle()
         return self._steps
 
     @property
     def timeline(self) -> list[tuple[float, int, int]]:
+        """(seconds, running, waiting) after each step, if they are kept."""
         self._settle()
         return self._timeline
 
     @property
     def totals(self) -> Totals:
+        """What it has computed in the run."""
         self._settle()
         return self._totals
 
     @property
     def stats(self) -> EngineStats:
+        """Counts since it was made; None before its first step."""
         return self.core.stats()
 
     @property
@@ -149,7 +175,11 @@ class Instance:
         return known + sum([predictor.prefill_seconds(0, each.prompt_length, rows) for each in self._entering])
 
     def check(self, request: WorkloadRequest) -> None:
-        """ValueError if a request is longer than the longest sequence, or than the cache."""
+        """Check a request.
+
+        Raises:
+          ValueError: it is longer than the longest sequence, or than the cache.
+        """
         if request.length <= self._checked:
             return  # as a longer one was
         if request.length > self._max_length:
@@ -181,7 +211,11 @@ class Instance:
         self._wake()
 
     def stop(self) -> list[tuple[WorkloadRequest, Metrics]]:
-        """Cancel what has not ended, and wait for its batches."""
+        """Cancel what has not ended, and wait for its batches.
+
+        Returns:
+          The requests that have not ended, and their metrics so far.
+        """
         core, left = self.core, []
         self._enter()
         self._open, is_open = {}, self._open

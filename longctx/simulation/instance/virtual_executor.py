@@ -34,6 +34,7 @@ class VirtualExecutor:
 
     Args:
       seconds: that a batch takes in one stage. It is not asked about idle batches, which take no time.
+      vocab_size: below which tokens are.
       stages: of the pipeline.
       speed: at which the devices do what takes `seconds`, where it was measured.
 
@@ -41,9 +42,25 @@ class VirtualExecutor:
       now: virtual seconds.
       free: when the last tick ends.
       recent: the last batches that were submitted.
+      sources: where loads would get their pages, by lease.
 
     Raises:
       ValueError: there is no stage.
+
+    Source:
+      Mnemosyne, 4.3 (the pipeline).
+
+    Examples:
+      >>> from longctx.models import Llama, LlamaConfig
+      >>> from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+      >>> from longctx.simulation import VirtualExecutor
+      >>> executor = VirtualExecutor(lambda batch: 0.001 * batch.num_tokens, vocab_size=128_256, stages=4)
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256, token_budget=128)
+      >>> plan = ParallelPlan(stage=4)
+      >>> engine = Engine(model, None, config, plan=plan, executor=executor, clock=executor.clock)
+      >>> [output] = engine.generate([[7] * 1280], SamplingParams(max_tokens=1))
+      >>> round(output.metrics.ttft, 3)  # ten chunks of 128 ms, and three stages more for the last one: SPP
+      1.664
     """
 
     def __init__(
@@ -63,10 +80,18 @@ class VirtualExecutor:
         self._loads: list[PageLoad] = []
 
     def clock(self) -> float:
-        """Virtual seconds since the beginning."""
+        """Seconds of virtual time since the beginning."""
         return self.now
 
     def submit(self, batch: Batch) -> Pending:
+        """Begin a batch.
+
+        Returns:
+          What `wait` takes.
+
+        Raises:
+          ValueError: `seconds` returned a time that is negative or not finite.
+        """
         self._loads += batch.loads
         seconds = self._seconds(batch) if batch.chunks else 0.0
         if not 0 <= seconds < math.inf:
@@ -81,28 +106,50 @@ class VirtualExecutor:
         return pending
 
     def wait(self, pending: Pending) -> Results:
+        """Move the clock to the end of a batch.
+
+        Returns:
+          Tokens that are made up.
+        """
         assert pending.ready < math.inf, "the batch has not entered the last stage: the engine's plan has fewer stages"
         self.now = max(self.now, pending.ready)
         return Results(pending.tokens, [None] * len(pending.tokens), [])
 
     def poll_loads(self, timeout: float = 0.0) -> list[Loaded]:
-        """Every load comes at once, and whole: what it is to take is not known here."""
+        """All loads: they come at once, and whole, as what they are to take is not known here."""
         loads, self._loads = self._loads, []
         return [Loaded(load.name, len(load.pages), 0.0) for load in loads]
 
     def read_pages(self, pages: List[int], layers: tuple[int, int]) -> PageRead:
-        """NotImplementedError: its pages hold nothing."""
+        """Its pages hold nothing.
+
+        Args:
+          pages: not used.
+          layers: not used.
+
+        Returns:
+          Never.
+
+        Raises:
+          NotImplementedError: always.
+        """
         raise NotImplementedError("pages of a virtual executor hold nothing that could be read")
 
     @property
     def page_layout(self) -> PageLayout:
-        """NotImplementedError: its pages hold nothing."""
+        """Nothing: its pages hold nothing.
+
+        Raises:
+          NotImplementedError: always.
+        """
         raise NotImplementedError("pages of a virtual executor hold nothing")
 
     def compile(self, progress: Progress = ignore_progress) -> None:
+        """Nothing has to be compiled."""
         pass
 
     def warm_up(self) -> None:
+        """Nothing has to be compiled."""
         pass
 
     def run(self, batch: Batch) -> list[int]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longctx.plotting import drawing, save, style
+from longctx.plotting import drawing, save, save_both, style, to_svg
 from longctx.simulation.cluster.cluster_record import ClusterRecord
+from longctx.simulation.reports.deployment_plots import DRAWING
 from longctx.simulation.reports.plots import thinned
 from longctx.simulation.reports.report import percentiles, summarize, table
 
@@ -125,8 +126,17 @@ def plot_cluster(record: ClusterRecord, ttft: float, tpot: float, path: Path) ->
         save(_draw(record, ttft, tpot), path)
 
 
+def write_cluster(record: ClusterRecord, ttft: float, tpot: float, folder: Path) -> str:
+    """Write the drawing of `plot_cluster` as `drawing.svg` and `drawing.png`; what the first has."""
+    with style():
+        figure = _draw(record, ttft, tpot)
+        save_both(figure, folder, DRAWING)
+        return to_svg(figure)
+
+
 def _draw(record: ClusterRecord, ttft: float, tpot: float) -> "Figure":
-    figure, axes = drawing(4)
+    figure, _ = drawing(0, 10, 6.8)
+    axes = list(figure.subplots(2, 2).flat)
     tpots = [each.tpot for each in record.served if each.tpot is not None]
     tbts = [each.tbt for each in record.placed if each.tbt is not None]
     for values, panel, label in (

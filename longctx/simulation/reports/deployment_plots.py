@@ -1,12 +1,11 @@
 """Drawings of simulated deployments and of sweeps over them, with matplotlib (extra `plot`)."""
 
-import io
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longctx.plotting import COLORS, MARKERS, drawing, save, style
+from longctx.plotting import COLORS, MARKERS, drawing, save, save_both, style, to_svg
 from longctx.simulation.record import Record, merge_timelines
 from longctx.simulation.reports.plots import plot_chunks, plot_requests, plot_slack, plot_timeline
 from longctx.simulation.reports.stage_trace import StageTrace, Tick
@@ -14,6 +13,7 @@ from longctx.simulation.reports.stage_trace import StageTrace, Tick
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DRAWING = "drawing"  # name of the files in a folder of results
 SWEPT = (("ttft", "TTFT"), ("tpot", "TPOT"))
 
 
@@ -30,33 +30,36 @@ def plot_deployment(record: Record, traces: List[StageTrace], path: Path) -> Non
         save(_draw(record, traces), path)
 
 
-def deployment_svg(record: Record, traces: List[StageTrace]) -> str:
-    """The drawing of `plot_deployment` as SVG."""
+def write_deployment(record: Record, traces: List[StageTrace], folder: Path) -> str:
+    """Write the drawing of `plot_deployment` as `drawing.svg` and `drawing.png`; what the first has."""
     with style():
-        return _to_svg(_draw(record, traces))
+        figure = _draw(record, traces)
+        save_both(figure, folder, DRAWING)
+        return to_svg(figure)
 
 
 def plot_sweep(rows: List[Mapping[str, Any]], names: List[str], path: Path) -> None:
-    """Write a drawing of a sweep, see `sweep_svg`, as PNG or SVG."""
+    """Write a drawing of a sweep, see `write_sweep_drawing`, as PNG or SVG."""
     with style():
         save(_draw_sweep(rows, names), path)
 
 
-def sweep_svg(rows: List[Mapping[str, Any]], names: List[str]) -> str:
-    """Draw median (lines) and P99 (dashes) of TTFT and TPOT, and the share in time, over the last numeric name, as SVG.
+def write_sweep_drawing(rows: List[Mapping[str, Any]], names: List[str], folder: Path) -> str:
+    """Draw median (lines) and P99 (dashes) of TTFT and TPOT, and the share in time, over the last numeric name.
+
+    It is written as `drawing.svg` and `drawing.png`.
 
     Args:
       rows: values by name, and `summary`, of each point.
       names: that are swept.
+
+    Returns:
+      What the SVG has.
     """
     with style():
-        return _to_svg(_draw_sweep(rows, names))
-
-
-def _to_svg(figure: "Figure") -> str:
-    contents = io.StringIO()
-    figure.savefig(contents, format="svg", metadata={"Date": None, "Creator": None})
-    return contents.getvalue()
+        figure = _draw_sweep(rows, names)
+        save_both(figure, folder, DRAWING)
+        return to_svg(figure)
 
 
 def _draw(record: Record, traces: List[StageTrace]) -> "Figure":
@@ -95,7 +98,7 @@ def plot_stages(trace: StageTrace, axes: Any) -> None:
             axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, label=label if stage == 0 else None, **_EDGE)
     _finish_chart(ticks, f"Stages of the first instance, {len(ticks)} steps in its busiest time", axes)
     axes.set_yticks(range(trace.num_stages), [f"stage {stage}" for stage in range(trace.num_stages)])
-    axes.legend(loc="upper right", ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=2)
 
 
 def plot_rank_times(trace: StageTrace, axes: Any) -> None:

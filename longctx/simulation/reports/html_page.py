@@ -12,8 +12,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child { text-align: left; }
 pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; }
-svg { max-width: 100%; height: auto; background: #fff; }
 .wide { overflow-x: auto; }
+.drawing svg { display: block; width: 100%; min-width: 52rem; height: auto; background: #fff; border-radius: .4rem; }
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #181818; } pre { background: #242424; } th, td { border-color: #444; }
 }
@@ -52,8 +52,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def svg(drawing: str) -> str:
-    """An SVG drawing as matplotlib writes it; XML's declaration and its document type are no HTML."""
+    """An SVG drawing as `longctx.plotting` writes it; XML's declaration and its document type are no HTML.
+
+    On a narrow screen it is moved sideways, rather than made too small to read.
+    """
     at = drawing.find("<svg")
     if at < 0:
         raise ValueError("drawing must be an SVG document")
-    return drawing[at:].strip()
+    return f'<div class="wide drawing">\n{drawing[at:].strip()}\n</div>'

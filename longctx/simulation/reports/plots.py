@@ -1,13 +1,17 @@
 """Plots of a served workload, with matplotlib (extra `plot`), which is imported only to draw."""
 
-import importlib.util
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from longctx import extras
+from longctx.plotting import COLORS, drawing, save, style
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.simulation.record import Record
 from longctx.simulation.reports.report import PROMISES, idle_shares, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _WIDE = 100  # the largest latency over the smallest, from which on a logarithmic axis shows more
 _POINTS = 4000  # of a curve: more are seen by nobody, and make large files
@@ -20,11 +24,10 @@ def thinned(values: List[Any]) -> List[Any]:
 
 
 def check_can_plot(path: Path) -> None:
-    """Check that `plot` can write to a path; ValueError if not."""
+    """Check that `plot` can write to a path; ValueError if not, or if matplotlib is not installed."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"must end in .png or .svg, got {path}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("needs matplotlib, which is not installed: pip install 'longctx-jax[plot]'")
+    extras.check("plot", "")
 
 
 def plot(record: Record, path: Path) -> None:
@@ -35,12 +38,15 @@ def plot(record: Record, path: Path) -> None:
     slack at admission and at the first token. With several context ranks a third row is the Gantt chart of their steps:
     when each of them computes, by prediction, and when it waits for slower ones.
     """
-    from matplotlib.figure import Figure  # pyplot would need a display and keep global state
+    with style():
+        save(_draw(record), path)
 
+
+def _draw(record: Record) -> "Figure":
     rows = 2 if record.steps else 1
     num_ranks = max((len(step.rank_seconds) for step in record.steps), default=1)
     heights = [3.6] * rows + ([1.2 + 0.3 * num_ranks] if num_ranks > 1 else [])
-    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    figure, _ = drawing(0, 12, sum(heights))
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     axes = [[figure.add_subplot(grid[row, column]) for column in range(3)] for row in range(rows)]
     plot_requests(record, *axes[0][:2])
@@ -49,12 +55,10 @@ def plot(record: Record, path: Path) -> None:
         _plot_steps(record, *axes[1])
     if num_ranks > 1:
         plot_ranks(record.steps, figure.add_subplot(grid[rows, :]))
-    for each in figure.axes:
-        each.grid(alpha=0.3)
     summary = summarize(record)
     kept = [f"{summary[key]:.1%} {name}" for key, name in PROMISES if summary[key] is not None]
     figure.suptitle(", ".join(kept))
-    figure.savefig(path)
+    return figure
 
 
 def plot_requests(record: Record, ttft_axes: Any, tpot_axes: Any) -> None:
@@ -126,7 +130,7 @@ def plot_ranks(steps: List[StepMetrics], axes: Any) -> None:
     for rank in range(len(steps[0].rank_seconds)):
         busy = [(at, seconds * (1 - step.idle_share[rank])) for (at, seconds), step in zip(spans, steps, strict=True)]
         axes.broken_barh(spans, (rank - 0.4, 0.8), facecolor="0.85", **edge)
-        axes.broken_barh(busy, (rank - 0.4, 0.8), facecolor=f"C{rank % 10}", **edge)
+        axes.broken_barh(busy, (rank - 0.4, 0.8), facecolor=COLORS[rank % len(COLORS)], **edge)
     labels = [f"rank {rank}, {share:.0%} idle" for rank, share in enumerate(idle_shares(steps) or [])]
     axes.set(title="Ranks: compute, and wait (grey)", xlabel="seconds")
     axes.set_yticks(range(len(labels)), labels)

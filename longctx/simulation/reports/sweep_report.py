@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.plotting import can_draw
 from longctx.simulation.reports import html_page
-from longctx.simulation.reports.deployment_plots import sweep_svg
+from longctx.simulation.reports.deployment_plots import write_sweep_drawing
 
 _FOUND = (
     ("requests", "requests"),
@@ -42,7 +42,7 @@ def sweep_table(rows: List[Mapping[str, Any]], names: List[str]) -> str:
 
 
 def write_sweep(rows: List[Mapping[str, Any]], names: List[str], folder: Path) -> None:
-    """Write `sweep.csv` and `report.html` into a folder; OSError if that can't be."""
+    """Write `sweep.csv`, `report.html`, and the drawing as SVG and PNG, into a folder; OSError if that can't be."""
     with (folder / "sweep.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*names, *(path for _, path in _columns(rows)), "error"])
@@ -53,7 +53,7 @@ def write_sweep(rows: List[Mapping[str, Any]], names: List[str], folder: Path) -
     shown = [(*line, row.get("error", "")) for line, row in zip(cells, rows, strict=True)]
     sections = [html_page.Section("Points, times in seconds", html_page.table(columns, shown))]
     if can_draw() and any("summary" in row for row in rows):
-        sections.append(html_page.Section("Drawings", html_page.svg(sweep_svg(rows, names))))
+        sections.append(html_page.Section("Drawings", html_page.svg(write_sweep_drawing(rows, names, folder))))
     title = f"Sweep of {', '.join(names)}, in virtual time"
     (folder / "report.html").write_text(html_page.page(title, sections), encoding="utf-8")
 

@@ -17,8 +17,23 @@ def arrive_at_rate(requests: List[WorkloadRequest], rate: float, seed: int = 0) 
 
     Follow-ups keep following whom they follow, and take no part in the process.
 
+    Args:
+      requests: who come, in any order.
+      rate: requests a second, on average; infinite: all come at 0.
+      seed: of the random times.
+
+    Returns:
+      The requests, with an `arrival` in seconds, sorted by it.
+
     Raises:
       TypeError, ValueError: the rate is not positive.
+
+    Examples:
+      >>> from longctx.simulation.workloads import Lengths, arrive_at_rate, synthesize
+      >>> requests = synthesize(1000, Lengths(100, 2000), Lengths(10, 50))
+      >>> timed = arrive_at_rate(requests, rate=4.0)
+      >>> round(timed[-1].arrival / len(timed), 2)  # seconds between requests, on average
+      0.26
     """
     first = [request for request in requests if request.after is None]
     if rate == math.inf:
@@ -35,10 +50,24 @@ def arrive_like(
     """Give requests the arrival times of a trace's first requests, one after the other.
 
     Args:
+      requests: who come.
+      trace: whose arrivals they get.
       rate: requests a second on average, to which the times are stretched; None: as they are.
+
+    Returns:
+      The requests, with an `arrival` in seconds, sorted by it.
 
     Raises:
       TypeError, ValueError: the trace has fewer requests, the rate is not positive, or all of the trace's come at once.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest, arrive_like
+      >>> trace = [WorkloadRequest(arrival, 100, 10) for arrival in (5.0, 6.0, 9.0)]
+      >>> mine = [WorkloadRequest(0.0, 4000, 20, number=number) for number in range(3)]
+      >>> [request.arrival for request in arrive_like(mine, trace)]
+      [5.0, 6.0, 9.0]
+      >>> [request.arrival for request in arrive_like(mine, trace, rate=1.0)]  # bursts stay bursts
+      [0.0, 0.5, 2.0]
     """
     num_first = sum(request.after is None for request in requests)
     times = sorted(request.arrival for request in trace if request.after is None)[:num_first]
@@ -59,8 +88,22 @@ def jitter_arrivals(requests: List[WorkloadRequest], seconds: float = 3.0, seed:
     Timestamps of Mooncake's traces are on ticks of 3 s: bursts that were none. Follow-ups keep their
     delays, and stand after whom they follow.
 
+    Args:
+      requests: whose arrivals are moved.
+      seconds: the most that one is moved by.
+      seed: of the random moves.
+
+    Returns:
+      The requests, sorted by their new `arrival`, in seconds.
+
     Raises:
       TypeError, ValueError: seconds is negative or not finite.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest, jitter_arrivals
+      >>> burst = [WorkloadRequest(3.0, 100, 10, number=number) for number in range(3)]  # on one tick of the trace
+      >>> [round(request.arrival, 2) for request in jitter_arrivals(burst)]
+      [3.12, 3.81, 4.91]
     """
     check_real("seconds", seconds, 0, MAX_ARRIVAL)
     moves = np.random.default_rng(seed).uniform(0, seconds, len(requests)).tolist()
@@ -82,10 +125,22 @@ def closed_loop(
     """Let `users` users send the requests in turn, each its next one `delay` seconds after the end of the one before.
 
     Args:
+      requests: what the users send; user 0 has the first one, and every `users`-th after it.
+      users: how many of them there are.
+      delay: seconds from an answer's end to the user's next request.
       start: seconds over which the users' first requests are spread evenly.
+
+    Returns:
+      The requests, of which all but the first of each user follow another one, sorted by `arrival`.
 
     Raises:
       TypeError, ValueError: there is no user, a number is negative, or requests follow others already.
+
+    Examples:
+      >>> from longctx.simulation.workloads import Lengths, closed_loop, synthesize
+      >>> requests = closed_loop(synthesize(4, Lengths(100, 100), Lengths(10, 10)), users=2, delay=1.5)
+      >>> [(request.number, request.session, request.after, request.delay) for request in requests]
+      [(0, 'user-0', None, 0.0), (1, 'user-1', None, 0.0), (2, 'user-0', 0, 1.5), (3, 'user-1', 1, 1.5)]
     """
     check_integer("users", users, 1)
     check_real("delay", delay, 0, MAX_ARRIVAL)

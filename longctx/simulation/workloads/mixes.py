@@ -18,6 +18,16 @@ class Mix:
     Attributes:
       short_prompt, short_output, long_prompt, long_output: distributions of tokens.
       long_share: 0 to 1.
+
+    Source:
+      Medha, 5.1: conversations, with a few prompts of up to millions of tokens among them.
+
+    Examples:
+      >>> from longctx.simulation.workloads import Lengths, Mix
+      >>> chat, answer, book = Lengths(100, 1000), Lengths(10, 100), Lengths(1_000_000, 1_000_000)
+      >>> mix = Mix(chat, answer, book, answer, long_share=0.05)
+      >>> sum(request.prompt_tokens == 1_000_000 for request in mix.draw(1000))
+      45
     """
 
     short_prompt: Lengths | Quantiles
@@ -27,7 +37,15 @@ class Mix:
     long_share: float
 
     def draw(self, num_requests: int, seed: int = 0) -> list[WorkloadRequest]:
-        """Requests that all arrive at 0."""
+        """Draw requests that all arrive at 0.
+
+        Args:
+          num_requests: how many.
+          seed: of what is drawn.
+
+        Returns:
+          The requests, numbered from 0.
+        """
         rng = np.random.default_rng(seed)
         is_long = rng.uniform(size=num_requests) < self.long_share
         prompts = np.where(is_long, self.long_prompt.draw(rng, num_requests), self.short_prompt.draw(rng, num_requests))
@@ -56,10 +74,43 @@ MIXES = {
     # Medha, 5.3: prompts of 2M tokens.
     "sharegpt4-5-2m": Mix(*_SHORT, Lengths(2_000_000, 2_000_000), _LONG[1], 0.05),
 }
+"""The workloads of Medha, by name: conversations, and conversations with long prompts among them.
+
+Source:
+  Medha, 5.1 and 5.3.
+
+Examples:
+  >>> from longctx.simulation.workloads import MIXES
+  >>> sorted(MIXES)
+  ['sharegpt4', 'sharegpt4-5-2m', 'sharegpt4-5-long']
+  >>> MIXES["sharegpt4-5-long"].long_share
+  0.05
+"""
 
 
 def make_mix(name: str, num_requests: int, seed: int = 0) -> list[WorkloadRequest]:
-    """Requests of one of `MIXES`, which all arrive at 0; ValueError if there is none of that name."""
+    """Draw requests of one of `MIXES`, which all arrive at 0.
+
+    Args:
+      name: of `MIXES`.
+      num_requests: how many.
+      seed: of what is drawn.
+
+    Returns:
+      The requests, numbered from 0.
+
+    Raises:
+      TypeError, ValueError: there is no mix of that name, or no request is asked for.
+
+    Source:
+      Medha, 5.1 and 5.3.
+
+    Examples:
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> requests = arrive_at_rate(make_mix("sharegpt4-5-2m", 200), rate=1.0)
+      >>> max(request.prompt_tokens for request in requests)
+      2000000
+    """
     if name not in MIXES:
         raise ValueError(f"mix must be one of {', '.join(MIXES)}, got {name!r}")
     return MIXES[name].draw(check_integer("num_requests", num_requests, 1), seed)
@@ -70,8 +121,23 @@ def mix_requests(
 ) -> list[WorkloadRequest]:
     """Draw so many requests, each with a probability of `long_share` from `long`, else from `short`; all arrive at 0.
 
+    Args:
+      short, long: requests to draw from, such as of two traces.
+      long_share: probability of a request of `long`, 0 to 1.
+      num_requests: how many to draw.
+      seed: of what is drawn.
+
+    Returns:
+      The requests, numbered from 0.
+
     Raises:
       TypeError, ValueError: the share is not 0 to 1, or a list that is drawn from is empty or has follow-ups.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest, mix_requests
+      >>> chats, books = [WorkloadRequest(0.0, 500, 50)], [WorkloadRequest(0.0, 500_000, 50)]
+      >>> [request.prompt_tokens for request in mix_requests(chats, books, long_share=0.3, num_requests=6)]
+      [500, 500000, 500000, 500000, 500, 500]
     """
     check_real("long_share", long_share, 0, 1)
     check_integer("num_requests", num_requests, 1)
@@ -107,11 +173,26 @@ def make_conversations(
     The blocks of a turn go on over its answer, so that engines in virtual time find that again too.
 
     Args:
+      num_sessions: how many conversations.
       turns: of each conversation.
+      first_prompt, next_prompt: tokens of a conversation's first prompt, and new tokens of each later one.
+      output: tokens of each answer.
+      delay: seconds from an answer's end to the next turn.
       shared_prefix: first tokens of all conversations, a system prompt. It counts in multiples of 512.
+      seed: of what is drawn.
+
+    Returns:
+      The turns of the first conversation, then those of the next; each but the first follows the one before.
 
     Raises:
       TypeError, ValueError: a number is out of range, or a conversation gets longer than 2^31 - 1 tokens.
+
+    Examples:
+      >>> from longctx.simulation.workloads import Lengths, arrive_at_rate, make_conversations
+      >>> prompt, question, answer = Lengths(1000, 1000), Lengths(50, 50), Lengths(200, 200)
+      >>> turns = make_conversations(1, Lengths(3, 3), prompt, question, answer, delay=10.0)
+      >>> [(turn.prompt_tokens, turn.after, turn.delay) for turn in arrive_at_rate(turns, rate=0.5)]
+      [(1000, None, 0.0), (1250, 0, 10.0), (1500, 1, 10.0)]
     """
     check_integer("num_sessions", num_sessions, 1)
     check_integer("shared_prefix", shared_prefix, 0)

@@ -32,9 +32,30 @@ def read_workload(path: Path, limit: int | None = None) -> list[WorkloadRequest]
     tokens: the prompt is all prompts and answers before, and these. A turn comes `delay` milliseconds after the end of
     the one before, or at its `timestamp` if it has one and no `delay`. A first turn's `delay` means nothing.
 
+    Args:
+      path: `.csv`, or JSON lines with any other suffix.
+      limit: the most requests to read; None: all.
+
+    Returns:
+      The requests, numbered in the file's order from 0.
+
     Raises:
       OSError: the file can't be read.
       ValueError: a row has another form, and the message names file, line and column; or the file has no requests.
+
+    Source:
+      Mooncake's open traces (1.2, and their repository), Azure's LLM inference traces, BurstGPT, AIPerf.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from longctx.simulation.workloads import read_workload
+      >>> line = '{"timestamp": 3000, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}'
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder, "trace.jsonl")
+      ...     _ = path.write_text(line)
+      ...     [request] = read_workload(path)
+      >>> request.arrival, request.prompt_tokens, request.blocks
+      (3.0, 6955, (46, 47, 48))
     """
     if limit is not None:
         check_integer("limit", limit, 1)

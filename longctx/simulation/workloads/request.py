@@ -11,7 +11,26 @@ import numpy as np
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text
 
 TRACE_BLOCK = 512  # tokens of a trace's block, for which it has one hash id
+"""Tokens of a trace's block, for which it has one hash id.
+
+Source:
+  Mooncake's open traces (1.2, and their repository): blocks of 512 tokens.
+
+Examples:
+  >>> from longctx.simulation.workloads import TRACE_BLOCK, WorkloadRequest
+  >>> WorkloadRequest(0.0, 2000, 10, blocks=(7, 8)).block_size == TRACE_BLOCK
+  True
+"""
 MAX_ARRIVAL = 1e9  # seconds, which a clock can wait for
+"""The latest arrival, in seconds: a clock can wait for it.
+
+Examples:
+  >>> from longctx.simulation.workloads import MAX_ARRIVAL, WorkloadRequest
+  >>> WorkloadRequest(2 * MAX_ARRIVAL, 100, 10)
+  Traceback (most recent call last):
+      ...
+  ValueError: arrival must be finite and 0 to 1e+09, got 2000000000.0
+"""
 MAX_FACTOR = 1e6
 
 
@@ -37,6 +56,16 @@ class WorkloadRequest:
 
     Raises:
       TypeError, ValueError: a number is no integer, or out of range.
+
+    Source:
+      Mooncake's open traces (1.2, and their repository): lengths and ids of blocks, and no contents.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest
+      >>> first = WorkloadRequest(0.0, prompt_tokens=1500, output_tokens=100, blocks=(0, 1))
+      >>> turn = WorkloadRequest(0.0, 1700, 100, blocks=(0, 1, 2), number=1, after=0, delay=5.0)
+      >>> bool((first.tokens(128_256)[:1024] == turn.tokens(128_256)[:1024]).all())  # two blocks of 512
+      True
     """
 
     arrival: float
@@ -75,7 +104,18 @@ class WorkloadRequest:
         return self.prompt_tokens + self.output_tokens
 
     def tokens(self, vocab_size: int, seed: int = 0) -> np.ndarray:
-        """The tokens of the prompt, int32 `[prompt_tokens]`; TypeError if it is text."""
+        """The tokens of the prompt, made up unless the workload has them.
+
+        Args:
+          vocab_size: below which tokens are.
+          seed: of what is made up; what is shared is shared whatever it is.
+
+        Returns:
+          int32 `[prompt_tokens]`.
+
+        Raises:
+          TypeError: the prompt is text.
+        """
         if self.prompt is not None:
             if isinstance(self.prompt, str):
                 raise TypeError("prompt is text: encode it first")
@@ -89,7 +129,21 @@ class WorkloadRequest:
 
 
 def check_arrivals(requests: List[WorkloadRequest]) -> None:
-    """ValueError if requests are not in order of arrival, or follow others that don't stand before them."""
+    """Check the order of requests, as a simulation needs it.
+
+    Args:
+      requests: to check.
+
+    Raises:
+      ValueError: they are not in order of arrival, or follow others that don't stand before them.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest, check_arrivals
+      >>> check_arrivals([WorkloadRequest(2.0, 100, 10), WorkloadRequest(1.0, 100, 10)])
+      Traceback (most recent call last):
+          ...
+      ValueError: requests[1] must arrive at 2.0 or later, got 1.0
+    """
     before, numbers = 0.0, set[int]()
     follows = any(request.after is not None for request in requests)
     for order, request in enumerate(requests):
@@ -105,7 +159,21 @@ def check_arrivals(requests: List[WorkloadRequest]) -> None:
 
 
 def check_followers(requests: List[WorkloadRequest]) -> None:
-    """Check who follows whom; ValueError if numbers repeat, or a request follows one that is not in the workload."""
+    """Check who follows whom.
+
+    Args:
+      requests: to check.
+
+    Raises:
+      ValueError: numbers repeat, or a request follows one that is not in the workload.
+
+    Examples:
+      >>> from longctx.simulation.workloads import WorkloadRequest, check_followers
+      >>> check_followers([WorkloadRequest(0.0, 100, 10, number=4, after=3)])
+      Traceback (most recent call last):
+          ...
+      ValueError: request 4 follows request 3, which is not in the workload
+    """
     numbers = {request.number for request in requests}
     if all(request.after is None for request in requests):
         return
@@ -117,7 +185,23 @@ def check_followers(requests: List[WorkloadRequest]) -> None:
 
 
 def keep_requests(requests: List[WorkloadRequest], keep: Callable[[WorkloadRequest], bool]) -> list[WorkloadRequest]:
-    """The requests for which `keep` is true; who followed one that is left out follows whom that one followed."""
+    """The requests for which `keep` is true; who followed one that is left out follows whom that one followed.
+
+    Args:
+      requests: to choose from.
+      keep: whether a request stays.
+
+    Returns:
+      What stays, sorted by `arrival`.
+
+    Examples:
+      >>> from longctx.simulation.workloads import Lengths, keep_requests, make_conversations
+      >>> turns = make_conversations(1, Lengths(3, 3), Lengths(100, 100), Lengths(50, 50), Lengths(10, 10), delay=2.0)
+      >>> [(turn.number, turn.after, turn.delay) for turn in turns]
+      [(0, None, 0.0), (1, 0, 2.0), (2, 1, 2.0)]
+      >>> [(turn.number, turn.after, turn.delay) for turn in keep_requests(turns, lambda turn: turn.number != 1)]
+      [(0, None, 0.0), (2, 0, 4.0)]
+    """
     followed: dict[int, WorkloadRequest] = {}
     kept = []
     for request in sorted(requests, key=lambda request: request.number):
@@ -135,7 +219,26 @@ def keep_requests(requests: List[WorkloadRequest], keep: Callable[[WorkloadReque
 
 
 def scale_lengths(requests: List[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token."""
+    """Multiply all lengths by `factor`, those of blocks too; none becomes less than one token.
+
+    Args:
+      requests: whose lengths are known, and not their prompts.
+      factor: above 0, at most 1e6.
+
+    Returns:
+      The requests, with other lengths.
+
+    Raises:
+      TypeError, ValueError: the factor is out of range, or a request has a prompt.
+
+    Examples:
+      >>> from longctx.simulation.workloads import make_mix, scale_lengths
+      >>> requests = make_mix("sharegpt4", 3)
+      >>> [request.prompt_tokens for request in requests]
+      [2358, 3409, 1952]
+      >>> [request.prompt_tokens for request in scale_lengths(requests, 0.01)]  # for a small model
+      [24, 34, 20]
+    """
 
     check_real("factor", factor, 0, MAX_FACTOR)
 

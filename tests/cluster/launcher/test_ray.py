@@ -53,7 +53,7 @@ def test_the_actor_runs_a_process_with_its_files(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
 def test_without_ray_it_says_what_to_install() -> None:
-    with pytest.raises(ValueError, match=r"needs Ray: pip install 'longctx-jax\[cluster\]'"):
+    with pytest.raises(ValueError, match=r"needs ray: pip install 'longctx-jax\[cluster\]'"):
         RayLauncher([], RayOptions())
 
 

@@ -2,34 +2,30 @@
 
 import json
 from collections.abc import Mapping
-from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-from longctx.plotting import can_draw
 from longctx.simulation.record import Record
 from longctx.simulation.reports import html_page
-from longctx.simulation.reports.deployment_plots import deployment_svg
 from longctx.simulation.reports.request_metrics import write_request_metrics
-from longctx.simulation.reports.stage_trace import StageTrace
-from longctx.simulation.reports.usage import deployment_table
 
 
-def write_report(contents: Mapping[str, Any], record: Record, traces: List[StageTrace], folder: Path) -> None:
+def write_report(contents: Mapping[str, Any], record: Record, summary: str, drawing: str | None, folder: Path) -> None:
     """Write `report.html`, `request_metrics.csv` and `summary.json` into a folder.
 
     Args:
       contents: settings, and the `summary` of the record.
-      traces: of each instance.
+      summary: the same as text, as the command line prints it.
+      drawing: an SVG; None: there is none.
 
     Raises:
       OSError: a file can't be written.
     """
     write_request_metrics(record, folder / "request_metrics.csv")
     (folder / "summary.json").write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    sections = [html_page.Section("Summary", html_page.text(deployment_table(contents["summary"])))]
-    if can_draw():
-        sections.append(html_page.Section("Drawings", html_page.svg(deployment_svg(record, traces))))
+    sections = [html_page.Section("Summary", html_page.text(summary))]
+    if drawing is not None:
+        sections.append(html_page.Section("Drawings", html_page.svg(drawing)))
     slowest = sorted(record.served, key=lambda each: -each.ttft)[:20]
     columns = (
         "request",

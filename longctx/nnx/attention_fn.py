@@ -1,0 +1,130 @@
+"""An `attention_fn` for `flax.nnx.MultiHeadAttention` that computes over a mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from longctx.nnx.masks import MaskTokens, tokens_of_mask
+from longctx.parallel.context_parallel import context_parallel_attention
+
+_PRECISIONS = (None, "default", "high", "highest", "bfloat16", "tensorfloat32", "float32", "fastest", *lax.Precision)
+
+
+def attention_fn(
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    method: str = "auto",
+    layout: str = "zigzag",
+    axis_name: str = "context",
+    head_axis: str | None = None,
+    batch_axis: str | None = None,
+    implementation: str | None = None,
+) -> Callable[..., Array]:
+    """An `attention_fn` for `nnx.MultiHeadAttention`: exact attention, its tokens sharded over a mesh."""
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: Any = None,
+        module: Any = None,
+        promote_dtype: Callable[..., Any] | None = None,
+        is_causal: bool = False,
+    ) -> Array:
+        """Attention as `nnx.dot_product_attention` computes it, but that a query which sees no key gets 0."""
+        _refuse(bias, dropout_rate, deterministic, precision, module)
+        if promote_dtype is None:
+            target = jnp.result_type(query, key, value) if dtype is None else dtype
+            query, key, value = (jnp.asarray(x, target) for x in (query, key, value))
+        else:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        length, kv_length = query.shape[-3], key.shape[-3]
+        masks: dict[str, Any] = {"causal": is_causal}
+        is_exact: Any = True
+        if mask is not None:
+            tokens, shape = _mask_tokens(mask, query, key, is_causal)
+            names = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids")
+            masks = {name: x.reshape(*shape, -1) for name, x in zip(names, tokens[:4], strict=True)}
+            is_exact = tokens.is_exact
+        elif is_causal and length != kv_length:  # nnx.dot_product_attention aligns the first query with the first key
+            masks |= {"q_positions": np.arange(length), "kv_positions": np.arange(kv_length)}
+        decodes = length == 1
+        out = context_parallel_attention(
+            query,
+            key,
+            value,
+            mesh=mesh,
+            method="kvp" if decodes and method == "auto" else method,
+            # One query needs no balance, and a cache that stays where it is needs no exchange.
+            layout="contiguous" if decodes else layout,
+            axis_name=axis_name,
+            head_axis=head_axis,
+            batch_axis=batch_axis,
+            implementation=implementation,
+            **masks,
+        )
+        return out if is_exact is True else jnp.where(is_exact, out, jnp.nan)
+
+    return attend
+
+
+def _refuse(bias: Any, dropout_rate: float, deterministic: bool, precision: Any, module: Any) -> None:
+    if bias is not None:
+        raise NotImplementedError("bias: scores are never stored, so none can be added; give a mask of what is visible")
+    if dropout_rate > 0 and not deterministic:
+        raise NotImplementedError(
+            f"dropout_rate: weights are never stored, so none can be dropped; got {dropout_rate} and "
+            "deterministic=False: give nnx.MultiHeadAttention dropout_rate=0, or deterministic=True"
+        )
+    if module is not None:
+        raise NotImplementedError("module: weights are never stored, so none can be sown; give sow_weights=False")
+    if precision not in _PRECISIONS:
+        raise NotImplementedError(
+            f"precision must be None or a jax.lax.Precision, which attention reaches or exceeds, got {precision!r}"
+        )
+
+
+def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[MaskTokens, tuple[int, ...]]:
+    """The mask's positions and segments `[Bm, ...]`, and the batch dimensions that these have.
+
+    Raises:
+      ValueError: it has a wrong shape, or it is concrete and no positions and segments give it.
+    """
+    *batch, length, _, _ = query.shape
+    kv_length = key.shape[-3]
+    numpy: Any = jnp if isinstance(mask, jax.core.Tracer) else np
+    if isinstance(mask, jax.Array) and not isinstance(mask, jax.core.Tracer) and not mask.is_fully_addressable:
+        numpy = jnp
+    mask = numpy.asarray(mask).astype(bool)
+    full = (*batch, query.shape[-2], length, kv_length)
+    if mask.ndim > len(full) or any(
+        size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1], strict=False)
+    ):
+        raise ValueError(f"mask must have a shape that broadcasts to {full}, got {mask.shape}")
+    mask = mask.reshape((1,) * (len(full) - mask.ndim) + mask.shape)
+    shared = all(size == 1 for size in mask.shape[:-3])
+    shape = () if shared else tuple(batch)
+    mask = numpy.broadcast_to(mask, (*((1,) * len(batch) if shared else batch), mask.shape[-3], length, kv_length))
+    mask = mask.reshape(-1, *mask.shape[-3:])
+    if is_causal:
+        mask = mask & numpy.tril(numpy.ones((length, kv_length), bool))[None, None]
+    tokens = tokens_of_mask(mask)
+    if numpy is np and not tokens.is_exact:
+        raise ValueError(
+            "mask must be the same for all heads, and show each query the keys of its segment up to its position: "
+            "causal, without padding, or of packed sequences; what this one shows is neither"
+        )
+    return tokens if numpy is jnp else tokens._replace(is_exact=True), shape

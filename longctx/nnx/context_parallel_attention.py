@@ -1,0 +1,201 @@
+"""`ContextParallelAttention`: grouped-query attention as an NNX module, its tokens sharded over a mesh."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int
+
+from longctx.kernels.arrays import check_int32
+from longctx.models.llama import project, project_together, rms_norm
+from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
+from longctx.models.rope_config import RopeConfig
+from longctx.nnx.kv_cache import Entries, append, entry_specs
+from longctx.parallel.context_parallel import context_parallel_attention
+from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
+
+
+class ContextParallelAttention(nnx.Module):
+    """Grouped-query self-attention over long sequences, its tokens sharded over a mesh axis."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rope: RopeConfig | None = None,
+        use_bias: bool = False,
+        qk_norm: bool = False,
+        causal: bool = True,
+        norm_eps: float = 1e-6,
+        mesh: Mesh | AbstractMesh | None = None,
+        method: str = "auto",
+        layout: str = "zigzag",
+        axis_name: str = "context",
+        head_axis: str | None = None,
+        batch_axis: str | None = None,
+        implementation: str | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"head_dim must be given where num_heads ({num_heads}) doesn't divide {hidden_size}")
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if rope is not None and head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.rope, self.causal, self.norm_eps, self.dtype = rope, causal, norm_eps, dtype
+        self.mesh, self.method, self.layout, self.implementation = mesh, method, layout, implementation
+        self.axis_name, self.head_axis, self.batch_axis = axis_name, head_axis, batch_axis
+
+        outward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
+        inward = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=2)
+        self.wq = nnx.Param(outward(rngs.params(), (hidden_size, num_heads, head_dim), param_dtype))
+        self.wk = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
+        self.wv = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
+        self.wo = nnx.Param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype))
+        biases = {"bq": num_heads, "bk": num_kv_heads, "bv": num_kv_heads}
+        for name, heads in biases.items():
+            setattr(self, name, nnx.data(nnx.Param(jnp.zeros((heads, head_dim), param_dtype)) if use_bias else None))
+        for name in ("q_norm", "k_norm"):
+            setattr(self, name, nnx.data(nnx.Param(jnp.ones(head_dim, param_dtype)) if qk_norm else None))
+        self.cache: nnx.Dict | None = nnx.data(None)
+
+    def init_cache(self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32) -> None:
+        """Make an empty cache, in the place of one that is there."""
+        batch = math.prod((batch_shape,) if isinstance(batch_shape, int) else batch_shape)
+        if not isinstance(max_length, int) or max_length < 1:
+            raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
+        mesh = jax.sharding.get_mesh() if self.mesh is None else self.mesh
+        axes = self._axes(check_mesh(None if mesh.empty else mesh))
+        ranks, replicas = axes.size(axes.sequence), axes.size(axes.batch)
+        if batch % replicas:
+            raise ValueError(f"the {replicas} ranks of batch_axis must divide the batch of {batch}")
+        slots = math.ceil(max_length / ranks) * ranks
+        heads = (batch, slots, self.num_kv_heads, self.head_dim)
+
+        def full(shape: tuple[int, ...], value: int, dtype: Any, spec: Any) -> Array:
+            sharding = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else None
+            return jnp.full(shape, value, dtype, device=sharding)
+
+        specs = entry_specs(axes)
+        self.cache = nnx.Dict(
+            key=nnx.Cache(full(heads, 0, dtype, specs.key)),
+            value=nnx.Cache(full(heads, 0, dtype, specs.value)),
+            positions=nnx.Cache(full(heads[:2], 0, jnp.int32, specs.positions)),
+            segment_ids=nnx.Cache(full(heads[:2], -1, jnp.int32, specs.segments)),
+            length=nnx.Cache(jnp.zeros((), jnp.int32)),
+            spread=nnx.Cache(jnp.zeros((), jnp.int32)),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "*B T D"],
+        positions: Int[ArrayLike, "... T"] | None = None,
+        segment_ids: Int[ArrayLike, "... T"] | None = None,
+        decode: bool = False,
+    ) -> Float[Array, "*B T D"]:
+        """Attend, each token to those of its segment up to its position."""
+        if x.ndim < 2 or x.shape[-1] != self.wq.shape[0]:
+            raise ValueError(f"x must be [*B, T, {self.wq.shape[0]}], got {x.shape}")
+        if decode and self.cache is None:
+            raise ValueError("decode: there is no cache yet, call init_cache first")
+        if self.dtype is not None:
+            x = x.astype(self.dtype)
+        length = x.shape[-2]
+        if positions is None:
+            first = self.cache["length"][...] if decode else 0
+            positions = first + jnp.arange(length, dtype=jnp.int32)
+        positions = _check("positions", positions, x)
+        segments = jnp.zeros(length, jnp.int32) if segment_ids is None else _check("segment_ids", segment_ids, x)
+
+        weights = {name: getattr(self, name) for name in ("wq", "wk", "wv", "bq", "bk", "bv")}
+        weights = {name: param[...].astype(x.dtype) for name, param in weights.items() if param is not None}
+        q, k, v = project_together(x, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
+        if self.q_norm is not None:
+            q = rms_norm(q, self.q_norm[...], self.norm_eps)
+            k = rms_norm(k, self.k_norm[...], self.norm_eps)
+        if self.rope is not None:
+            cos_sin = rope_cos_sin(rope_table(self.rope, self.head_dim), jnp.broadcast_to(positions, x.shape[:-1]))
+            q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
+        attend = self._attend_cached if decode else self._attend
+        out = attend(q, k, v, positions, segments)
+        return project(out, self.wo[...].astype(x.dtype), axes=2)
+
+    def _attend(self, q: Array, k: Array, v: Array, positions: Array, segments: Array) -> Array:
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            q_positions=positions,
+            kv_positions=positions,
+            q_segment_ids=segments,
+            kv_segment_ids=segments,
+            layout=self.layout,
+            **self._options(),
+        )
+
+    def _attend_cached(self, q: Array, k: Array, v: Array, positions: Array, segments: Array) -> Array:
+        """Store the new keys, then attend to all of the cache."""
+        assert self.cache is not None
+        mesh = check_mesh(self.mesh)
+        cache = Entries(*(self.cache[name][...] for name in ("key", "value", "positions", "segment_ids")))
+        *batch, num_new, _, _ = q.shape
+        count, slots = math.prod(batch), cache.key.shape[1]
+        if cache.key.shape[0] != count:
+            raise ValueError(f"x must have the batch of the cache, {cache.key.shape[0]}, got {tuple(batch)}")
+        length, spread = self.cache["length"][...], self.cache["spread"][...]
+        has_room = length + num_new <= slots
+        if not isinstance(has_room, jax.core.Tracer) and not has_room:
+            raise ValueError(f"the cache has {slots} slots, {int(length)} of them taken: no room for {num_new} more")
+        flat_q, flat_k, flat_v = (x.reshape(count, *x.shape[-3:]) for x in (q, k, v))
+        rows = [jnp.broadcast_to(x, (*batch, num_new)).reshape(count, num_new) for x in (positions, segments)]
+        new = Entries(flat_k, flat_v, *rows)
+        cache, length, spread = append(mesh, self._axes(mesh), cache, new, length, spread)
+        for name, x in zip(("key", "value", "positions", "segment_ids"), cache, strict=True):
+            self.cache[name][...] = x
+        self.cache["length"][...], self.cache["spread"][...] = length, spread
+        out = context_parallel_attention(
+            flat_q,
+            cache.key.astype(q.dtype),
+            cache.value.astype(q.dtype),
+            q_positions=rows[0],
+            kv_positions=cache.positions,
+            q_segment_ids=rows[1],
+            kv_segment_ids=cache.segments,
+            layout="contiguous",
+            **self._options(),
+        )
+        return jnp.where(has_room, out, jnp.nan).reshape(q.shape)
+
+    def _options(self) -> dict[str, Any]:
+        names = ("mesh", "method", "axis_name", "head_axis", "batch_axis", "causal", "implementation")
+        return {name: getattr(self, name) for name in names}
+
+    def _axes(self, mesh: Mesh | AbstractMesh) -> MeshAxes:
+        """The axes of the cache: its heads are sharded where there are enough of them."""
+        axes = check_axes(mesh, self.axis_name, self.head_axis, self.batch_axis)
+        return axes if self.num_kv_heads % axes.size(axes.head) == 0 else dataclasses.replace(axes, head=None)
+
+
+def _check(name: str, given: ArrayLike, x: Array) -> Array:
+    array = jnp.asarray(check_int32(name, given))
+    if array.shape not in (x.shape[-2:-1], x.shape[:-1]):
+        raise ValueError(f"{name} must have the shape {x.shape[-2:-1]} or {x.shape[:-1]}, got {array.shape}")
+    return array

@@ -1,0 +1,187 @@
+"""The forward pass of a Llama over a mesh, its tokens sharded: one `shard_map` around all layers."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from longctx.kernels.attention.kernel import ATTENTION_STATE
+from longctx.models.llama import Attend, Cache, LayerFunction, Llama, Rope, dense_attend
+from longctx.models.params import Params
+from longctx.nnx.chunks import map_rows
+from longctx.nnx.loss import sum_cross_entropy
+from longctx.nnx.weight_shards import gather_weights, weight_specs
+from longctx.parallel.mesh_attention import METHODS
+from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
+from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a forward pass is computed. Hashable, so it can be static under jit.
+
+    Attributes:
+      mesh, axes: None: one device.
+      remat: whether each layer is computed again for its gradient; its attention is not.
+      fsdp: whether parameters are sharded over the ranks of a sequence, too, and gathered layer by layer.
+      chunk_size: tokens of one rank whose feed-forward, or whose logits in a loss, are computed at once; None: all.
+    """
+
+    model: Llama
+    mesh: Mesh | None
+    axes: MeshAxes | None
+    layout: str
+    method: str
+    implementation: str | None
+    remat: bool
+    chunk_size: int | None
+    fsdp: bool = False
+
+    @property
+    def specs(self) -> Params:
+        """A PartitionSpec per parameter."""
+        assert self.axes is not None
+        return weight_specs(self.model.config, self.axes, self.fsdp)
+
+
+class Rows(NamedTuple):
+    """What is known of each token: int32 `[B, T]`. Segments are negative for padding, targets where there is none."""
+
+    tokens: Array
+    positions: Array
+    segments: Array
+    targets: Array
+
+
+PADDING = Rows(0, 0, -1, -1)  # type: ignore[arg-type]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(plan: Plan, params: Params, rows: Rows) -> Array:
+    """float32 `[B, T, vocab]`, in the order of the tokens."""
+    length = rows.tokens.shape[1]
+    if plan.axes is None:
+        return plan.model.logits(params, _dense_hidden(plan, params, rows))
+    axes = plan.axes
+
+    def local(params: Params, rows: Rows) -> Array:
+        hidden = _local_hidden(plan, params, rows)
+        # Hidden states are fewer bytes than logits.
+        return plan.model.logits(params, reshard_to_contiguous(hidden, axes.sequence, plan.layout))
+
+    whole = length % axes.size(axes.sequence) == 0
+    spec = P(axes.batch, axes.sequence)
+    return _over_mesh(plan, local, params, rows, spec, spec if whole else P(axes.batch), length)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_of(plan: Plan, params: Params, rows: Rows) -> tuple[Array, Array]:
+    """(summed cross entropy, float32; number of targets, int32)."""
+    total = functools.partial(_sum_loss, plan)
+    count = jnp.sum(rows.targets >= 0, dtype=jnp.int32)
+    if plan.axes is None:
+        return total(params, _dense_hidden(plan, params, rows), rows.targets), count
+    axes = plan.axes
+
+    def local(params: Params, rows: Rows) -> Array:
+        # Targets are arranged as the tokens are.
+        hidden = _local_hidden(plan, params, rows)
+        targets = reshard_to_layout(rows.targets, axes.sequence, plan.layout)
+        names = tuple(name for name in (axes.sequence, axes.batch) if name is not None)
+        return lax.psum(total(params, hidden, targets), names)
+
+    return _over_mesh(plan, local, params, rows, P(), P(), None), count
+
+
+def _sum_loss(plan: Plan, params: Params, hidden: Array, targets: Array) -> Array:
+    logits = functools.partial(plan.model.logits, params)
+    return sum_cross_entropy(logits, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), plan.chunk_size)
+
+
+def _over_mesh(
+    plan: Plan, local: Any, params: Params, rows: Rows, mapped_spec: P, out_spec: P, length: int | None
+) -> Array:
+    """`local(params, rows)` of each rank's contiguous part of the padded rows, cut to `length` along axis 1."""
+    assert plan.axes is not None
+    assert plan.mesh is not None
+    axes = plan.axes
+
+    def program(mesh: Any, operands: tuple[Params, Rows]) -> Array:
+        params, rows = operands
+        missing = padded_length(rows.tokens.shape[1], axes.size(axes.sequence), plan.layout) - rows.tokens.shape[1]
+        pad = lambda x, value: jnp.pad(x, ((0, 0), (0, missing)), constant_values=value)  # noqa: E731
+        mapped = jax.shard_map(
+            lambda params, rows: local(_gather_all_but_layers(plan, params), rows),
+            mesh=mesh,
+            in_specs=(plan.specs, P(axes.batch, axes.sequence)),
+            out_specs=mapped_spec,
+        )
+        out = mapped(params, jax.tree.map(pad, rows, PADDING))
+        return out if length is None else out[:, :length]
+
+    return with_auto_axes(program, plan.mesh, (params, rows), out_spec)
+
+
+def _gather_all_but_layers(plan: Plan, params: Params) -> Params:
+    assert plan.axes is not None
+    others, specs = ({**tree, "layers": {}} for tree in (params, plan.specs))
+    return gather_weights(others, specs, plan.axes) | {"layers": params["layers"]}
+
+
+def _dense_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
+    attend = dense_attend(plan.model.config, params["embed"].dtype, rows.positions, rows.segments)
+    return _hidden(plan, params, rows.tokens, rows.positions, attend)
+
+
+def _local_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
+    """This rank's hidden states in the layout, inside `shard_map`."""
+    assert plan.axes is not None
+    axes = plan.axes
+    parts = jnp.stack(rows[:3], -1)
+    tokens, positions, segments = jnp.moveaxis(reshard_to_layout(parts, axes.sequence, plan.layout), -1, 0)
+    exchange = functools.partial(
+        METHODS[plan.method],
+        q_positions=positions,
+        kv_positions=positions,
+        q_segment_ids=segments,
+        kv_segment_ids=segments,
+        axis_name=axes.sequence,
+        implementation=plan.implementation,
+    )
+
+    def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
+        return exchange(q, k, v)[0], cache
+
+    return _hidden(plan, params, tokens, positions, attend)
+
+
+def _hidden(plan: Plan, params: Params, tokens: Array, positions: Array, attend: Attend) -> Array:
+    """Hidden states after the final norm `[B, T, D]`."""
+    model, rope = plan.model, plan.model.rope(positions)
+    run_layer = _layer_function(plan, rope, attend)
+    x, _ = model.run_layers(params["layers"], params["embed"][tokens], rope, attend, None, run_layer=run_layer)
+    return model.norm(params, x)
+
+
+def _layer_function(plan: Plan, rope: Rope, attend: Attend) -> LayerFunction:
+    model, head_axis = plan.model, None if plan.axes is None else plan.axes.head
+
+    def psum(x: Array) -> Array:
+        return x if head_axis is None else lax.psum(x, head_axis)
+
+    def layer(weights: Params, index: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+        if plan.axes is not None:
+            weights = gather_weights(weights, plan.specs["layers"], plan.axes, is_layer=True)
+        x, cache = model.attention(weights, index, x, rope, attend, cache, psum)
+        return map_rows(lambda rows: model.feed_forward(weights, rows, psum), x, plan.chunk_size), cache
+
+    if not plan.remat:
+        return layer
+    # In a scan, no common subexpression can undo it.
+    policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_STATE)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -1,0 +1,92 @@
+"""The axes of a mesh over which whole arrays are sharded, and programs over meshes of Auto and of Explicit axes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    """The mesh itself, or that of `jax.set_mesh` if it is None.
+
+    Raises:
+      TypeError, ValueError: it is no mesh, or None where no mesh is set.
+    """
+    if mesh is None:
+        mesh = get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError("mesh must be given, or set by jax.set_mesh")
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    return mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Which mesh axis shards what. None: none does."""
+
+    sizes: tuple[tuple[str, int], ...]
+    sequence: str
+    head: str | None
+    batch: str | None
+
+    def size(self, name: str | None) -> int:
+        """The ranks of an axis, 1 for None."""
+        return 1 if name is None else dict(self.sizes)[name]
+
+
+def check_axes(
+    mesh: Mesh | AbstractMesh, axis_name: str, head_axis: str | None = None, batch_axis: str | None = None
+) -> MeshAxes:
+    """The axes of sequences, heads and the batch; heads are over `tensor` where the mesh has it.
+
+    Raises:
+      ValueError: one is no axis of the mesh, or stands for two things.
+    """
+    if axis_name not in mesh.shape:
+        raise ValueError(f"axis_name must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis_name!r}")
+    if head_axis is None and "tensor" in mesh.shape and "tensor" not in (axis_name, batch_axis):
+        head_axis = "tensor"
+    for argument, name, others in (
+        ("head_axis", head_axis, (axis_name,)),
+        ("batch_axis", batch_axis, (axis_name, head_axis)),
+    ):
+        if name is not None and (name not in mesh.shape or name in others):
+            raise ValueError(f"{argument} must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {name!r}")
+    return MeshAxes(tuple(mesh.shape.items()), axis_name, head_axis, batch_axis)
+
+
+def with_auto_axes(
+    function: Callable[[Mesh | AbstractMesh | None, Any], Any], mesh: Mesh | AbstractMesh, operands: Any, out_specs: Any
+) -> Any:
+    """Call `function(mesh, operands)`, in which `jax.shard_map` takes the mesh, whatever the types of the mesh's axes.
+
+    Where the mesh of the context or of the operands' types has Explicit axes, the function is called with None, for the
+    mesh of the context, and its results have the shardings of `out_specs`, a PartitionSpec or a tree of them.
+
+    Raises:
+      ValueError: the mesh with Explicit axes has another shape.
+    """
+    meshes = (get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)))
+    explicit = next((found for found in meshes if AxisType.Explicit in found.axis_types), None)
+    if explicit is None:
+        if isinstance(mesh, AbstractMesh):
+            return function(None, operands)
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+        return function(auto, operands)
+    if explicit.shape != mesh.shape:
+        raise ValueError(f"mesh must be that of the arrays, {explicit.shape}, got {mesh.shape}")
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(explicit, spec), out_specs, is_leaf=lambda leaf: isinstance(leaf, P)
+    )
+    return jax.sharding.auto_axes(lambda operands: function(None, operands), out_sharding=shardings)(operands)
+
+
+def spec_of(x: Array, mesh: Mesh | AbstractMesh) -> P:
+    """The PartitionSpec of the type of x over a mesh with Explicit axes; `P()` where it is over another mesh."""
+    sharding = jax.typeof(x).sharding
+    return sharding.spec if sharding.mesh.shape == mesh.shape else P()

@@ -1,0 +1,256 @@
+"""`longctx doctor` without `--model`: what it says of a sound machine, and that a hostile one doesn't stop it."""
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from longctx import extras
+from longctx.cli import doctor_jax, doctor_probe, doctor_system, main
+from longctx.cli.cache_folder import VARIABLE
+from longctx.cli.doctor_report import MAX_CHARACTERS, Report, first_line, shown
+from longctx.cli.terminal import Console
+from longctx.models.builtin import TINY
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report()
+
+
+def ask_jax(report: Report, seconds: float = 100.0) -> Report:
+    doctor_jax.examine(report, Console(True), seconds)
+    return report
+
+
+def test_a_sound_machine_has_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    sections = found["sections"]
+    assert [*sections] == ["versions", "compile cache", "memory", "devices", "links", "picked", "extras"]
+    assert sections["versions"]["jax"] == jax.__version__
+    assert sections["devices"] == {"backend": "cpu", "cpu": "4"}
+    assert sections["links"]["device"].startswith("cpu")
+    assert sections["picked"]["attention, bfloat16"].startswith("xla: mosaic_gpu needs an NVIDIA GPU")
+    assert sections["picked"]["exchange, prefill"].split()[0] in ("pass_kv", "pass_q", "all_gather", "kvp")
+    assert sections["picked"]["exchange, decode"].startswith("kvp over 4")
+    assert sections["picked"]["XLA_FLAGS"] == "--xla_force_host_platform_device_count=4"
+    assert sections["extras"].keys() == extras.EXTRAS.keys()
+    assert not (tmp_path / "cache").exists(), "it only looks"
+
+
+def test_text_has_a_line_for_each_value_and_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(report: Report, console: Console) -> None:
+        report.note("devices", "gpu", "none \udcff")
+        report.problem("the GPU is gone", "call it back")
+        report.hint("it is cold", "put something on")
+
+    monkeypatch.setattr(doctor_jax, "examine", examine)
+    assert main(["doctor", "--quiet"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "devices\n  gpu  none \\udcff\n" in printed.out
+    assert printed.out.endswith("problem: the GPU is gone: call it back\nhint: it is cold: put something on\n")
+
+
+# The cache of compiled programs
+
+
+@pytest.mark.parametrize("garbage", ["file", "file/below", "x" * 300, "/proc/none"])
+def test_a_cache_folder_that_commands_would_refuse_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, garbage: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    monkeypatch.setenv(VARIABLE, garbage)
+    doctor_system.examine(report)
+    [problem] = report.problems
+    assert garbage[:100] in problem.text
+    assert f"unset {VARIABLE}" in problem.remedy
+    assert report.sections["compile cache"]["usable"].startswith("no: ")
+
+
+def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
+    monkeypatch: pytest.MonkeyPatch, report: Report
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    doctor_system.examine(report)
+    assert report.problems == []
+    assert any("can't be kept in /proc/none" in hint.text for hint in report.hints)
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.setattr(doctor_system, "cache_root", nowhere)
+    doctor_system.examine(report)
+    assert report.problems == []
+    assert any("no folder for caches" in hint.text for hint in report.hints)
+
+
+def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    folder = tmp_path / "programs" / "0123"
+    folder.mkdir(parents=True)
+    for i in range(3):
+        (folder / f"jit_f-{i}-cache").write_bytes(bytes(1 << 20))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    doctor_system.examine(report)
+    assert report.sections["compile cache"]["size"] == "3.0 MiB, 3 programs"
+    assert report.problems == []
+
+
+# JAX
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ("raise ImportError('libcuda.so.1 is gone')", "JAX can't be found out: ImportError: libcuda.so.1 is gone"),
+        (
+            "import os, sys; print('Fatal: bad', file=sys.stderr); os.abort()",
+            "JAX can't be loaded: SIGABRT: Fatal: bad",
+        ),
+        ("import os; os._exit(3)", "JAX can't be loaded: exit status 3"),
+        ("import os; os.write(1, b'{}'); os._exit(0)", "JAX can't be loaded: exit status 0"),
+        ("import os; os.write(1, b'noise\\n')", "JAX can't be found out: AttributeError"),
+    ],
+)
+def test_a_jax_that_does_not_load_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report, contents: str, words: str
+) -> None:
+    (tmp_path / "jax.py").write_text(contents)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    [problem] = ask_jax(report).problems
+    assert problem.text.startswith(words)
+    assert problem.remedy
+
+
+def test_a_jax_that_never_answers_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    (tmp_path / "jax.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    [problem] = ask_jax(report, 1.0).problems
+    assert problem.text == "JAX does not answer within 1 s"
+
+
+def test_devices_that_jax_does_not_find_are_a_problem(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    [problem] = ask_jax(report).problems
+    assert "nonsense" in problem.text
+    assert "JAX_PLATFORMS" in problem.remedy
+    assert report.sections["versions"]["jax"] == jax.__version__, "what was found before stays"
+
+
+def gpus(count: int = 8, **more: Any) -> list[Any]:
+    return [
+        SimpleNamespace(
+            platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 60 << 30}, **more
+        )
+        for _ in range(count)
+    ]
+
+
+def test_gpus_are_told_with_their_memory(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = gpus(client=SimpleNamespace(platform_version="PJRT C API\ncuda 12090\n"))
+    doctor_probe._describe(report, devices)
+    assert report.sections["devices"]["NVIDIA H100 80GB HBM3"] == "8, 60.0 GiB each for JAX"
+    assert report.sections["versions"]["platform"] == "PJRT C API"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE")
+    doctor_probe._xla_flags(report, devices)
+    assert report.hints == []
+    monkeypatch.delenv("XLA_FLAGS")
+    doctor_probe._xla_flags(report, devices)
+    assert "CUDA graphs" in report.hints[0].text
+
+
+# Packages, and the driver
+
+
+def test_extras_that_lack_packages_have_their_pip_line(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    doctor_system.examine_extras(report)
+    found = report.sections["extras"]
+    assert found["plot"] == f"drawings: --plot, figures: not installed: {extras.pip_line('plot')}"
+    assert found["serve"].endswith(f": not installed, lacks pyzmq: {extras.pip_line('serve')}")
+    assert "installed, gguf " in found["gguf"]
+    assert report.problems == []
+
+
+def test_packages_that_are_missing_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    lines = ["jax>=999", "nothing-like-it>=1", "numpy>=1", "gguf>=99; extra == 'gguf'", "ray>=2; extra == 'cluster'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*lines, "unreadable @ x"])
+    doctor_system.examine(report)
+    assert [each.text for each in report.problems] == [
+        f"jax {jax.__version__} is older than 999",
+        "nothing-like-it is not installed",
+    ]
+    assert [each.text.partition(" is older")[2] for each in report.hints] == [" than 99, which extra gguf needs"]
+
+
+def test_a_folder_that_is_not_installed_is_a_hint(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    doctor_system.examine(report)
+    assert report.problems == []
+    assert "not installed" in report.hints[0].text
+
+
+@pytest.mark.parametrize(
+    ("script", "memory", "problem"),
+    [
+        ("echo 0, NVIDIA H100, 81559 MiB, 81004 MiB", "NVIDIA H100: 81004 MiB of 81559 MiB free", None),
+        ("echo has failed because >&2; exit 9", None, "nvidia-smi fails: has failed because"),
+        ("echo 0", None, "the GPUs' driver can't be found out: ValueError"),
+    ],
+)
+def test_nvidia_smi_is_asked(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    report: Report,
+    script: str,
+    memory: str | None,
+    problem: str | None,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    doctor_system.examine(report)
+    assert report.sections["memory"].get("GPU 0") == memory
+    assert [each.text.startswith(problem or "?") for each in report.problems] == [True] * (problem is not None)
+
+
+def test_a_checkpoint_is_checked_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--quiet", "--model", str(TINY)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"model": str(TINY), "problems": []}
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["doctor", "--json", "--quiet", "--model", str(tmp_path)]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"]
+
+
+def test_reports_do_not_tell_whose_home_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert shown("/home/somebody/.cache/longctx") == "~/.cache/longctx"
+    assert shown("/var/cache") == "/var/cache"
+
+
+def test_long_texts_of_others_are_cut() -> None:
+    assert first_line("\n  a \nb") == "a"
+    assert len(first_line("x" * 1000)) == MAX_CHARACTERS + 3

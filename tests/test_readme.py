@@ -1,0 +1,54 @@
+"""README.md and its neighbours say what is so: badges, the lines before the links, files that are named."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import longctx
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def badge(subject: str) -> str:
+    """The text of the badge of a subject, as it is shown."""
+    (text,) = re.findall(rf"img\.shields\.io/badge/{subject}-((?:[^-\s]|--)+)-", README)
+    return str(text).replace("_", " ").replace("--", "-")
+
+
+def test_badges_say_what_the_metadata_say() -> None:
+    versions = [line.rsplit(" ", 1)[1] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert badge("python") == f"{versions[0]} to {versions[-1]}"
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    (jax,) = [line for line in PROJECT["dependencies"] if line.startswith("jax>=")]
+    assert badge("jax") == f"{jax.removeprefix('jax>=')} and later"
+    assert badge("licence") == PROJECT["license"]
+
+
+def test_badge_of_gpus_agrees_with_limitations() -> None:
+    assert badge("GPU") == "not yet run on one"
+    assert "None of it has run on a GPU yet" in README.split("## Limitations")[1]
+
+
+def test_the_first_thirty_lines_come_before_the_links() -> None:
+    lines = README.splitlines()
+    table = next(i for i, line in enumerate(lines) if line.startswith("| you want to"))
+    text = [line for line in lines[:table] if line]
+    assert len(text) <= 30
+    head = "\n".join(text)
+    for needed in ("pip install", "make demo", "make test", "```python", ".svg)"):
+        assert needed in head
+
+
+def test_files_that_are_named_exist() -> None:
+    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+        missing = [link for link in links if not (ROOT / link).exists()]
+        assert missing == [], page
+
+
+def test_changelog_begins_with_this_version() -> None:
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest == longctx.__version__

@@ -1,0 +1,206 @@
+"""The documentation's site: it builds without a warning, its links lead somewhere, and it needs no other host."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+from public_names import public_names
+
+ROOT = Path(__file__).parent.parent
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
+# Where a browser loads from by itself. An `a` waits for a click.
+LOADS = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "use": "href"}
+# Markdown that was not taken for what it should be: a list without an empty line before it, a fence, a link.
+RAW = re.compile(r"^\s*([-*]|1\.) |```|\]\(|^\|", re.MULTILINE)
+
+
+class BuiltPage(HTMLParser):
+    """A page's ids, where its links lead, what it loads, and the text of its paragraphs without code."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.paragraphs: list[str] = []
+        self._within: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attrs}
+        self.ids |= {found[key] for key in ("id", "name") if key in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag in LOADS and LOADS[tag] in found:
+            self.loads.append(found[LOADS[tag]])
+        if tag == "p":
+            self.paragraphs.append("")
+        if tag in ("p", "code", "pre"):
+            self._within.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("p", "code", "pre") and tag in self._within:
+            while self._within.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if self._within and self._within[-1] == "p":
+            self.paragraphs[-1] += data
+
+
+class Site:
+    """The site as it was built, and what the build printed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+        environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+        self.built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+    @functools.cached_property
+    def pages(self) -> dict[str, BuiltPage]:
+        return {str(path.relative_to(self.folder)): BuiltPage(path) for path in sorted(self.folder.rglob("*.html"))}
+
+    def all_links(self) -> Iterator[tuple[str, str]]:
+        for name, page in self.pages.items():
+            for link in page.links + page.loads:
+                yield name, link
+
+    def leads_nowhere(self, page: str, link: str) -> bool:
+        """Whether a link within the site has no file, or no such anchor in its page."""
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            return False
+        # The page of errors alone has absolute links, as it is shown at any address.
+        folder = self.folder if parts.path.startswith("/") else (self.folder / page).parent
+        path = (folder / unquote(parts.path).lstrip("/")).resolve() if parts.path else self.folder / page
+        if not path.is_file():
+            return True
+        name = str(path.relative_to(self.folder.resolve()))
+        return path.suffix == ".html" and parts.fragment not in ("", "__skip", *self.pages[name].ids)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site").resolve())
+
+
+def test_the_site_builds_without_a_warning(site: Site) -> None:
+    assert site.built.returncode == 0, site.built.stderr
+    assert "WARNING" not in site.built.stderr + site.built.stdout
+
+
+def test_every_page_of_docs_is_built(site: Site) -> None:
+    sources = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in ROOT.glob("docs/**/*.md")]
+    names = [str(path.with_name("index.html") if path.stem == "README" else path) for path in sources]
+    assert set(names) - set(site.pages) == set()
+    assert {"repository/CHANGELOG.html", "repository/CONTRIBUTING.html"} <= set(site.pages)
+
+
+def test_every_public_name_has_an_entry(site: Site) -> None:
+    names = {f"{package}.{name}" for package, found in public_names().items() for name in found}
+    ids = {each for name, page in site.pages.items() if name.startswith("api/") for each in page.ids}
+    assert names - ids == set()
+
+
+def test_links_within_the_site_lead_somewhere(site: Site) -> None:
+    assert [found for found in site.all_links() if site.leads_nowhere(*found)] == []
+
+
+def test_links_to_other_hosts_are_well_formed(site: Site) -> None:
+    outside = {link for _, link in site.all_links() if urlsplit(link).scheme or urlsplit(link).netloc}
+    bad = [
+        x for x in outside if urlsplit(x).scheme not in ("https", "http") or not re.search(r"\w$", urlsplit(x).netloc)
+    ]
+    assert bad == []
+    assert "https://arxiv.org/abs/2411.01783" in outside
+
+
+def test_nothing_is_loaded_from_another_host(site: Site) -> None:
+    loads = {load for page in site.pages.values() for load in page.loads}
+    assert [x for x in loads if urlsplit(x).netloc or urlsplit(x).scheme not in ("", "data")] == []
+    css = "".join(path.read_text(encoding="utf-8") for path in site.folder.rglob("*.css"))
+    targets = re.findall(r"url\(\s*['\"]?([^'\")]*)", css) + re.findall(r"@import\s+['\"]([^'\"]*)", css)
+    assert [x for x in targets if urlsplit(x).netloc or urlsplit(x).scheme not in ("", "data")] == []
+
+
+def test_no_markdown_is_left_in_paragraphs(site: Site) -> None:
+    left = [(name, text) for name, page in site.pages.items() for text in page.paragraphs if RAW.search(text)]
+    assert left == []
+
+
+def test_papers_name_files_that_are_there() -> None:
+    text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
+    paths = re.findall(r"\[([\w/.]+)\]\(\.\./(longctx/[\w/.]+)\)", text)
+    assert len(paths) > 50
+    assert [path for label, path in paths if not (ROOT / path).exists() or not path.endswith(label)] == []
+
+
+def test_glossary_is_sorted_and_has_the_papers_words() -> None:
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    terms = [term.lower() for term in re.findall(r"^## (.*)$", text, re.MULTILINE)]
+    assert terms == sorted(terms)
+    words = {
+        "pass-kv",
+        "pass-q",
+        "spp",
+        "kvp",
+        "ttft",
+        "tpot",
+        "chunk",
+        "page",
+        "prefix",
+        "lse",
+        "state",
+        "ring",
+        "zigzag",
+    }
+    assert words | {"stage", "context", "tensor"} <= set(terms)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if EXECUTABLE is None:
+        pytest.skip("there is no Chromium on the PATH: apt-get install chromium")
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"]) as browser,
+    ):
+        yield browser
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_is_wider_than_a_telephone(site: Site, browser: Browser, scheme: str) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    widths = {}
+    for name in site.pages:
+        page.goto((site.folder / name).as_uri())
+        widths[name] = page.evaluate("document.documentElement.scrollWidth")
+    assert {name: width for name, width in widths.items() if width > 390} == {}
+    assert [url for url in requests if urlsplit(url).scheme not in ("file", "data", "blob")] == []
+    assert errors == []
+
+
+@pytest.mark.slow
+def test_search_works_in_files_without_a_server(site: Site, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    page.goto((site.folder / "index.html").as_uri())
+    box = page.get_by_placeholder("Search")
+    box.click()  # the theme reads keys, once it is ready
+    box.press_sequentially("ring_pass_kv")
+    page.locator(".md-search-result__link[href*='api/parallel.html']").first.wait_for(timeout=30_000)
