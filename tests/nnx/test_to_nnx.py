@@ -53,7 +53,7 @@ def total_of(tokens: Any, targets: Any, positions: Any, segments: Any):  # type:
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (None, {"remat": True, "chunk_size": 7}),
+        pytest.param(None, {"remat": True, "chunk_size": 7}, marks=pytest.mark.slow),
         (3, {"remat": True, "chunk_size": 4}),
         pytest.param(None, {}, marks=pytest.mark.slow),
         pytest.param(1, {}, marks=pytest.mark.slow),
@@ -100,6 +100,7 @@ def test_heads_and_feed_forward_are_sharded_over_tensor() -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_arranged_before_give_the_same_loss() -> None:
     module = to_nnx(MODEL, params(), make_mesh(context=3), layout="contiguous", remat=True, chunk_size=4)
     arrange = lambda x, value: shard_sequence(x, 3, "zigzag", pad_value=value)  # noqa: E731
