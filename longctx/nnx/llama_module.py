@@ -30,8 +30,8 @@ class LlamaModule(nnx.Module):
     """A Llama over a mesh, as `to_nnx` makes it.
 
     One `shard_map` is around all layers, which are scanned: each rank embeds its tokens, runs them through the layers,
-    and makes their logits. Between ranks move keys and values (or what the `method` moves), and in a gradient, once,
-    the sums of the parameters' gradients.
+    and makes their logits. Between ranks move keys and values (or what the `method` moves), and in a gradient, once a
+    layer, the sums of its parameters' gradients.
 
     Args:
       plan: how to compute.

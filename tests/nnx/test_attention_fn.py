@@ -63,6 +63,7 @@ def test_heads_are_sharded_over_tensor(kv_heads: int) -> None:
     np.testing.assert_allclose(run(module, X, is_causal=True), dense(True, kv_heads), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_dense_attention() -> None:
     def gradient(function: Any) -> Any:
         loss = lambda module: jnp.sum(jnp.sin(module(X, is_causal=True)))  # noqa: E731

@@ -168,6 +168,7 @@ def test_mesh_of_set_mesh_with_data_parallelism(types: AxisType) -> None:
     np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_over_layers() -> None:
     """Gradients of four scanned and rematerialised layers are those of the plain reference, one after the other."""
 
