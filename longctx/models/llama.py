@@ -418,7 +418,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")
     if array.shape[-1] > config.max_positions and not is_packed:
         raise ValueError(f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}")
-    _check_range("tokens", array, config.vocab_size, "the vocabulary")
+    check_range("tokens", array, config.vocab_size, "the vocabulary")
     return jnp.asarray(array)
 
 
@@ -431,7 +431,7 @@ def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | N
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
     array = like_tokens("positions", tokens, positions)
-    _check_range("positions", array, config.max_positions, "the model's context")
+    check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
 
 
@@ -453,12 +453,13 @@ def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
     return array
 
 
-def _check_range(name: str, array: Any, limit: int, what: str) -> None:
-    """Raise ValueError for values outside `[0, limit)`, unless the array is traced or not addressable."""
+def check_range(name: str, array: Any, limit: int, what: str, least: int = 0) -> None:
+    """Raise ValueError for values outside `[least, limit)`, unless the array is traced or not addressable."""
     if isinstance(array, jax.core.Tracer):
         return
     if isinstance(array, Array) and not array.is_fully_addressable:
         return
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= limit:
-        raise ValueError(f"`{name}` from {low} to {high}: outside {what}, which is 0 to {limit - 1}")
+    values = np.asarray(array)  # inside a trace, JAX's own minimum of a concrete array would be traced
+    low, high = int(values.min()), int(values.max())
+    if low < least or high >= limit:
+        raise ValueError(f"`{name}` from {low} to {high}: outside {what}, which is {least} to {limit - 1}")
