@@ -25,6 +25,13 @@ Examples:
 """
 # The same on a dark ground, as the server's page has them; tests/test_plotting.py has the distances of both.
 DARK_COLORS = ("#2f8fd0", "#f0743e", "#17b486", "#d98abb", "#ffc04d", "#a5d8f3", "#f2f2f2", "#7f7f7f")
+"""`COLORS` for a dark ground, one for one, as the server's page has them.
+
+Examples:
+  >>> from longctx.plotting import COLORS, DARK_COLORS
+  >>> len(DARK_COLORS) == len(COLORS)
+  True
+"""
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: dict[str, Any] = {
@@ -137,7 +144,23 @@ def save(figure: "Drawing", path: Path) -> None:
 
 
 def save_both(figure: "Drawing", folder: Path, name: str) -> None:
-    """Write `NAME.svg`, for pages, and `NAME.png`, for what shows no SVG, into a folder. Within `style`."""
+    """Write `NAME.svg`, for pages, and `NAME.png`, for what shows no SVG, into a folder. Within `style`.
+
+    Args:
+      figure: a matplotlib figure.
+      folder: that is there.
+      name: of the files, without suffix.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.plotting import drawing, save_both, style
+      >>> with style():
+      ...     figure, (axes,) = drawing()
+      ...     _ = axes.bar(["pass-KV", "pass-Q"], [2.0, 1.5])
+      ...     save_both(figure, Path(), "bars")
+      >>> sorted(path.name for path in Path().glob("bars.*"))
+      ['bars.png', 'bars.svg']
+    """
     for suffix in (".svg", ".png"):
         save(figure, folder / f"{name}{suffix}")
 
@@ -147,6 +170,19 @@ def to_svg(figure: "Drawing") -> str:
 
     Args:
       figure: a matplotlib figure.
+
+    Returns:
+      Text of XML.
+
+    Examples:
+      >>> from longctx.plotting import drawing, style, to_svg
+      >>> with style():
+      ...     figure, (axes,) = drawing()
+      ...     _ = axes.plot([1, 2], [1, 2], label="one line")
+      ...     _ = axes.legend()
+      ...     text = to_svg(figure)
+      >>> "one line" in text  # letters are text, which can be found
+      True
     """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -23,7 +23,7 @@ from google_docstring import entries, sections
 from public_names import Documented, documented, fields, public_names
 
 # Examples that take more than some 3 seconds of CPU.
-SLOW: set[str] = set()
+SLOW = {"longctx.serving.Engine", "longctx.simulation.Simulation"}
 
 # What a paper is behind: these must say which.
 SOURCED = (
