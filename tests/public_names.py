@@ -20,7 +20,9 @@ MORE = {
     "longctx.cluster.conductor.conductor": ["Conductor"],
     "longctx.cluster.conductor.config": ["ConductorConfig"],
     "longctx.cluster.prefix_index.index": ["PrefixIndex"],
-    "longctx.plotting": ["COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "style", "to_svg"],
+    "longctx.plotting": [
+        *("COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "shown", "style", "to_svg"),
+    ],
     "longctx.simulation.hardware": ["predictor"],
     "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
 }
