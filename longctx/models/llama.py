@@ -235,7 +235,12 @@ class Llama:
         return self.feed_forward(weights, x, psum, pmax), cache
 
     def widened(self, params: Params, dtype: DTypeLike) -> Params:
-        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`."""
+        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`.
+
+        Args:
+          params: the layer's parameters; 16-bit ones may be bits.
+          dtype: of hidden states, which bits are of.
+        """
         is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
         return jax.tree.map(lambda w: w if is_arranged(w) else widen(w, dtype), params, is_leaf=is_arranged)
 
@@ -250,9 +255,14 @@ class Llama:
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """The first half of a layer: norm, projections, attention and the sum with x. Arguments are those of `layer`.
+        """The first half of a layer: norm, projections, attention and the sum with x.
 
-        `weights` are those of `widened`; the heads are as many as the projections have.
+        Args:
+          weights: those of `widened`; the heads are as many as the projections have.
+          index, x, rope, attend, cache, psum, pmax: as for `layer`.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
         """
         config = self.config
         normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
@@ -270,7 +280,16 @@ class Llama:
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
     ) -> Float[Array, "*B T D"]:
-        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself."""
+        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself.
+
+        Args:
+          weights: those of `widened`.
+          x: hidden states `[*B, T, D]`, floating point.
+          psum, pmax: as for `layer`.
+
+        Returns:
+          Hidden states `[*B, T, D]`.
+        """
         normed = rms_norm(x, weights["mlp_norm"], self.config.norm_eps)
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
         return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +81,9 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
         )
         return out if q_axis is None else reshard_to_contiguous(out, axis_name, q_layout)
 
-    def tokens_spec(tokens: Tokens, axis: str | None) -> Tokens:
+    def tokens_spec(tokens: Tokens, axis: str | None) -> Any:
         """Positions that all sequences share have a batch of one, which is on all ranks."""
-        specs = (P(static.axes.batch if x.shape[0] > 1 else None, axis) for x in tokens)
-        return Tokens(*specs)  # type: ignore[arg-type]
+        return jax.tree.map(lambda x: P(static.axes.batch if x.shape[0] > 1 else None, axis), tokens)
 
     q_spec, kv_spec = (P(static.axes.batch, axis, static.axes.head) for axis in (q_axis, axis_name))
     mapped = jax.shard_map(
@@ -94,10 +93,10 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
         out_specs=q_spec,
     )
     out = mapped(
-        flat_q if q_axis is None else pad(flat_q, q_layout),
+        pad(flat_q, q_layout),
         pad(flat_k, static.layout),
         pad(flat_v, static.layout),
-        queries if q_axis is None else Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
+        Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
         Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
     )
     return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
