@@ -70,7 +70,7 @@ EXTRAS: Mapping[str, Extra] = {
     "plot": Extra("drawings: --plot, figures", {"matplotlib": "matplotlib"}),
     "docs": Extra(
         "the documentation's site: make docs",
-        {"latex2mathml": "latex2mathml", "material": "mkdocs-material", "mkdocstrings": "mkdocstrings"},
+        {"latex2mathml": "latex2mathml", "material": "mkdocs-material", "mkdocstrings": "mkdocstrings", "ruff": "ruff"},
         ("plot",),
     ),
     "notebooks": Extra(

@@ -25,6 +25,13 @@ Examples:
 """
 # The same on a dark ground, as the server's page has them; tests/test_plotting.py has the distances of both.
 DARK_COLORS = ("#2f8fd0", "#f0743e", "#17b486", "#d98abb", "#ffc04d", "#a5d8f3", "#f2f2f2", "#7f7f7f")
+"""The colours of series on a dark ground, as the server's page has them, as `#rrggbb`, in the order of `COLORS`.
+
+Examples:
+  >>> from longctx.plotting import COLORS, DARK_COLORS
+  >>> dict(zip(COLORS, DARK_COLORS))["#0072b2"]  # the blue
+  '#2f8fd0'
+"""
 PAPER = "#999999"  # of the paper's own values, where a drawing has these beside ours
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SETTINGS: dict[str, Any] = {
@@ -137,7 +144,23 @@ def save(figure: "Drawing", path: Path) -> None:
 
 
 def save_both(figure: "Drawing", folder: Path, name: str) -> None:
-    """Write `NAME.svg`, for pages, and `NAME.png`, for what shows no SVG, into a folder. Within `style`."""
+    """Write `NAME.svg`, for pages, and `NAME.png`, for what shows no SVG, into a folder. Within `style`.
+
+    Args:
+      figure: a matplotlib figure.
+      folder: that exists.
+      name: of the files, without suffix.
+
+    Examples:
+      >>> from pathlib import Path
+      >>> from longctx.plotting import drawing, save_both, style
+      >>> with style():
+      ...     figure, [axes] = drawing()
+      ...     _ = axes.plot([1, 2, 4], [10, 20, 40])
+      ...     save_both(figure, Path("."), "line")
+      >>> sorted(path.name for path in Path(".").iterdir())
+      ['line.png', 'line.svg']
+    """
     for suffix in (".svg", ".png"):
         save(figure, folder / f"{name}{suffix}")
 
@@ -147,6 +170,18 @@ def to_svg(figure: "Drawing") -> str:
 
     Args:
       figure: a matplotlib figure.
+
+    Returns:
+      The text, in UTF-8's characters.
+
+    Examples:
+      >>> from longctx.plotting import drawing, style, to_svg
+      >>> with style():
+      ...     figure, [axes] = drawing()
+      ...     _ = axes.plot([1, 2, 4], [10, 20, 40])
+      ...     text = to_svg(figure)
+      >>> text.count("</svg>")
+      1
     """
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -164,7 +199,14 @@ def shown(panels: int = 1, width: float = 5.0, height: float = 3.4) -> Iterator[
       panels, width, height: as for `drawing`.
 
     Yields:
-      a matplotlib figure, and its axes.
+      (a matplotlib figure, its axes from left to right).
+
+    Examples:
+      >>> from longctx.plotting import shown
+      >>> with shown(panels=2) as (figure, (left, right)):
+      ...     _ = left.plot([1, 2, 4], [10, 20, 40])
+      ...     _ = right.bar(["pass-KV", "pass-Q"], [3, 5])
+      {'image/svg+xml': '<?xml ...'}
     """
     from IPython.display import display
 

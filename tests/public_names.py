@@ -20,7 +20,9 @@ MORE = {
     "longctx.cluster.conductor.conductor": ["Conductor"],
     "longctx.cluster.conductor.config": ["ConductorConfig"],
     "longctx.cluster.prefix_index.index": ["PrefixIndex"],
-    "longctx.plotting": ["COLORS", "can_draw", "drawing", "save", "style"],
+    "longctx.plotting": [
+        *("COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "shown", "style", "to_svg"),
+    ],
 }
 _NOT_FOR_USERS = ("longctx.cli",)
 

@@ -13,6 +13,7 @@ import pytest
 from longctx.cli import main
 from longctx.models.builtin import TINY
 from longctx.models.config import LlamaConfig
+from longctx.plotting import COLORS
 from longctx.serving.predictor.file import save_profile
 from longctx.serving.predictor.runtime import Program, RuntimePredictor
 from longctx.simulation.capacity import PRECISION, search
@@ -87,6 +88,15 @@ def test_the_page_loads_nothing(folder: Path) -> None:
         assert loads not in page
 
 
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_the_drawing_is_beside_the_page(folder: Path) -> None:
+    """As SVG, the same as in the page, and as PNG for what shows no SVG."""
+    drawing = (folder / "drawing.svg").read_text()
+    assert drawing[drawing.find("<svg") :].strip() in (folder / "report.html").read_text()
+    assert COLORS[0] in drawing
+    assert (folder / "drawing.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_trace_shows_every_batch_in_every_stage(folder: Path) -> None:
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = {(event["name"], event["args"]["name"]) for event in events if event["ph"] == "M"}
@@ -122,6 +132,7 @@ def test_a_sweep_has_a_row_for_each_point(tmp_path: Path, capsys: pytest.Capture
     ]
     assert ["GB on each device" in row["error"] for row in rows] == [True, True, False, False]
     assert all(float(row["ttft.p50"]) > 0 for row in rows[2:])
+    assert (tmp_path / "drawing.svg").is_file() == (tmp_path / "drawing.png").is_file() == HAS_MATPLOTLIB
     assert capsys.readouterr().out.count("GB on each device") == 2
 
 

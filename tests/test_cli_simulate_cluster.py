@@ -66,6 +66,20 @@ def test_a_cluster_is_simulated_without_jax(cluster: Path, tmp_path: Path) -> No
         assert "Load of the pools" in (tmp_path / "all.svg").read_text()
 
 
+def test_the_folder_of_a_cluster(cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "report"
+    assert main(["simulate", "--quiet", "--cluster", str(cluster), *SMALL, "--out", str(folder)]) == 0
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert last == f"written to {folder / 'report.html'}"
+    page = (folder / "report.html").read_text()
+    assert all(line in page for line in printed)  # the same summary
+    assert ("Load of the pools" in page) == HAS_MATPLOTLIB
+    for name in ("drawing.svg", "drawing.png"):
+        assert (folder / name).is_file() == HAS_MATPLOTLIB
+    summary = json.loads((folder / "summary.json").read_text())["summary"]
+    assert len((folder / "request_metrics.csv").read_text().splitlines()) == 1 + summary["requests"]
+
+
 def test_flags_say_what_the_file_leaves_open(cluster: Path, tmp_path: Path) -> None:
     cluster.write_text(FILE.replace('plan = "tensor=2"\n', "").replace('model = "llama-3-8b"\n', ""))
     out = tmp_path / "all.json"

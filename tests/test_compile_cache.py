@@ -120,7 +120,8 @@ def test_a_user_without_a_home_has_no_cache() -> None:
     before = """
 def fail(name):
     raise RuntimeError("could not determine the home directory")
-compile_cache.platformdirs.user_cache_path = fail
+import platformdirs
+platformdirs.user_cache_path = fail
 """
     assert run(None, before=before) == ("None", "")
 

@@ -150,7 +150,7 @@ def test_losses_and_gradients_equal_those_of_one_device(example: ModuleType, fil
 
     def gradient_of(module: nnx.Module, batch: Any) -> tuple[float, Any]:
         value, gradient = nnx.jit(nnx.value_and_grad(example.mean_loss))(module, batch)
-        return value, nnx.to_pure_dict(gradient)
+        return float(value), jax.device_get(nnx.to_pure_dict(gradient))
 
     dense, ring = (example.make_module(model, params, mesh, args) for mesh in (None, make_mesh(context=8)))
     batch = data.batch(0)
@@ -256,15 +256,16 @@ def test_transformers_loads_what_was_trained(files: Path, tmp_path: Path, run: C
 def test_memory_of_a_step_is_linear_in_the_tokens_of_a_device(
     files: Path, tmp_path: Path, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("--model", files / "model", "--out", tmp_path, "--chunk", 256, "--memory", 16384, 32768, 65536)
+    # The matrices, which don't grow, are small beside these tokens.
+    run("--model", files / "model", "--out", tmp_path, "--devices", 2, "--chunk", 256, "--memory", 32768, 65536)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "MiB of each device, temporary, in one training step"
-    assert lines[2] == "| tokens | N = 1 | N = 2 | N = 4 | N = 8 |"
+    assert lines[2] == "| tokens | N = 1 | N = 2 |"
     table = np.array([[cell.replace(",", "") for cell in line.split("|")[1:-1]] for line in lines[4:]], float)
-    np.testing.assert_array_equal(table[:, 0], [16384, 32768, 65536])
+    np.testing.assert_array_equal(table[:, 0], [32768, 65536])
     mib = table[:, 1:]
-    assert (mib[1:] < 2.2 * mib[:-1]).all()  # twice the tokens
-    assert (mib[:, -1] < 0.3 * mib[:, 0]).all()  # eight devices
+    np.testing.assert_allclose(mib[1] / mib[0], 2, rtol=0.1)  # twice the tokens
+    np.testing.assert_allclose(mib[:, 0] / mib[:, 1], 2, rtol=0.25)  # twice the devices, each with all keys of a layer
     assert (tmp_path / "memory.svg").exists()
 
 

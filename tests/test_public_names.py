@@ -20,10 +20,14 @@ from typing import Any
 import jax
 import pytest
 from google_docstring import entries, sections
+from jax import Array
+from jaxtyping import Float
 from public_names import Documented, documented, fields, public_names
 
+from longctx import extras
+
 # Examples that take more than some 3 seconds of CPU.
-SLOW: set[str] = set()
+SLOW = {"longctx.serving.Engine", "longctx.simulation.Simulation"}
 
 # What a paper is behind: these must say which.
 SOURCED = (
@@ -35,7 +39,7 @@ SOURCED = (
     *("longctx.cluster.transfer." + name for name in ("Exporter", "Lease", "PageReceiver", "PageSender")),
     *("longctx.simulation.baselines." + name for name in ("LoongServe", "StandardPipeline")),
 )
-_PAPER = re.compile(r"\bpaper\b|\bpapers\b|Mnemosyne|Medha|Mooncake|et al\.|arXiv")
+_PAPER = re.compile(r"\bpapers?\b|Mnemosyne|Medha|Mooncake|et al\.|arXiv")
 
 # A quantity's name, and words of which its description must have one.
 _UNITS = {
@@ -57,8 +61,11 @@ def test_packages_that_users_import_are_walked() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_docstring(name: str) -> None:
-    item = documented()[name]
-    assert item.doc, f"{name} has no docstring"
+    check(documented()[name])
+
+
+def check(item: Documented) -> None:
+    assert item.doc, f"{item.name} has no docstring"
     parts = sections(item.doc)
     assert " ".join(parts[""][:1]).strip(), "the first line must say what it is"
     _check_parameters(item, parts)
@@ -83,6 +90,54 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     failed, tried = doctest.DocTestRunner(optionflags=options).run(examples, out=report.append)
     assert tried > 0
     assert failed == 0, "".join(report)
+
+
+def halve(x: Float[Array, "T"], delay: float = 0.0) -> Float[Array, "T"]:
+    """Divide by two.
+
+    Args:
+      x: float32 `[T]`.
+      delay: seconds to wait before.
+
+    Returns:
+      float32 `[T]`.
+
+    Raises:
+      ValueError: the delay is negative.
+
+    Examples:
+      >>> halve(4.0)
+      2.0
+    """
+    if delay < 0:
+        raise ValueError("delay must not be negative")
+    return x / 2
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("      delay: seconds to wait before.\n", "", r"Args: lack \['delay'\]"),
+        ("      delay:", "      delays:", r"lack \['delay'\], and have too much \['delays'\]"),
+        ("x: float32 `[T]`.", "x: what to divide.", "x must have its shape"),
+        ("seconds to wait", "to wait", "delay must have its unit"),
+        ("    Returns:\n      float32 `[T]`.\n\n", "", "Returns: must say what it returns"),
+        ("      float32 `[T]`.\n\n    Raises", "      Half of it.\n\n    Raises", "the result must have its shape"),
+        ("ValueError:", "KeyError:", "Raises: must have ValueError"),
+        ("ValueError:", "Value:", r"must name exceptions, not \['Value'\]"),
+        ("Divide by two.", "Divide by two, as in the paper.", "Source: must say"),
+        ("      >>> halve(4.0)\n      2.0\n", "      >>> 4.0 / 2\n      2.0\n", "no example uses halve"),
+        ("      2.0\n", "", "no example shows a result"),
+        ("    Raises:", "    Text.\n\n    Raises:", "sections come last"),
+        ("Divide by two.", "", "the first line must say"),
+    ],
+)
+def test_what_a_docstring_lacks_is_found(right: str, wrong: str, message: str) -> None:
+    doc = halve.__doc__ or ""
+    check(Documented("halve", "function", halve, inspect.cleandoc(doc)))
+    assert right in doc
+    with pytest.raises(AssertionError, match=message):
+        check(Documented("halve", "function", halve, inspect.cleandoc(doc.replace(right, wrong))))
 
 
 def _check_parameters(item: Documented, parts: dict[str, list[str]]) -> None:
@@ -159,7 +214,10 @@ def _check_raises(item: Documented, parts: dict[str, list[str]]) -> None:
 
 
 def _check_source(item: Documented, parts: dict[str, list[str]]) -> None:
-    if item.name in SOURCED:
+    """There is a source where a paper is behind it, or is named elsewhere in the docstring."""
+    elsewhere = " ".join(line for name, lines in parts.items() if name not in ("Source", "Examples") for line in lines)
+    names_paper = item.kind in ("function", "class", "constant") and _PAPER.search(elsewhere)
+    if item.name in SOURCED or names_paper:
         assert "Source" in parts, "Source: must say which paper is behind it, and which section"
     if "Source" in parts:
         assert " ".join(parts["Source"]).strip(), "Source: must not be empty"
@@ -246,10 +304,10 @@ def _calls_check(tree: ast.AST) -> bool:
 
 
 def _exception(item: Documented, name: str) -> type[BaseException] | None:
-    """The exception of a name: Python's, one of the module, or one that longctx exports."""
+    """The exception of a name: Python's, one of the module, or one of longctx for users."""
     module = inspect.getmodule(_function(item.of)) if item.of is not None else None
     exported = (documented()[each].of for each in NAMES if each.endswith(f".{name}"))
-    for found in (getattr(builtins, name, None), getattr(module, name, None), *exported):
+    for found in (*(getattr(each, name, None) for each in (builtins, module, extras)), *exported):
         if isinstance(found, type) and issubclass(found, BaseException):
             return found
     return None

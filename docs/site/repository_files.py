@@ -12,6 +12,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from notebook_page import notebook_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = "docs"
@@ -43,8 +44,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.startswith(f"{DOCS}/") or source is None or source in shown:
             continue
         shown[source] = path
-        text = page_text(path)
+        text, images = page_of(path)
         files.append(File.generated(config, source, content=text))
+        for name, image in images.items():
+            files.append(File.generated(config, posixpath.join(posixpath.dirname(source), name), content=image))
         pending += links(path, text)
     return files
 
@@ -55,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = shown.get(source, f"{DOCS}/{source}")
     if source in shown:
         page.edit_url = None
-        if not path.endswith(".md") and (ROOT / path).is_file():
+        if not path.endswith((".md", ".ipynb")) and (ROOT / path).is_file():
             page.meta["search"] = {"exclude": True}
 
     def rewrite(match: re.Match[str]) -> str:
@@ -91,17 +94,20 @@ def site_path(path: str) -> str | None:
     return f"{FOLDER}/{path}" if path.endswith(".md") else f"{FOLDER}/{path}.md"
 
 
-def page_text(path: str) -> str:
-    """What the page of a file or folder shows: prose as it is, code in a block, the files of a folder as a list."""
+def page_of(path: str) -> tuple[str, dict[str, bytes]]:
+    """The page of a file or folder: prose as it is, code in a block, a folder as a list; and its images."""
     place = ROOT / path
+    if place.suffix == ".ipynb":
+        return notebook_page(place)
     if place.is_file():
         text = place.read_text(encoding="utf-8")
         language = LANGUAGES.get(place.suffix, "text")
-        return text if path.endswith(".md") else f"# {place.name}\n\n`{path}`\n\n~~~~~~{language}\n{text}\n~~~~~~\n"
+        code = f"# {place.name}\n\n`{path}`\n\n~~~~~~{language}\n{text}\n~~~~~~\n"
+        return (text if path.endswith(".md") else code), {}
     readme = place / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.exists() else f"# {path}\n"
     names = sorted(x.name for x in place.iterdir() if x.is_file() and x != readme)
-    return text + "\n## Files\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+    return text + "\n## Files\n\n" + "".join(f"- [{name}]({name})\n" for name in names), {}
 
 
 def links(path: str, text: str) -> list[str]:

@@ -14,7 +14,6 @@ from longctx import extras
 from longctx.cli.cache_folder import VARIABLE, cache_root
 from longctx.cli.doctor_report import Report, first_line, shown
 
-_REINSTALL = f"pip install --force-reinstall {extras.DISTRIBUTION}"
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(\[[\w,.-]*\])?\s*(>=\s*(?P<least>[\d.]+))?\s*(;\s*(?P<marker>.*))?")
 # Of NVIDIA's packages, those that decide what runs.
 _CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn", "nvidia-nccl")
@@ -65,7 +64,7 @@ def _versions(report: Report) -> None:
         extra = re.search(r"extra == ['\"](\w+)['\"]", match["marker"] or "")
         version = installed.get(_normal(match["name"]))
         if version is None and match["marker"] is None:
-            report.problem(f"{match['name']} is not installed", _REINSTALL)
+            report.problem(f"{match['name']} is not installed", f"pip install '{match['name']}>={match['least']}'")
         elif version is not None and match["least"] and _numbers(version) < _numbers(match["least"]):
             text = f"{match['name']} {version} is older than {match['least']}"
             if extra is None:

@@ -235,7 +235,12 @@ class Llama:
         return self.feed_forward(weights, x, psum, pmax), cache
 
     def widened(self, params: Params, dtype: DTypeLike) -> Params:
-        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`."""
+        """A layer's parameters, of which 16-bit ones may be bits, for `attention` and `feed_forward`.
+
+        Args:
+          params: the layer's parameters; 16-bit ones may be bits.
+          dtype: of hidden states, which bits are of.
+        """
         is_arranged = lambda w: isinstance(w, OutputMajor)  # noqa: E731
         return jax.tree.map(lambda w: w if is_arranged(w) else widen(w, dtype), params, is_leaf=is_arranged)
 
@@ -250,9 +255,14 @@ class Llama:
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """The first half of a layer: norm, projections, attention and the sum with x. Arguments are those of `layer`.
+        """The first half of a layer: norm, projections, attention and the sum with x.
 
-        `weights` are those of `widened`; the heads are as many as the projections have.
+        Args:
+          weights: those of `widened`; the heads are as many as the projections have.
+          index, x, rope, attend, cache, psum, pmax: as for `layer`.
+
+        Returns:
+          (hidden states `[*B, T, D]`, the cache).
         """
         config = self.config
         normed = rms_norm(x, weights["attn_norm"], config.norm_eps)
@@ -270,7 +280,16 @@ class Llama:
         psum: Callable[[Array], Array] = lambda x: x,
         pmax: Callable[[Array], Array] = lambda x: x,
     ) -> Float[Array, "*B T D"]:
-        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself."""
+        """The second half of a layer: norm, gated feed-forward and the sum with x, each token by itself.
+
+        Args:
+          weights: those of `widened`.
+          x: hidden states `[*B, T, D]`, floating point.
+          psum, pmax: as for `layer`.
+
+        Returns:
+          Hidden states `[*B, T, D]`.
+        """
         normed = rms_norm(x, weights["mlp_norm"], self.config.norm_eps)
         gate, up = project_together(normed, weights, ("w_gate", "w_up"))
         return x + psum(project(jax.nn.silu(gate) * up, weights["w_down"], pmax=pmax))
@@ -399,7 +418,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")
     if array.shape[-1] > config.max_positions and not is_packed:
         raise ValueError(f"`tokens`: {array.shape[-1]} is more than the model's context of {config.max_positions}")
-    _check_range("tokens", array, config.vocab_size, "the vocabulary")
+    check_range("tokens", array, config.vocab_size, "the vocabulary")
     return jnp.asarray(array)
 
 
@@ -412,7 +431,7 @@ def check_positions(config: LlamaConfig, tokens: Array, positions: ArrayLike | N
     if positions is None:
         return jnp.broadcast_to(_counting(tokens), tokens.shape)
     array = like_tokens("positions", tokens, positions)
-    _check_range("positions", array, config.max_positions, "the model's context")
+    check_range("positions", array, config.max_positions, "the model's context")
     return jnp.asarray(array)
 
 
@@ -434,12 +453,13 @@ def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
     return array
 
 
-def _check_range(name: str, array: Any, limit: int, what: str) -> None:
-    """Raise ValueError for values outside `[0, limit)`, unless the array is traced or not addressable."""
+def check_range(name: str, array: Any, limit: int, what: str, least: int = 0) -> None:
+    """Raise ValueError for values outside `[least, limit)`, unless the array is traced or not addressable."""
     if isinstance(array, jax.core.Tracer):
         return
     if isinstance(array, Array) and not array.is_fully_addressable:
         return
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= limit:
-        raise ValueError(f"`{name}` from {low} to {high}: outside {what}, which is 0 to {limit - 1}")
+    values = np.asarray(array)  # inside a trace, JAX's own minimum of a concrete array would be traced
+    low, high = int(values.min()), int(values.max())
+    if low < least or high >= limit:
+        raise ValueError(f"`{name}` from {low} to {high}: outside {what}, which is {least} to {limit - 1}")

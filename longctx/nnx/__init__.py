@@ -5,11 +5,9 @@ They need flax: `pip install 'longctx-jax[train]'`.
 
 import lazy_loader
 
-try:
+from longctx import extras
+
+with extras.needed("train", "longctx.nnx"):
     import flax  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "flax":
-        raise
-    raise ModuleNotFoundError("longctx.nnx needs flax: pip install 'longctx-jax[train]'", name="flax") from None
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

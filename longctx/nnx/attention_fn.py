@@ -26,7 +26,48 @@ def attention_fn(
     batch_axis: str | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
-    """An `attention_fn` for `nnx.MultiHeadAttention`: exact attention, its tokens sharded over a mesh."""
+    """An `attention_fn` for `nnx.MultiHeadAttention`: exact attention, its tokens sharded over a mesh.
+
+    The function that it returns takes the arguments of `nnx.dot_product_attention`, and honours or refuses each:
+
+    * `query`, `key`, `value`: `[*B, T, N, H]` and `[*B, S, K, H]`, N a multiple of K.
+    * `mask`, `is_causal`: every mask that positions and segment ids can say (causal, hiding padding, keeping packed
+      sequences apart, a decode's prefix), the same for all heads. It is compared with them: another mask is a
+      ValueError where it is concrete, and makes the output NaN where it is traced. A mask is `[T, S]` in memory, so
+      for long sequences give `is_causal=True` and no mask.
+    * `dtype`, `promote_dtype`: as there.
+    * `precision`: None or a `jax.lax.Precision`; products are computed with at least this one.
+    * `broadcast_dropout`, `dropout_rng`: of no effect, as there is no dropout.
+    * `bias`, `module` (`sow_weights=True`), and `dropout_rate` over 0 unless `deterministic`: NotImplementedError.
+
+    A query that sees no key gets 0, where `nnx.dot_product_attention` gives the mean of all values. In a decode (T = 1)
+    keys stay where they are: the ranks attend to their own, and their states are merged (`kvp_attention`).
+
+    Args:
+      mesh: a mesh with `axis_name`. None: that of `jax.set_mesh`.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      layout: `"contiguous"`, `"zigzag"` or `"striped"`. Queries, keys and values come in order; each call arranges them
+        and puts the result back in order. `ContextParallelAttention` takes tokens that are arranged once.
+      axis_name: the mesh axis of the tokens.
+      head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
+      batch_axis: the mesh axis of the batch; None: every rank computes all of it.
+      implementation: as in `longctx.kernels.attention`.
+
+    Returns:
+      a function for the argument `attention_fn` of `nnx.MultiHeadAttention`; differentiable.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> from longctx.nnx import attention_fn
+      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> _ = cpu_devices(8)
+      >>> layer = nnx.MultiHeadAttention(
+      ...     num_heads=4, in_features=16, attention_fn=attention_fn(make_mesh(context=8)), decode=False,
+      ...     rngs=nnx.Rngs(0))
+      >>> nnx.jit(lambda layer, x: layer(x, is_causal=True))(layer, jnp.ones((2, 37, 16))).shape
+      (2, 37, 16)
+    """
 
     def attend(
         query: Array,
@@ -125,6 +166,6 @@ def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[
     if numpy is np and not tokens.is_exact:
         raise ValueError(
             "mask must be the same for all heads, and show each query the keys of its segment up to its position: "
-            "causal, without padding, or of packed sequences; what this one shows is neither"
+            "causal, without padding, of packed sequences and the like; this one shows others"
         )
     return tokens if numpy is jnp else tokens._replace(is_exact=True), shape

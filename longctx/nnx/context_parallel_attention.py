@@ -22,7 +22,64 @@ from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
 
 
 class ContextParallelAttention(nnx.Module):
-    """Grouped-query self-attention over long sequences, its tokens sharded over a mesh axis."""
+    """Grouped-query self-attention over long sequences, its tokens sharded over a mesh axis.
+
+    Works with Auto and Explicit mesh axes, in and outside of `nnx.jit`, and under `nnx.grad`, `nnx.scan` and
+    `nnx.remat`. Lengths need not divide.
+
+    Args:
+      hidden_size: D, the size of a token's hidden state.
+      num_heads: N, query heads.
+      num_kv_heads: K, key/value heads, which divide N. None: N.
+      head_dim: H. None: D / N.
+      rope: the rotary embedding, applied to queries and keys by their positions. None: none.
+      use_bias: whether queries, keys and values have biases.
+      qk_norm: whether each head's queries and keys get an RMS norm.
+      causal: whether a token sees those up to its position only.
+      norm_eps: epsilon of `qk_norm`.
+      mesh: a mesh with `axis_name`. None: that of `jax.set_mesh` when the module is called.
+      method: `"pass_kv"`, `"pass_q"`, `"all_gather"`, `"kvp"` or `"auto"`, as of `context_parallel_attention`.
+      layout: the layout into which a call brings queries, keys and values of tokens in order, and the result back, so
+        that causal attention is balanced: `"zigzag"` or `"striped"`. `"contiguous"`: they are computed where they
+        stand. So a model of many layers has its tokens arranged once, by `shard_sequence`, and gives their positions
+        to contiguous layers.
+      axis_name: the mesh axis of the tokens.
+      head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
+      batch_axis: the mesh axis of the batch; None: every rank computes all of it.
+      implementation: as in `longctx.kernels.attention`.
+      dtype: of the computation. None: that of x.
+      param_dtype: of the parameters.
+      rngs: of which `params` initialises them, by a truncated normal of variance 1 / (size of the input).
+
+    Attributes:
+      wq, wk, wv: `nnx.Param` `[D, N or K, H]`.
+      wo: `nnx.Param` `[N, H, D]`.
+      bq, bk, bv: `nnx.Param` `[N or K, H]`, or None.
+      q_norm, k_norm: `nnx.Param` `[H]`, or None.
+      cache: `nnx.Cache` variables, once `init_cache` has made them.
+
+    Raises:
+      ValueError: sizes don't fit together; the message names them.
+
+    Source:
+      Exchanges: context parallelism paper, 3.5. Decoding: KV parallelism, Mnemosyne, 4.4.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> from longctx.models import RopeConfig
+      >>> from longctx.nnx import ContextParallelAttention
+      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> _ = cpu_devices(8)
+      >>> layer = ContextParallelAttention(
+      ...     16, num_heads=4, num_kv_heads=2, rope=RopeConfig(), mesh=make_mesh(context=4), rngs=nnx.Rngs(0))
+      >>> x = jnp.linspace(-1, 1, 9 * 16).reshape(1, 9, 16)
+      >>> y = layer(x)
+      >>> layer.init_cache(batch_shape=1, max_length=32)
+      >>> prefill, token = layer(x[:, :8], decode=True), layer(x[:, 8:], decode=True)
+      >>> bool(jnp.allclose(jnp.concatenate([prefill, token], 1), y, atol=1e-6))
+      True
+    """
 
     def __init__(
         self,
@@ -70,15 +127,29 @@ class ContextParallelAttention(nnx.Module):
         self.wk = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
         self.wv = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
         self.wo = nnx.Param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype))
-        biases = {"bq": num_heads, "bk": num_kv_heads, "bv": num_kv_heads}
-        for name, heads in biases.items():
-            setattr(self, name, nnx.data(nnx.Param(jnp.zeros((heads, head_dim), param_dtype)) if use_bias else None))
-        for name in ("q_norm", "k_norm"):
-            setattr(self, name, nnx.data(nnx.Param(jnp.ones(head_dim, param_dtype)) if qk_norm else None))
+
+        def constant(is_wanted: bool, value: float, *shape: int) -> nnx.Param | None:
+            return nnx.data(nnx.Param(jnp.full(shape, value, param_dtype)) if is_wanted else None)
+
+        self.bq = constant(use_bias, 0, num_heads, head_dim)
+        self.bk = constant(use_bias, 0, num_kv_heads, head_dim)
+        self.bv = constant(use_bias, 0, num_kv_heads, head_dim)
+        self.q_norm = constant(qk_norm, 1, head_dim)
+        self.k_norm = constant(qk_norm, 1, head_dim)
         self.cache: nnx.Dict | None = nnx.data(None)
 
     def init_cache(self, batch_shape: int | tuple[int, ...], max_length: int, dtype: DTypeLike = jnp.float32) -> None:
-        """Make an empty cache, in the place of one that is there."""
+        """Make an empty cache, in the place of one that is there. Its slots are sharded over the mesh, evenly.
+
+        Args:
+          batch_shape: `*B` of the x to come, or its product.
+          max_length: tokens that fit in; up to N - 1 more do, as all ranks have equally many slots.
+          dtype: of keys and values.
+
+        Raises:
+          ValueError: no mesh is given or set, the ranks of `batch_axis` don't divide the batch, or `max_length` is not
+            positive.
+        """
         batch = math.prod((batch_shape,) if isinstance(batch_shape, int) else batch_shape)
         if not isinstance(max_length, int) or max_length < 1:
             raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
@@ -111,16 +182,33 @@ class ContextParallelAttention(nnx.Module):
         segment_ids: Int[ArrayLike, "... T"] | None = None,
         decode: bool = False,
     ) -> Float[Array, "*B T D"]:
-        """Attend, each token to those of its segment up to its position."""
+        """Attend, each token to those of its segment up to its position.
+
+        With `decode`, the tokens are stored in the cache and attend to all that it has. Each rank stores the tokens
+        that it has, where there are as many as ranks; a single token is stored by one rank after the other. No cached
+        key is ever moved to be stored, and none to be attended to with `method="kvp"` or `"pass_q"`.
+
+        Args:
+          x: hidden states `[*B, T, D]`.
+          positions: integers `[T]` or `[*B, T]`; by default 0 to T-1, with `decode` counted on from the cache.
+          segment_ids: integers `[T]` or `[*B, T]`, negative for padding; by default 0.
+          decode: whether to use the cache.
+
+        Returns:
+          `[*B, T, D]`. NaN if `decode` found the cache full and could not raise, because it is traced.
+
+        Raises:
+          ValueError: a shape is wrong, there is no cache, or it is full; or as `context_parallel_attention` does.
+        """
         if x.ndim < 2 or x.shape[-1] != self.wq.shape[0]:
             raise ValueError(f"x must be [*B, T, {self.wq.shape[0]}], got {x.shape}")
         if decode and self.cache is None:
-            raise ValueError("decode: there is no cache yet, call init_cache first")
+            raise ValueError("decode: there is no cache, call init_cache first")
         if self.dtype is not None:
             x = x.astype(self.dtype)
         length = x.shape[-2]
         if positions is None:
-            first = self.cache["length"][...] if decode else 0
+            first = self.cache["length"][...] if decode and self.cache is not None else 0
             positions = first + jnp.arange(length, dtype=jnp.int32)
         positions = _check("positions", positions, x)
         segments = jnp.zeros(length, jnp.int32) if segment_ids is None else _check("segment_ids", segment_ids, x)
@@ -128,7 +216,7 @@ class ContextParallelAttention(nnx.Module):
         weights = {name: getattr(self, name) for name in ("wq", "wk", "wv", "bq", "bk", "bv")}
         weights = {name: param[...].astype(x.dtype) for name, param in weights.items() if param is not None}
         q, k, v = project_together(x, weights, ("wq", "wk", "wv"), ("bq", "bk", "bv"))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], self.norm_eps)
             k = rms_norm(k, self.k_norm[...], self.norm_eps)
         if self.rope is not None:

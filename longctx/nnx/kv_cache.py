@@ -12,12 +12,15 @@ from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 
 
 class Entries(NamedTuple):
-    """Keys and values `[B, L, K, H]` with int32 positions and segment ids `[B, L]`; segment -1 is an empty slot."""
+    """Keys and values `[B, L, K, H]` with int32 positions and segment ids `[B, L]`, or their PartitionSpecs.
 
-    key: Array
-    value: Array
-    positions: Array
-    segments: Array
+    Segment -1 is an empty slot.
+    """
+
+    key: Any
+    value: Any
+    positions: Any
+    segments: Any
 
 
 def entry_specs(axes: MeshAxes) -> Entries:

@@ -24,7 +24,7 @@ def next_token_targets(tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T
     Raises:
       ValueError: the shapes differ.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from longctx.nnx import next_token_targets
       >>> next_token_targets(jnp.array([5, 6, 7, 8]), jnp.array([0, 0, 1, 1])).tolist()

@@ -99,6 +99,9 @@ def jitter_arrivals(requests: List[WorkloadRequest], seconds: float = 3.0, seed:
     Raises:
       TypeError, ValueError: seconds is negative or not finite.
 
+    Source:
+      The ticks are those of the traces that Mooncake's repository publishes.
+
     Examples:
       >>> from longctx.simulation.workloads import WorkloadRequest, jitter_arrivals
       >>> burst = [WorkloadRequest(3.0, 100, 10, number=number) for number in range(3)]  # on one tick of the trace

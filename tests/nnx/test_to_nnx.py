@@ -1,0 +1,214 @@
+"""`to_nnx` computes what `Llama` and transformers compute, over any mesh; its loss and gradients are the dense ones."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_reference import Case, logits
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from longctx.models import Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint
+from longctx.nnx import from_nnx, next_token_targets, to_nnx
+from longctx.parallel import make_mesh, shard_sequence
+
+MODEL = Llama(LlamaConfig(61, 16, 24, 2, 4, 2, 8, max_positions=64))
+LENGTH = 29
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 61, (2, LENGTH)).astype(np.int32)
+SEGMENTS = np.repeat([[0, 1, 2, -1]], [10, 12, 4, 3], 1).repeat(2, 0).astype(np.int32)
+POSITIONS = np.concatenate([np.arange(size) for size in (10, 12, 4, 3)])[None].repeat(2, 0).astype(np.int32)
+TARGETS = np.asarray(next_token_targets(TOKENS, SEGMENTS))
+
+
+@functools.cache
+def params() -> Any:
+    return MODEL.init(jax.random.key(0), initializer_range=0.2)
+
+
+@functools.cache
+def dense() -> tuple[Any, np.ndarray]:
+    """(gradient of the summed loss, logits), both of plain `Llama`."""
+
+    def total(params: Any) -> Any:
+        logits = MODEL(params, TOKENS, POSITIONS, SEGMENTS)
+        own = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(TARGETS, 0)[..., None], -1)[..., 0]
+        return -jnp.sum(jnp.where(TARGETS >= 0, own, 0)), logits
+
+    (loss, logits), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(params())
+    return (float(loss), gradient), np.asarray(logits)
+
+
+def total_of(tokens: Any, targets: Any, positions: Any, segments: Any):  # type: ignore[no-untyped-def]
+    return lambda module: module.loss(tokens, targets, positions, segments)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(None, {"remat": True, "chunk_size": 7}, marks=pytest.mark.slow),
+        (3, {"remat": True, "chunk_size": 4}),
+        pytest.param(None, {}, marks=pytest.mark.slow),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"layout": "striped", "chunk_size": 5}, marks=pytest.mark.slow),
+        pytest.param(5, {"method": "pass_q", "remat": True}, marks=pytest.mark.slow),
+        pytest.param(8, {"layout": "contiguous", "method": "all_gather", "chunk_size": 1}, marks=pytest.mark.slow),
+        pytest.param(8, {"remat": True, "chunk_size": 100, "implementation": "reference"}, marks=pytest.mark.slow),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_device(ranks: int | None, options: Any) -> None:
+    mesh = None if ranks is None else make_mesh(context=ranks)
+    module = to_nnx(MODEL, params(), mesh, **options)
+    (want, gradient), _ = dense()
+    total = total_of(TOKENS, TARGETS, POSITIONS, SEGMENTS)
+    got, got_gradient = nnx.jit(nnx.value_and_grad(total))(module)
+    assert abs(float(got) - want) < 1e-4 * abs(want)
+    for ours, theirs in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
+def test_mesh_of_set_mesh_with_data_parallelism(types: AxisType) -> None:
+    mesh = jax.make_mesh((2, 3), ("data", "context"), axis_types=(types,) * 2, devices=jax.devices()[:6])
+    (want, _), logits = dense()
+    with jax.set_mesh(mesh):
+        module = to_nnx(MODEL, params(), batch_axis="data")
+        got = nnx.jit(lambda module: module(TOKENS, POSITIONS, SEGMENTS))(module)
+        total, count = module.loss(TOKENS, TARGETS, POSITIONS, SEGMENTS)
+    np.testing.assert_allclose(np.asarray(got)[SEGMENTS >= 0], logits[SEGMENTS >= 0], atol=1e-4)
+    assert int(count) == (TARGETS >= 0).sum()
+    assert abs(float(total) - want) < 1e-4 * abs(want)
+
+
+@pytest.mark.slow
+def test_heads_and_feed_forward_are_sharded_over_tensor() -> None:
+    module = to_nnx(MODEL, params(), make_mesh(context=2, tensor=2), remat=True, chunk_size=4)
+    assert module.params["layers"]["w_up"][...].sharding.shard_shape((2, 16, 24)) == (2, 16, 12)
+    (_, gradient), logits = dense()
+    got = module(TOKENS, POSITIONS, SEGMENTS)
+    np.testing.assert_allclose(np.asarray(got)[SEGMENTS >= 0], logits[SEGMENTS >= 0], atol=1e-4)
+    total = total_of(TOKENS, TARGETS, POSITIONS, SEGMENTS)
+    got_gradient = nnx.jit(nnx.grad(total))(module)
+    for ours, theirs in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tokens_arranged_before_give_the_same_loss() -> None:
+    module = to_nnx(MODEL, params(), make_mesh(context=3), layout="contiguous", remat=True, chunk_size=4)
+    arrange = lambda x, value: shard_sequence(x, 3, "zigzag", pad_value=value)  # noqa: E731
+    rows = [arrange(x, value) for x, value in ((TOKENS, 0), (TARGETS, -1), (POSITIONS, 0), (SEGMENTS, -1))]
+    total, count = module.loss(*rows)
+    assert abs(float(total) - dense()[0][0]) < 1e-4 * float(total)
+    assert int(count) == (TARGETS >= 0).sum()
+
+
+FAMILIES = [
+    Case("qwen3", layers=2, head_dim=16),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case(tied=True, rope="llama3"),
+            Case("qwen2", kv_heads=8, rope="yarn"),
+            Case("mistral", kv_heads=1),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_logits_equal_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    reference = case.write(tmp_path / "in")
+    module = to_nnx(*load_checkpoint(tmp_path / "in"), make_mesh(context=3))
+    tokens = RNG.integers(0, 96, (2, 23))
+    want = logits(reference, tokens)
+    np.testing.assert_allclose(module(tokens), want, atol=1e-4)
+    # And what is saved, transformers loads.
+    save_checkpoint(tmp_path / "out", *from_nnx(module))
+    again = type(reference).from_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(logits(again, tokens), want, atol=1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5))
+def test_targets_are_the_next_tokens_of_a_segment(runs: list[tuple[int, bool]]) -> None:
+    parts = [np.full(size, -1 if pads else i) for i, (size, pads) in enumerate(runs)]
+    segments = np.concatenate([*parts, np.full(20, -1)])[:20]  # one shape, which compiles once
+    tokens = np.arange(len(segments)) + 10
+    want = [
+        tokens[i + 1] if i + 1 < len(tokens) and segments[i] == segments[i + 1] >= 0 else -1 for i in range(len(tokens))
+    ]
+    assert next_token_targets(tokens, segments).tolist() == want
+
+
+def test_default_targets_and_scalar_batches() -> None:
+    module = to_nnx(MODEL, params())
+    total, count = module.loss(TOKENS[0])
+    assert int(count) == LENGTH - 1
+    given_targets, _ = module.loss(TOKENS[0], next_token_targets(TOKENS[0]))
+    assert float(total) == float(given_targets)
+    assert module(TOKENS[0]).shape == (LENGTH, 61)
+    with pytest.raises(ValueError, match="targets must be given where positions are"):
+        module.loss(TOKENS, positions=POSITIONS)
+
+
+@pytest.mark.slow
+@given(
+    length=st.sampled_from([1, 7, 16]),
+    ranks=st.sampled_from([2, 5]),
+    layout=st.sampled_from(["contiguous", "zigzag", "striped"]),
+    seed=st.integers(0, 100),
+)
+def test_any_segments_in_any_layout(length: int, ranks: int, layout: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 61, (1, length))
+    segments = np.cumsum(rng.random((1, length)) < 0.3, 1) * (rng.random((1, length)) < 0.9) - 1
+    want = MODEL(params(), tokens, segment_ids=segments)
+    got = to_nnx(MODEL, params(), make_mesh(context=ranks), layout=layout)(tokens, segment_ids=segments)
+    np.testing.assert_allclose(np.asarray(got)[segments >= 0], np.asarray(want)[segments >= 0], atol=1e-4)
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    for options, message in (
+        ({"method": "kvp"}, "method must be one of pass_kv, pass_q, all_gather"),
+        ({"layout": "spiral"}, "layout must be one of"),
+        ({"chunk_size": 0}, "chunk_size must be a positive number"),
+        ({"implementation": "cuda"}, "implementation must be"),
+        ({"mesh": make_mesh(context=2), "axis_name": "ring"}, "axis_name must be an axis of the mesh"),
+        ({"mesh": make_mesh(context=2, stage=2)}, "mesh must have one stage"),
+        ({"mesh": make_mesh(context=1, tensor=8)}, "must divide num_heads"),
+        ({"mesh": make_mesh(context=2), "batch_axis": "context"}, "batch_axis must be another axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            to_nnx(MODEL, params(), **options)  # type: ignore[arg-type]
+    fp8 = dataclasses.replace(MODEL.config, quantization=RowwiseFp8.of(2))
+    with pytest.raises(ValueError, match="RowwiseFp8 weights can't be fine-tuned"):
+        to_nnx(Llama(fp8), params())
+    with pytest.raises(ValueError, match=r"params must be those of model\.init"):
+        to_nnx(MODEL, {"embed": params()["embed"]})
+    with pytest.raises(ValueError, match="must have the shape"):
+        to_nnx(MODEL, params() | {"embed": params()["embed"][1:]})
+    with pytest.raises(TypeError, match="module must be a LlamaModule"):
+        from_nnx(MODEL)  # type: ignore[arg-type]
+
+
+def test_wrong_tokens_are_refused_by_name() -> None:
+    module = to_nnx(MODEL, params())
+    for arguments, message in (
+        ((TOKENS + 61,), "`tokens` from .* outside the vocabulary"),
+        ((TOKENS, TARGETS + 61), "`targets` from .* outside the vocabulary"),
+        ((TOKENS, TARGETS[:, 1:]), "`targets` .* differ in shape"),
+        ((TOKENS, TARGETS, POSITIONS + 60), "`positions` from .* outside the model's context"),
+        ((TOKENS, TARGETS, POSITIONS, SEGMENTS[0]), "`segment_ids` .* differ in shape"),
+        ((np.zeros((1, 65), int),), "65 is more than the model's context"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.loss(*arguments)
+    packed = np.tile(np.arange(13), 5)[None]
+    module.loss(packed, packed, packed, np.repeat(np.arange(5), 13)[None])  # 65 tokens, but of five sequences
