@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo chat serve test test-all check bench docs figures clean
+.PHONY: demo chat serve test test-all check bench docs figures notebooks clean
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -110,6 +110,14 @@ docs: .venv/installed-docs
 
 figures: .venv/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
+
+.venv/installed-notebooks: .venv/installed
+	$(BIN)/pip install --quiet --editable '.[notebooks,train]'
+	touch $@
+
+# The notebooks of examples/, run anew and stored with their outputs.
+notebooks: .venv/installed-notebooks
+	$(BIN)/python examples/notebooks/build.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -172,9 +172,10 @@ for turn in (1, 2):
 
 # %%
 held = engine.stats().pages_held
-with engine.stream([ask(note, name) for name in note.facts]) as stream:
-    for event in itertools.islice(stream, 6):
-        print(event.request_id, event.token_ids, repr(event.text))
+stream = engine.stream([ask(note, name) for name in note.facts])
+for event in itertools.islice(stream, 6):
+    print(event.request_id, event.token_ids, repr(event.text))
+stream.close()
 engine.step()
 assert not engine.has_work
 assert engine.stats().pages_held == held
