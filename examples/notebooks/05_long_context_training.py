@@ -69,7 +69,9 @@ def make(mesh):
     options = {} if mesh is None else {"mesh": mesh, "remat": True, "chunk_size": 128}
     module = to_nnx(model, jax.tree.map(jnp.copy, params), **options)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 5, STEPS)
-    return module, nnx.Optimizer(module, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)), wrt=nnx.Param)
+    return module, nnx.Optimizer(
+        module, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)), wrt=nnx.Param
+    )
 
 
 def mean_loss(module, tokens, segments):
