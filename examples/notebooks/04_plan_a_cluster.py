@@ -44,9 +44,8 @@ print(f"weights          {weight_bytes(MODEL) / 1e9:.0f} GB")
 print(f"prompt           {flops:.2e} FLOP, {attention / flops:.1%} of them attention")
 peak, bandwidth = GPUS * h100.flops["bfloat16"], GPUS * h100.memory_bandwidth
 print(f"128 H100         {peak:.2e} FLOP/s at most: {flops / peak:.0f} s for the prompt")
-print(
-    f"                 {bandwidth / 1e12:.0f} TB/s at most: {1e3 * keys / bandwidth:.1f} ms to read all keys for one token"
-)
+once = 1e3 * keys / bandwidth
+print(f"                 {bandwidth / 1e12:.0f} TB/s at most: {once:.1f} ms to read all keys for one token")
 
 # %% [markdown]
 # ## The cluster
@@ -99,7 +98,7 @@ assert [memory.fits for memory in memories] == [False, True, True, True, True]
 # - `tensor` cuts the heads, up to the 8 KV heads: both fall; it exchanges twice a layer, which asks for NVLink.
 #
 # `PromptPredictor` goes through the chunks of one prompt, of the sizes that the scheduler gives them so that decodes
-# beside it keep their 30 ms.
+# beside it keep their 30 ms. Each point is a layout of several ranks.
 
 
 # %%
@@ -195,8 +194,8 @@ assert other.tpot < 1.01 * TPOT
 # %% [markdown]
 # Chunks begin large and shrink as the keys before them grow, so that a step takes a fourth of 30 ms in each of the four
 # stages. Chunks have a floor, below which they would be inefficient; there a step is longer by up to a sixth. At half a
-# million tokens the second rank joins. From then on a rank reads no more keys for a chunk, however long the prompt gets,
-# and progress is a straight line.
+# million tokens the second rank joins. From then on a rank reads no more keys for a chunk, however long the prompt
+# gets, and progress is a straight line.
 
 # %%
 chunks = [(start, count, step) for step in record.steps for start, count in step.chunks if count > 1]
