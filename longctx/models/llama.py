@@ -337,18 +337,20 @@ def dense_attend(
     dtype: DTypeLike,
     positions: Int[Array, "*B T"],
     segment_ids: Int[Array, "*B T"] | None = None,
+    implementation: str | None = None,
 ) -> Attend:
     """Causal attention among the tokens of this call, with no cache, planned once for all layers.
 
     Args:
       dtype: of hidden states.
       positions: in the shape of the tokens.
+      implementation: as in `longctx.kernels.attention`.
     """
     q, k = (
         jax.ShapeDtypeStruct((*positions.shape, heads, config.head_dim), dtype)
         for heads in (config.num_heads, config.num_kv_heads)
     )
-    plan = plan_attention(q, k, positions, positions, segment_ids, segment_ids)
+    plan = plan_attention(q, k, positions, positions, segment_ids, segment_ids, implementation=implementation)
 
     def attend(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> Any:
         out, _ = attention(q, k, v, plan=plan)

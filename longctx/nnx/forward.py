@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.attention.kernel import ATTENTION_STATE
@@ -33,7 +33,7 @@ class Plan:
     """
 
     model: Llama
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     axes: MeshAxes | None
     layout: str
     method: str
@@ -134,7 +134,8 @@ def _gather_all_but_layers(plan: Plan, params: Params) -> Params:
 
 
 def _dense_hidden(plan: Plan, params: Params, rows: Rows) -> Array:
-    attend = dense_attend(plan.model.config, params["embed"].dtype, rows.positions, rows.segments)
+    dtype = params["embed"].dtype
+    attend = dense_attend(plan.model.config, dtype, rows.positions, rows.segments, plan.implementation)
     return _hidden(plan, params, rows.tokens, rows.positions, attend)
 
 
