@@ -18,7 +18,7 @@ from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
 from longctx.nnx.kv_cache import Entries, append, entry_specs
 from longctx.parallel.context_parallel import context_parallel_attention
-from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
+from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, is_tracing, mesh_with_devices, place
 
 
 class ContextParallelAttention(nnx.Module):
@@ -153,8 +153,8 @@ class ContextParallelAttention(nnx.Module):
         batch = math.prod((batch_shape,) if isinstance(batch_shape, int) else batch_shape)
         if not isinstance(max_length, int) or max_length < 1:
             raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
-        mesh = jax.sharding.get_mesh() if self.mesh is None else self.mesh
-        axes = self._axes(check_mesh(None if mesh.empty else mesh))
+        mesh = check_mesh(mesh_with_devices(self.mesh))
+        axes = self._axes(mesh)
         ranks, replicas = axes.size(axes.sequence), axes.size(axes.batch)
         if batch % replicas:
             raise ValueError(f"the {replicas} ranks of batch_axis must divide the batch of {batch}")
@@ -162,8 +162,8 @@ class ContextParallelAttention(nnx.Module):
         heads = (batch, slots, self.num_kv_heads, self.head_dim)
 
         def full(shape: tuple[int, ...], value: int, dtype: Any, spec: Any) -> Array:
-            sharding = NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else None
-            return jnp.full(shape, value, dtype, device=sharding)
+            sharding = None if is_tracing() else NamedSharding(mesh, spec)
+            return place(jnp.full(shape, value, dtype, device=sharding), mesh, spec)
 
         specs = entry_specs(axes)
         self.cache = nnx.Dict(

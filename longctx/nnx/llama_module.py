@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
@@ -20,7 +20,7 @@ from longctx.models.validation import MAX_INT32
 from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
 from longctx.parallel.layout import check_layout
-from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh
+from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, mesh_with_devices, place
 
 METHODS = ("pass_kv", "pass_q", "all_gather")
 """The exchanges in which tokens stay sharded."""
@@ -130,7 +130,7 @@ class LlamaModule(nnx.Module):
 def to_nnx(
     model: Llama,
     params: Params,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     *,
     layout: str = "zigzag",
     method: str = "pass_kv",
@@ -204,15 +204,16 @@ def to_nnx(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     check_implementation(implementation, IMPLEMENTATIONS)
-    if mesh is None and not jax.sharding.get_mesh().empty:
-        mesh = jax.sharding.get_mesh()
+    mesh = mesh_with_devices(mesh)
     axes = None
+    if mesh is None and not head_axis is batch_axis is None:
+        raise ValueError(f"mesh must be given for head_axis and batch_axis, {head_axis!r} and {batch_axis!r}")
     if mesh is not None:
         axes = _axes(model, check_mesh(mesh), axis_name, head_axis, batch_axis)
     check_layout(1 if axes is None else axes.size(axis_name), layout)
     plan = Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size, bool(fsdp))
     if mesh is not None:
-        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, plan.specs)
+        params = jax.tree.map(lambda x, spec: place(x, mesh, spec), params, plan.specs)
     return LlamaModule(plan, params)
 
 

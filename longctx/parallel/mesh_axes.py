@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,35 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     return mesh
+
+
+def mesh_with_devices(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """A mesh on which arrays can be placed: the mesh itself, or that of `jax.set_mesh` for None and an abstract one.
+
+    Inside of a trace, that of `jax.set_mesh` is abstract.
+
+    Raises:
+      ValueError: the mesh is abstract, and not that of `jax.set_mesh`.
+    """
+    context = get_abstract_mesh()
+    if isinstance(mesh, AbstractMesh) and mesh != context:
+        raise ValueError(f"mesh must have devices, or be that of jax.set_mesh, {context}, got {mesh}")
+    if (mesh is None and not context.empty) or isinstance(mesh, AbstractMesh):
+        return context if is_tracing() else jax.sharding.get_mesh()
+    return mesh
+
+
+def place(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
+    """x with the sharding, in and outside of jit."""
+    sharding = NamedSharding(mesh, spec)
+    if is_tracing() and AxisType.Explicit not in mesh.axis_types:
+        return lax.with_sharding_constraint(x, sharding)  # with Auto axes, jit ignores device_put
+    return jax.device_put(x, sharding)
+
+
+def is_tracing() -> bool:
+    """Whether new arrays are traced, as under jit."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +99,12 @@ def with_auto_axes(
     mesh of the context, and its results have the shardings of `out_specs`, a PartitionSpec or a tree of them.
 
     Raises:
-      ValueError: the mesh with Explicit axes has another shape.
+      ValueError: the mesh of the context, or that with Explicit axes, has another shape.
     """
-    meshes = (get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)))
+    context = get_abstract_mesh()
+    if context.shape != mesh.shape and (not context.empty or isinstance(mesh, AbstractMesh)):
+        raise ValueError(f"mesh must be that of jax.set_mesh, {dict(context.shape)}, got {dict(mesh.shape)}")
+    meshes = (context, *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)))
     explicit = next((found for found in meshes if AxisType.Explicit in found.axis_types), None)
     if explicit is None:
         if isinstance(mesh, AbstractMesh):

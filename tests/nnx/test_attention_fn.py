@@ -180,3 +180,7 @@ def test_a_mesh_must_be_given_or_set() -> None:
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"mesh must be given, or set by jax\.set_mesh"):
         attention_fn()(q, q, q)
+    with jax.set_mesh(make_mesh(context=2)), pytest.raises(ValueError, match=r"must be that of jax\.set_mesh"):
+        attention_fn(make_mesh(context=4))(q, q, q)
+    with pytest.raises(ValueError, match=r"must be that of jax\.set_mesh"):
+        attention_fn(make_mesh(context=2).abstract_mesh)(q, q, q)

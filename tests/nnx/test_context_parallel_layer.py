@@ -168,6 +168,21 @@ def test_mesh_of_set_mesh_with_data_parallelism(types: AxisType) -> None:
     np.testing.assert_allclose(np.concatenate(parts, 1), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+def test_the_cache_can_be_made_inside_of_jit(types: AxisType) -> None:
+    mesh = jax.make_mesh((3,), ("context",), axis_types=(types,), devices=jax.devices()[:3])
+    init = nnx.jit(lambda module: module.init_cache(2, 12))
+    with jax.set_mesh(mesh):
+        module = layer(None)
+        init(module)
+    modules = [module]
+    if types == AxisType.Auto:
+        modules.append(layer(mesh))
+        init(modules[1])
+    for module in modules:
+        assert module.cache["key"].sharding.shard_shape((2, 12, 2, SIZE)) == (2, 4, 2, SIZE)
+
+
 @pytest.mark.slow
 def test_scan_and_remat_over_layers() -> None:
     """Gradients of four scanned and rematerialised layers are those of the plain reference, one after the other."""

@@ -184,6 +184,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ({"mesh": make_mesh(context=2, stage=2)}, "mesh must have one stage"),
         ({"mesh": make_mesh(context=1, tensor=8)}, "must divide num_heads"),
         ({"mesh": make_mesh(context=2), "batch_axis": "context"}, "batch_axis must be another axis"),
+        ({"batch_axis": "data"}, "mesh must be given for head_axis and batch_axis"),
     ):
         with pytest.raises(ValueError, match=message):
             to_nnx(MODEL, params(), **options)  # type: ignore[arg-type]
@@ -196,6 +197,30 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         to_nnx(MODEL, params() | {"embed": params()["embed"][1:]})
     with pytest.raises(TypeError, match="module must be a LlamaModule"):
         from_nnx(MODEL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+def test_modules_can_be_made_inside_of_a_trace(types: AxisType) -> None:
+    make = lambda mesh=None: to_nnx(MODEL, MODEL.init(jax.random.key(0)), mesh, fsdp=True)  # noqa: E731
+    shape = lambda module: module.params["embed"].shape  # noqa: E731
+    assert shape(nnx.eval_shape(make)) == (61, 16)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(types,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        assert shape(nnx.eval_shape(make)) == (61, 16)
+        made = [nnx.jit(make)()]
+        abstract = mesh.abstract_mesh
+        assert to_nnx(MODEL, params(), abstract).plan.mesh == mesh
+    if types == AxisType.Auto:
+        made.append(nnx.jit(lambda: make(mesh))())
+    for module in made:
+        assert module.params["embed"].sharding.spec[1] == "context"
+    with pytest.raises(ValueError, match=r"mesh must have devices, or be that of jax\.set_mesh"):
+        to_nnx(MODEL, params(), abstract)
+
+
+def test_the_implementation_is_not_ignored_on_one_device() -> None:
+    with pytest.raises(NotImplementedError, match="implementation 'mosaic_gpu' needs an NVIDIA GPU"):
+        to_nnx(MODEL, params(), implementation="mosaic_gpu")(TOKENS)
 
 
 def test_wrong_tokens_are_refused_by_name() -> None:
