@@ -266,7 +266,7 @@ def _axes(model: Llama, mesh: Any, axis_name: str, head_axis: str | None, batch_
 
 def _check_params(model: Llama, params: Params) -> None:
     wanted = abstract_params(model.config)
-    if not jax.tree.structure(wanted) == jax.tree.structure(params):
+    if jax.tree.structure(wanted) != jax.tree.structure(params):  # type: ignore[operator]
         raise ValueError("params must be those of model.init or load_checkpoint, stacked for one stage")
     for (path, leaf), x in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(params), strict=True):
         if x.shape != leaf.shape:
