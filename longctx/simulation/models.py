@@ -40,7 +40,7 @@ Examples:
 
 
 def model(name: str) -> LlamaConfig:
-    """A model of the papers.
+    """A model by its name.
 
     Args:
       name: of `MODELS`.
