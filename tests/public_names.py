@@ -23,6 +23,8 @@ MORE = {
     "longctx.plotting": [
         *("COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "shown", "style", "to_svg"),
     ],
+    "longctx.simulation.hardware": ["predictor"],
+    "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
 }
 _NOT_FOR_USERS = ("longctx.cli",)
 

@@ -23,8 +23,21 @@ ROOT = Path(__file__).parent.parent
 SHELLS = ("sh", "bash")
 # What a reader would type: no output of a program begins like this.
 COMMAND = re.compile(r"^(\$ )?(longctx|pip|python3?|make|srun|sbatch|kubectl|examples/\S+) ", re.MULTILINE)
-# Pages that compile several engines or rings.
-SLOW = ("docs/engine.md", "docs/context_parallelism.md")
+# Pages that compile several engines or rings, or start servers.
+SLOW = (
+    "docs/engine.md",
+    "docs/context_parallelism.md",
+    "docs/how_to/debug_a_slow_request.md",
+    "docs/how_to/fit_memory.md",
+    "docs/how_to/pack_documents.md",
+    "docs/how_to/use_in_your_model.md",
+    "docs/tutorials/attention_with_state.md",
+    "docs/tutorials/prefix_cache_cluster.md",
+    "docs/tutorials/ring_by_hand.md",
+    "docs/tutorials/scheduling_policy.md",
+    "docs/tutorials/serve_llama.md",
+    "docs/tutorials/which_exchange.md",
+)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 

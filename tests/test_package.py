@@ -2,6 +2,7 @@
 
 import ast
 import email
+import functools
 import importlib.metadata
 import os
 import re
@@ -47,6 +48,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
+
+
+packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def wheel(built: Path) -> Path:
@@ -127,7 +131,7 @@ def test_extras_are_those_that_messages_name() -> None:
 @pytest.mark.parametrize("name", [name for name in extras.EXTRAS if not name.startswith("cuda") and name != "cluster"])
 def test_packages_of_extras_have_the_modules_that_are_asked_for(name: str) -> None:
     """Those of the test environment, which has all but Ray and CUDA."""
-    owners = importlib.metadata.packages_distributions()
+    owners = packages_distributions()
     for module, distribution in extras.packages(name).items():
         normal = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners[module.partition(".")[0]]}
         assert re.sub(r"[-_.]+", "-", distribution).lower() in normal

@@ -90,8 +90,8 @@ def _choices(report: Report, devices: list[Any]) -> None:
         name = "paged_attention" if paged else "attention"
         lead = (16, _PAGE_SIZE) if paged else (1024,)
         for dtype in (jnp.bfloat16, jnp.float32):
-            q = jax.ShapeDtypeStruct((1024, _HEADS, _HEAD_SIZE), dtype)
-            k = jax.ShapeDtypeStruct((*lead, _KV_HEADS, _HEAD_SIZE), dtype)
+            q: Any = jax.ShapeDtypeStruct((1024, _HEADS, _HEAD_SIZE), dtype)
+            k: Any = jax.ShapeDtypeStruct((*lead, _KV_HEADS, _HEAD_SIZE), dtype)
             found = explain(q, k, paged)
             reasons = [f"{other} {why}" for other, why in found.refused.items() if other != "reference"]
             report.note("picked", f"{name}, {jnp.dtype(dtype).name}", f"{found.taken}: {'; '.join(reasons)}")

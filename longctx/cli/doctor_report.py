@@ -49,7 +49,8 @@ class Report:
         try:
             yield
         except Exception as error:
-            self.problem(f"{what} can't be found out: {type(error).__name__}: {first_line(str(error))}", remedy)
+            said = ": ".join(filter(None, (type(error).__name__, first_line(str(error)))))
+            self.problem(f"{what} can't be found out: {said}", remedy)
 
     def add(self, other: Mapping[str, Any]) -> None:
         """Add what another process has found, as from `to_dict`."""

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -58,7 +59,7 @@ class Selection:
         return "\n".join(rows + [f"{'ptxas':<12}{self.ptxas}"] * bool(self.ptxas))
 
 
-def explain(q: Array, k: Array, paged: bool = False) -> Selection:
+def explain(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, paged: bool = False) -> Selection:
     """Which implementation `attention` (or `paged_attention`) takes by itself, and why not another.
 
     Args:

@@ -265,9 +265,10 @@ def _axes(model: Llama, mesh: Any, axis_name: str, head_axis: str | None, batch_
 
 
 def _check_params(model: Llama, params: Params) -> None:
-    wanted = abstract_params(model.config)
-    if not jax.tree.structure(wanted) == jax.tree.structure(params):
+    wanted, given = (dict(jax.tree.leaves_with_path(tree)) for tree in (abstract_params(model.config), params))
+    if wanted.keys() != given.keys():
         raise ValueError("params must be those of model.init or load_checkpoint, stacked for one stage")
-    for (path, leaf), x in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(params), strict=True):
-        if x.shape != leaf.shape:
-            raise ValueError(f"params{jax.tree_util.keystr(path)} must have the shape {leaf.shape}, got {x.shape}")
+    for path, leaf in wanted.items():
+        if given[path].shape != leaf.shape:
+            name, shape = jax.tree_util.keystr(path), given[path].shape
+            raise ValueError(f"params{name} must have the shape {leaf.shape}, got {shape}")

@@ -37,6 +37,7 @@ def predictor(
       plan: None: one device.
       max_rows: rows of the largest batch that is predicted exactly.
       overhead: seconds of each step on the host, of an engine that doesn't hide them.
+      gpus_per_host: how many.
       kv_dtype: of the cache, as of `EngineConfig`.
 
     Returns:

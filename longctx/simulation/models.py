@@ -25,10 +25,22 @@ MODELS: dict[str, LlamaConfig] = {
     "llama-3-405b-fp8": _stretched("llama-3.1-405b", RowwiseFp8.of(126)),
     "llama-2-70b": _stretched("llama-2-70b"),  # Mooncake 5: "LLaMA2-70B architecture"
 }
+"""The models of the papers, by name: `LlamaConfig`s, for sequences of up to 2^24 tokens.
+
+Source:
+  Mnemosyne, 5; Medha, 5.1; Mooncake, 5; Context Parallelism for Scalable Million-Token Inference, 4.1 and table 9.
+
+Examples:
+  >>> from longctx.simulation.models import MODELS
+  >>> sorted(MODELS)
+  ['llama-2-70b', 'llama-3-405b', 'llama-3-405b-fp8', 'llama-3-70b', 'llama-3-8b']
+  >>> MODELS["llama-3-8b"].max_positions
+  16777216
+"""
 
 
 def model(name: str) -> LlamaConfig:
-    """A model of the papers.
+    """A model by its name.
 
     Args:
       name: of `MODELS`.
@@ -54,7 +66,19 @@ def model(name: str) -> LlamaConfig:
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """Parameters of a model: its matrices, embeddings and norms, without the scales of quantised weights."""
+    """The parameters of a model: its matrices, embeddings and norms, without the scales of quantised weights.
+
+    Args:
+      config: of the model.
+
+    Returns:
+      How many; a bfloat16 one has two bytes.
+
+    Examples:
+      >>> from longctx.simulation.models import MODELS, num_parameters
+      >>> f"{num_parameters(MODELS['llama-3-8b']):,}"
+      '8,030,261,248'
+    """
     hidden, heads, keys = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = hidden * (2 * heads + 2 * keys + 3 * config.intermediate_size + 2)
     layer += (heads + 2 * keys) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
