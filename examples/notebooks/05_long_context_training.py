@@ -59,9 +59,9 @@ print(f"documents of {sizes} tokens in one sequence of {len(tokens)}")
 # ## The module
 #
 # `to_nnx` makes a Flax NNX module of a checkpoint. With a mesh, tokens are sharded over its axis `context` in zigzag,
-# and attention goes round the ring. Positions and segments travel with the tokens, so documents may be packed across ranks.
-# `remat` computes layers again in the backward pass, and `chunk_size` bounds what exists of the feed-forward and of the
-# logits at a time. All the rest is Flax and optax as usual.
+# and attention goes round the ring. Positions and segments travel with the tokens, so documents may be packed across
+# ranks. `remat` computes layers again in the backward pass, and `chunk_size` bounds what exists of the feed-forward and
+# of the logits at a time. All the rest is Flax and optax as usual.
 
 # %%
 model, params = load_checkpoint(TINY, dtype=jnp.float32)
