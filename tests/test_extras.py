@@ -132,7 +132,7 @@ for call in {CALLS[extra]}:
         assert line.endswith(f": {extras.pip_line(extra)}")
 
 
-def test_without_any_extra_all_other_modules_load_and_commands_plan_and_simulate() -> None:
+def test_without_any_extra_all_other_modules_load_and_commands_plan_and_simulate(tmp_path: Path) -> None:
     hidden = {module for extra in extras.EXTRAS for module in extras.packages(extra)} - {"xxhash"} | {"starlette"}
     program = f"""
 import importlib, pkgutil
@@ -144,8 +144,11 @@ print(command("--help")[0])
 print(command("plan", *"--gpus 8 --context 100K --ttft 60 --tpot 1 --no-check".split())[0])
 print(command("simulate", *"--requests 2 --prompt-tokens 64 --output-tokens 2".split())[0])
 print(command("doctor", "--quiet")[0])
+print(command("simulate", *"--requests 2 --prompt-tokens 64 --output-tokens 2 --out".split(), {str(tmp_path)!r})[2])
 """
-    assert run(sorted(hidden), program).split() == ["0", "0", "0", "0"]
+    lines = run(sorted(hidden), program).splitlines()
+    assert lines[:4] == ["0", "0", "0", "0"]
+    assert f"written to {tmp_path / 'report.html'}, without drawings: {extras.pip_line('plot')}" in lines
 
 
 def test_an_error_within_a_needed_module_of_ours_is_shown_as_it_is() -> None:

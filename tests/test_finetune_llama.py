@@ -237,7 +237,8 @@ def test_transformers_loads_what_was_trained(files: Path, tmp_path: Path, run: C
     import transformers
 
     out = tmp_path / "out"
-    run(*options(files, "--out", out, "--steps", 2, "--warmup", 1, "--learning-rate", 1e-2, "--accumulate", 2))
+    few = ("--devices", 2, "--steps", 2, "--warmup", 1, "--learning-rate", 1e-2, "--accumulate", 2)
+    run(*options(files, "--out", out, *few))
     assert (out / "loss.svg").read_text().startswith("<?xml")
     assert len(record_of(tmp_path / "out.training", 2)["losses"]) == 2
 

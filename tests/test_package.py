@@ -2,7 +2,9 @@
 
 import ast
 import email
+import functools
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -15,6 +17,8 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import longctx
 from longctx import extras
@@ -47,6 +51,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
+
+
+packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def wheel(built: Path) -> Path:
@@ -127,7 +134,7 @@ def test_extras_are_those_that_messages_name() -> None:
 @pytest.mark.parametrize("name", [name for name in extras.EXTRAS if not name.startswith("cuda") and name != "cluster"])
 def test_packages_of_extras_have_the_modules_that_are_asked_for(name: str) -> None:
     """Those of the test environment, which has all but Ray and CUDA."""
-    owners = importlib.metadata.packages_distributions()
+    owners = packages_distributions()
     for module, distribution in extras.packages(name).items():
         normal = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners[module.partition(".")[0]]}
         assert re.sub(r"[-_.]+", "-", distribution).lower() in normal
@@ -143,6 +150,30 @@ def test_only_one_module_writes_the_pip_line() -> None:
         texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documented)
         wrong += [f"{path.name}:{each.lineno}" for each in texts if f"{extras.DISTRIBUTION}[" in str(each.value)]
     assert wrong == []
+
+
+def test_required_packages_are_all_that_the_doctor_needs() -> None:
+    """Modules of all other distributions are hidden, as in an environment that has nothing but the package."""
+    required, names = set[str](), [str(line) for line in PROJECT["dependencies"]]
+    while names:
+        requirement = Requirement(names.pop())
+        name = canonicalize_name(requirement.name)
+        if name not in required and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            required.add(name)
+            names += importlib.metadata.requires(name) or []
+    owners = importlib.metadata.packages_distributions()
+    hidden = [module for module in owners if not required & {canonicalize_name(each) for each in owners[module]}]
+    hidden = [module for module in hidden if module not in ("longctx", "_distutils_hack")]
+    # The probe imports the kernels for Hopper too.
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden})); from longctx.cli.doctor_probe import main; main()"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 # # Train on long documents in a ring
 #
 # In training, memory is what limits the length of a sequence: a device holds the activations of all its tokens. In a
-# ring over N devices each holds those of T / N. This notebook fine-tunes the built-in model of 657,024 parameters on
-# packed documents over four CPU devices, with `longctx.nnx`, and checks that every loss is that of one device. Then it
-# compiles longer steps, and looks at what they would take.
+# ring over N devices each holds those of T / N. This notebook trains a small Llama on packed documents over four CPU
+# devices, with `longctx.nnx`, and checks that every loss is that of one device. Then it compiles longer steps, and
+# looks at what they would take.
 #
 # It takes about a minute and a half on a laptop, most of it to compile.
 
@@ -17,25 +17,26 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longctx.models import load_checkpoint, passkey
+from longctx.models import passkey
 from longctx.models.builtin import TINY
-from longctx.nnx import from_nnx, next_token_targets, to_nnx
+from longctx.models.checkpoint import read_model
+from longctx.nnx import from_nnx, to_nnx
 from longctx.parallel import cpu_devices, make_mesh
 from longctx.plotting import COLORS, shown
 
 cpu_devices(4)
-RANKS, T, STEPS = 4, 1024, 24
+RANKS, T, STEPS = 4, 1024, 16
 
 # %% [markdown]
 # ## Documents
 #
-# The task needs long distance: a ledger of names and amounts, and then the same entries in another order. What an
-# amount is, only the first half tells. A token is a byte; names are those that the model has seen, the form is new.
+# Ledgers of names and amounts, and then the same entries in another order. A token is a byte. Several documents are
+# packed into one sequence; segment ids keep each to itself.
 
 
 # %%
 def ledger(rng, entries):
-    """Entries, and once more in another order; tokens [length], and where the amounts of the second half are."""
+    """Entries, and once more in another order: tokens `[length]`."""
     names = rng.permutation(len(passkey.NAMES))[:entries]
     lines = [f"{passkey.NAMES[name]}: {rng.integers(10_000, 100_000)}\n" for name in names]
     first, second = "".join(lines), "".join(lines[i] for i in rng.permutation(entries))
@@ -58,20 +59,22 @@ print(f"documents of {sizes} tokens in one sequence of {len(tokens)}")
 # %% [markdown]
 # ## The module
 #
-# `to_nnx` makes a Flax NNX module of a checkpoint. With a mesh, tokens are sharded over its axis `context` in zigzag,
-# and attention goes round the ring. Positions and segments travel with the tokens, so documents may be packed across ranks.
-# `remat` computes layers again in the backward pass, and `chunk_size` bounds what exists of the feed-forward and of the
-# logits at a time. All the rest is Flax and optax as usual.
+# `to_nnx` makes a Flax NNX module of a model and its parameters, here drawn at random; `load_checkpoint` gives those of
+# Hugging Face files, to fine-tune. With a mesh, tokens are sharded over its axis `context` in zigzag,
+# and attention goes round the ring. Positions and segments travel with the tokens, so documents may be packed across
+# ranks. `remat` computes layers again in the backward pass, and `chunk_size` bounds what exists of the feed-forward and
+# of the logits at a time. All the rest is Flax and optax as usual.
 
 # %%
-model, params = load_checkpoint(TINY, dtype=jnp.float32)
+model, _ = read_model(TINY)  # the configuration of the built-in model: 4 layers, 657,024 parameters
+params = model.init(jax.random.key(0))
 
 
 def make(mesh):
     """A module and its optimizer; mesh None: on one device."""
     options = {} if mesh is None else {"mesh": mesh, "remat": True, "chunk_size": 128}
     module = to_nnx(model, jax.tree.map(jnp.copy, params), **options)
-    rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 4, STEPS)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 4, STEPS)
     optimizer = nnx.Optimizer(module, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate)), wrt=nnx.Param)
     everywhere = jax.devices()[0] if mesh is None else NamedSharding(mesh, P())
     # Placed as a step returns it: else the second step would be compiled anew.
@@ -94,8 +97,7 @@ def train_step(module, optimizer, tokens, segments):
 
 def train(mesh):
     module, optimizer = make(mesh)
-    losses = [float(train_step(module, optimizer, *pack(seed))) for seed in range(STEPS)]
-    return losses, module
+    return [float(train_step(module, optimizer, *pack(seed))) for seed in range(STEPS)], module
 
 
 # %% [markdown]
@@ -116,50 +118,34 @@ with shown(panels=2, width=4.4, height=2.8) as (figure, (left, right)):
     right.semilogy(np.maximum(apart, 1e-8), ".", color=COLORS[0])
     right.axhline(1e-4, color="k", ls="--", lw=1)
     right.set(title="Difference of the two", xlabel="step", ylabel="nats", ylim=(1e-8, 1e-3))
+print(f"largest difference {apart.max():.0e}" if apart.max() > 1e-4 else "differences are below 1e-4")
 print(f"loss {ring[0]:.2f} at first, {np.mean(ring[-3:]):.2f} in the end")
 assert apart.max() < 1e-4
-assert np.mean(ring[-3:]) < 0.7 * ring[0]
+assert np.mean(ring[-3:]) < 0.6 * ring[0]
 
 # %% [markdown]
-# ## Did it learn to look back?
+# ## Back to a checkpoint
 #
-# Amounts of the second half can be known, those of the first can't: their digits are drawn at random, which is 2.3 nats
-# (log 10) at best. Logits of a new document, from the module in the ring; its parameters go back to a
-# checkpoint that `longctx serve` takes (`save_checkpoint(*from_nnx(module), directory)`).
+# `from_nnx` gives the model and its parameters, which `save_checkpoint(model, params, directory)` writes as safetensors
+# for `transformers` and `longctx serve`. Their logits on one device are those of the module in the ring:
 
 # %%
 document = ledger(np.random.default_rng(1000), 20)
-targets = np.asarray(next_token_targets(jnp.asarray(document)))
-is_digit = (targets >= ord("0")) & (targets <= ord("9"))
-second_half = np.arange(len(document)) >= len(document) // 2
-
-
-def digit_losses(module):
-    logp = np.asarray(jax.nn.log_softmax(module(document)))
-    nats = -np.take_along_axis(logp, np.maximum(targets, 0)[:, None], 1)[:, 0]
-    return [nats[is_digit & half].mean() for half in (~second_half, second_half)]
-
-
-before, after = digit_losses(to_nnx(model, params)), digit_losses(to_nnx(*from_nnx(trained)))
-with shown(width=4.5, height=2.6) as (figure, (axes,)):
-    x = np.arange(2)
-    axes.bar(x - 0.2, before, width=0.38, color=COLORS[5], label="before")
-    axes.bar(x + 0.2, after, width=0.38, color=COLORS[0], label="after")
-    axes.set(title="Loss of an amount's digit", ylabel="nats")
-    axes.set_xticks(x, ["first half", "second half"])
-    axes.legend()
-for name, (first, second) in (("before", before), ("after", after)):
-    print(f"{name:6} {first:.2f} nats a digit in the first half, {second:.2f} in the second")
-assert after[1] < before[1]
+in_ring = trained(document)
+served, weights = from_nnx(trained)
+weights = jax.device_put(weights, jax.devices()[0])
+np.testing.assert_allclose(in_ring, served(weights, document), rtol=0, atol=1e-3)
+print("logits", in_ring.shape, "alike")
 
 # %% [markdown]
 # ## Memory
 #
-# Nothing is run here: steps are compiled, and the compiler says how much memory each device takes beside parameters and
-# optimizer. It grows with T / N: twice the devices, twice the tokens.
+# Nothing is run here: the gradient is compiled, and the compiler says how much memory each device takes beside the
+# parameters. With everything but attention local to a token, it follows T / N: four devices take a sequence about four
+# times as long.
 
 # %%
-SHARDS = (2048, 4096)  # tokens of a device
+LENGTHS = {1: (2048, 4096, 8192), 4: (4096, 8192)}
 
 
 def temporary_mib(ranks, length):
@@ -169,5 +155,18 @@ def temporary_mib(ranks, length):
     return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
-memory = {ranks: [temporary_mib(ranks, ranks * shard) for shard in SHARDS] for ranks in (1, 2, 4)}
-print(memory)
+memory = {ranks: [temporary_mib(ranks, length) for length in lengths] for ranks, lengths in LENGTHS.items()}
+with shown(width=5, height=3) as (figure, (axes,)):
+    for (ranks, mib), marker in zip(memory.items(), "os", strict=True):
+        axes.plot(LENGTHS[ranks], mib, marker + "-", label=f"{ranks} device{'s' * (ranks > 1)}")
+    axes.set(title="Memory of one device for a gradient", xlabel="tokens of the sequence", ylabel="MiB", ylim=0, xlim=0)
+    axes.legend()
+for ranks, mib in memory.items():
+    for length, size in zip(LENGTHS[ranks], mib, strict=True):
+        print(f"{ranks} x {length // ranks:5,} tokens: {size:4.0f} MiB")
+assert memory[4][1] < memory[1][2] / 2  # 8,192 tokens on 4 devices and on one
+assert memory[1][2] < 2.5 * memory[1][1]  # linear, not quadratic, in the tokens of a device
+
+# %% [markdown]
+# `examples/finetune_llama.py` does the same with a checkpoint: warm-up, accumulation, states that can be resumed,
+# sharded parameters; it saves what `transformers` loads. `docs/finetuning.md` says more.

@@ -29,6 +29,7 @@ def main() -> None:
 def _devices(report: Report, devices: list[Any]) -> None:
     for what, look in (
         ("the devices' kinds", _describe),
+        ("the ptxas that assembles kernels", _ptxas),
         ("the host's memory", _memory),
         ("the links between devices", _links),
         ("what would be picked", _choices),
@@ -41,17 +42,20 @@ def _devices(report: Report, devices: list[Any]) -> None:
 def _describe(report: Report, devices: list[Any]) -> None:
     import jax
 
-    from longctx.kernels.mosaic_gpu.ptxas import ptxas_in_use
-
     platform = devices[0].client.platform_version
     report.note("versions", "platform", first_line(str(platform)) or "unknown")
-    report.note("versions", "ptxas", ptxas_in_use())
     report.note("devices", "backend", jax.default_backend())
     for kind in sorted({device.device_kind for device in devices}):
         same = [device for device in devices if device.device_kind == kind]
         report.note("devices", kind, f"{len(same)}{_memory_of(same)}")
     if jax.process_count() > 1:
         report.note("devices", "processes", jax.process_count())
+
+
+def _ptxas(report: Report, devices: list[Any]) -> None:
+    from longctx.kernels.mosaic_gpu.ptxas import ptxas_in_use
+
+    report.note("versions", "ptxas", ptxas_in_use())
 
 
 def _memory_of(devices: list[Any]) -> str:

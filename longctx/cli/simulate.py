@@ -19,7 +19,7 @@ from longctx.cli.simulate_flags import (
     with_values,
 )
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs
+from longctx.cli.workload_flags import check_folder, check_outputs, print_where
 from longctx.plotting import can_draw
 from longctx.simulation.capacity import Capacity, Tried, find_capacity
 from longctx.simulation.deployment import Deployment
@@ -163,7 +163,7 @@ def _write(
     if options.out is not None:
         drawing = deployment_plots.write_deployment(record, traces, options.out) if can_draw() else None
         workload_report.write_report(contents, record, summary, drawing, options.out)
-        print(f"written to {options.out / 'report.html'}")
+        print_where(options.out)
 
 
 def simulate_point(options: argparse.Namespace) -> dict[str, Any]:
@@ -206,4 +206,4 @@ def _sweep(options: argparse.Namespace, console: Console) -> None:
         deployment_plots.plot_sweep(rows, list(grid), options.plot)
     if options.out is not None:
         sweep_report.write_sweep(rows, list(grid), options.out)
-        print(f"written to {options.out / 'report.html'}")
+        print_where(options.out)

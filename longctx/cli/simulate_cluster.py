@@ -13,7 +13,7 @@ from longctx.cli.files import check_input
 from longctx.cli.naming import prefixing
 from longctx.cli.simulate_flags import MAX_DEVICES, apply_plan, check_simulation, make_requests, named_model
 from longctx.cli.terminal import Console
-from longctx.cli.workload_flags import check_folder, check_outputs
+from longctx.cli.workload_flags import check_folder, check_outputs, print_where
 from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.config import ClusterFile, read_cluster
 from longctx.parallel.topology import Topology
@@ -70,7 +70,7 @@ def run_cluster(options: argparse.Namespace) -> None:
     if options.out is not None:
         drawing = cluster_report.write_cluster(record, *slos, options.out) if can_draw() else None
         workload_report.write_report(contents, record, printed, drawing, options.out)
-        print(f"written to {options.out / 'report.html'}")
+        print_where(options.out)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -5,10 +5,12 @@ import dataclasses
 import math
 from pathlib import Path
 
+from longctx import extras
 from longctx.cli.arguments.engine import flag
 from longctx.cli.files import check_input, check_output
 from longctx.cli.naming import prefixing
 from longctx.models import LlamaConfig, load_tokenizer
+from longctx.plotting import can_draw
 from longctx.serving.validation import MAX_INT32
 from longctx.simulation.reports import plots
 from longctx.simulation.workloads import (
@@ -36,6 +38,12 @@ def check_outputs(options: argparse.Namespace, *names: str) -> None:
     if options.plot is not None:
         with prefixing("--plot "):
             plots.check_can_plot(options.plot)
+
+
+def print_where(out: Path) -> None:
+    """Print where the report of `--out` is, and how to install what would draw in it, if that is missing."""
+    lacking = "" if can_draw() else f", without drawings: {extras.pip_line('plot')}"
+    print(f"written to {out / 'report.html'}{lacking}")
 
 
 def check_folder(options: argparse.Namespace) -> None:
