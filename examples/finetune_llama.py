@@ -83,7 +83,7 @@ def make_training(module: nnx.Module, mesh: Mesh | None, args: argparse.Namespac
 def mean_loss(module: nnx.Module, batch: Batch) -> jax.Array:
     """The cross entropy of a token, in nats: a float32 scalar."""
     total, count = module.loss(*batch)
-    return total / count
+    return total / jnp.maximum(count, 1)  # a sequence of the last tokens of documents has no target
 
 
 @nnx.jit(donate_argnums=(0, 1))
@@ -173,7 +173,7 @@ def temp_bytes(module: nnx.Module, optimizer: nnx.Optimizer, length: int) -> int
 
 def measure_memory(model: Llama, params: Any, args: argparse.Namespace) -> None:
     """Print the temporary memory of a step for each length, over one device and more, and plot it."""
-    sizes = [2**i for i in range(args.devices.bit_length()) if 2**i <= args.devices]
+    sizes = sorted({2**i for i in range(args.devices.bit_length())} | {args.devices})
     table = {}
     for size in sizes:
         mesh = make_mesh(context=size)
@@ -216,14 +216,14 @@ def parse_args() -> argparse.Namespace:
         convert.__name__ = kind.__name__  # argparse says "invalid int value"
         return convert
 
-    positive, real = at_least(int, 1), at_least(float, 0)
+    positive, several, real = at_least(int, 1), at_least(int, 2), at_least(float, 0)
     add = parser.add_argument
     add("--model", type=Path, default=TINY, help="checkpoint directory or GGUF file (default: the built-in one)")
     add("--data", type=Path, help="a text file, or a directory of text files (default: Python's standard library)")
     add("--out", type=Path, help="directory of the trained checkpoint; states of the training are in OUT.training")
     add("--devices", type=positive, default=8, help="devices in the ring (default: %(default)s)")
-    add("--length", type=positive, default=8192, help="tokens of a sequence (default: %(default)s)")
-    add("--max-positions", type=positive, help="longer documents are cut (default: the model's own)")
+    add("--length", type=several, default=8192, help="tokens of a sequence (default: %(default)s)")
+    add("--max-positions", type=several, help="longer documents are cut (default: the model's own)")
     add("--steps", type=positive, default=30, help="(default: %(default)s)")
     add("--accumulate", type=positive, default=1, help="sequences of a step (default: %(default)s)")
     add("--learning-rate", type=real, default=3e-4, help="the highest (default: %(default)s)")
@@ -238,6 +238,14 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.out is None and not (args.compare or args.memory):
         parser.error("--out is needed to train")
+    if args.out is not None:
+        args.out = args.out.absolute()
+        if not args.out.name or args.out.name == "..":
+            parser.error(f"--out must name a directory, got {args.out}")
+        if args.out.exists() and not args.out.is_dir():
+            parser.error(f"--out must be a directory, got the file {args.out}")
+        if args.out.resolve() == args.model.resolve():
+            parser.error(f"--out must be another directory than --model, {args.model}")
     if args.warmup >= args.steps:
         parser.error(f"--warmup must be less than --steps, {args.steps}, got {args.warmup}")
     args.error = parser.error

@@ -114,14 +114,17 @@ def test_documents_are_long_modules_of_the_standard_library_by_default(example: 
     ("flags", "message"),
     [
         (["--steps", "3"], "--out is needed to train"),
+        (["--out", str(EXAMPLES / "finetune_llama.py")], "--out must be a directory, got the file"),
+        (["--out", "models/../model", "--model", "model"], "--out must be another directory than --model, model"),
+        (["--out", "/"], "--out must name a directory, got /"),
         (["--out", "x", "--steps", "5", "--warmup", "5"], "--warmup must be less than --steps, 5, got 5"),
-        (["--out", "x", "--length", "0"], "argument --length: must be at least 1, got 0"),
+        (["--out", "x", "--length", "0"], "argument --length: must be at least 2, got 0"),
         (["--out", "x", "--chunk", "many"], "argument --chunk: invalid int value: 'many'"),
         (["--out", "x", "--learning-rate", "nan"], "argument --learning-rate: must be at least 0, got nan"),
         (["--out", "x", "--method", "kvp"], "argument --method: invalid choice: 'kvp'"),
         (["--out", "x", "--model", "nowhere"], "nowhere"),
         (["--out", "x", "--data", "nowhere"], "nowhere cannot be read as text"),
-        (["--out", "x", "--max-positions", "0"], "argument --max-positions: must be at least 1, got 0"),
+        (["--out", "x", "--max-positions", "0"], "argument --max-positions: must be at least 2, got 0"),
     ],
 )
 def test_bad_flags_are_refused_by_name(
@@ -131,6 +134,15 @@ def test_bad_flags_are_refused_by_name(
         run(*flags)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_sequence_without_targets_changes_nothing(example: ModuleType) -> None:
+    model = Llama(CONFIG)
+    module = example.to_nnx(model, model.init(jax.random.key(0)))
+    batch = example.Batch(*(np.array(x, np.int32) for x in ([1, 2], [-1, -1], [9, 0], [0, 1])))
+    value, gradient = nnx.jit(nnx.value_and_grad(example.mean_loss))(module, batch)
+    assert value == 0
+    assert all((x == 0).all() for x in jax.tree.leaves(gradient))
 
 
 def test_a_foreign_directory_of_states_is_refused(example: ModuleType, tmp_path: Path) -> None:
