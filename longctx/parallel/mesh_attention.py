@@ -57,6 +57,9 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
     # KVP needs its queries on all ranks.
     q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
 
+    def pad_q(x: Array, value: int = 0) -> Array:
+        return x if q_axis is None else pad(x, q_layout, value)
+
     def pad(x: Array, layout: str, value: int = 0) -> Array:
         missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
         return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
@@ -93,10 +96,10 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
         out_specs=q_spec,
     )
     out = mapped(
-        pad(flat_q, q_layout),
+        pad_q(flat_q),
         pad(flat_k, static.layout),
         pad(flat_v, static.layout),
-        Tokens(pad(queries.positions, q_layout), pad(queries.segments, q_layout, -1)),
+        Tokens(pad_q(queries.positions), pad_q(queries.segments, -1)),
         Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
     )
     return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
