@@ -6,6 +6,7 @@ WORKERS ?= 2
 .PHONY: demo chat serve test test-all check bench docs figures notebooks clean
 
 .venv/installed: pyproject.toml
+	@echo 'Installing into .venv: a minute or two, of which pip says nothing.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable .

@@ -40,7 +40,7 @@ from packed_documents import Batch, PackedDocuments, encode_documents, read_docu
 from tqdm import tqdm
 
 from longctx import plotting
-from longctx.models import Llama, load_checkpoint, load_tokenizer, save_checkpoint
+from longctx.models import Llama, checkpoint_fingerprint, load_checkpoint, load_tokenizer, save_checkpoint
 from longctx.models.builtin import TINY
 from longctx.nnx import from_nnx, to_nnx
 from longctx.parallel import make_mesh
@@ -107,7 +107,7 @@ def finetune(model: Llama, params: Any, data: PackedDocuments, mesh: Mesh, args:
     """Train up to step `--steps`, from the last saved state if there is one; save states, plot and checkpoint."""
     module = make_module(model, params, mesh, args)
     optimizer = make_training(module, mesh, args)
-    with TrainingStates(args.out.with_name(args.out.name + ".training"), settings(args)) as states:
+    with TrainingStates(args.out.with_name(args.out.name + ".training"), settings(args, data)) as states:
         losses = states.restore(module, optimizer)
         steps = range(len(losses), args.steps)
         with tqdm(total=args.steps, initial=steps.start, unit="step") as bar:
@@ -124,11 +124,14 @@ def finetune(model: Llama, params: Any, data: PackedDocuments, mesh: Mesh, args:
     return losses
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What two parts of one training must have in common."""
-    alike = ["model", "data", "length", "max_positions", "steps", "accumulate"]
+def settings(args: argparse.Namespace, data: PackedDocuments) -> dict[str, Any]:
+    """What two parts of one training must have in common: by contents, where a path may hold something else by now."""
+    alike = ["length", "max_positions", "steps", "accumulate"]
     alike += ["learning_rate", "warmup", "weight_decay", "clip"]
-    return {name: str(getattr(args, name)) for name in alike}
+    return {name: str(getattr(args, name)) for name in alike} | {
+        "model": " ".join(checkpoint_fingerprint(args.model).values()),
+        "data": data.digest(),
+    }
 
 
 def save_tokenizer(source: Path, out: Path) -> None:
@@ -226,10 +229,10 @@ def parse_args() -> argparse.Namespace:
     add("--max-positions", type=several, help="longer documents are cut (default: the model's own)")
     add("--steps", type=positive, default=30, help="(default: %(default)s)")
     add("--accumulate", type=positive, default=1, help="sequences of a step (default: %(default)s)")
-    add("--learning-rate", type=real, default=3e-4, help="the highest (default: %(default)s)")
+    add("--learning-rate", type=real, default=1e-4, help="the highest (default: %(default)s)")
     add("--warmup", type=at_least(int, 0), default=5, help="steps until then (default: %(default)s)")
     add("--weight-decay", type=real, default=0.01, help="(default: %(default)s)")
-    add("--clip", type=real, default=1.0, help="norm of the gradient (default: %(default)s)")
+    add("--clip", type=at_least(float, 1e-6), default=1.0, help="norm of the gradient (default: %(default)s)")
     add("--method", choices=("pass_kv", "pass_q", "all_gather"), default="pass_kv", help="(default: %(default)s)")
     add("--chunk", type=positive, default=512, help="tokens of a device in the feed-forward (default: %(default)s)")
     add("--save-every", type=positive, default=10, help="steps between states (default: %(default)s)")

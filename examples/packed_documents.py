@@ -3,6 +3,7 @@
 A sequence depends on its index only, so that a resumed training sees what an uninterrupted one would have seen.
 """
 
+import hashlib
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,13 @@ class PackedDocuments:
             piece for tokens in documents for piece in np.split(tokens, range(longest, len(tokens), longest))
         ]
         self.length, self.seed = length, seed
+
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ where any token of the documents does."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tokens in self.documents:
+            digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+        return digest.hexdigest()
 
     def batch(self, index: int) -> Batch:
         """The sequence number `index`, from 0."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,7 +236,12 @@ def test_a_killed_training_goes_on_with_the_same_losses(
     # Other settings, or a state that was damaged, are refused.
     with pytest.raises(SystemExit):
         run(*flags, "--out", whole, "--learning-rate", "1")
-    assert "was begun with learning_rate 0.0003, not 1.0: give the same, or remove" in capsys.readouterr().err
+    assert "was begun with learning_rate 0.0001, not 1.0: give the same, or remove" in capsys.readouterr().err
+    other = shutil.copytree(files / "data", tmp_path / "data")
+    (other / "1.txt").write_text(TEXT)
+    with pytest.raises(SystemExit):
+        run(*flags, "--data", other, "--out", whole)
+    assert "was begun with data " in capsys.readouterr().err
     for path in (tmp_path / "whole.training" / "40" / "arrays").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")

@@ -39,6 +39,7 @@ LAYERS = [
     ["cluster.router"],
     ["simulation"],
     ["cli"],
+    ["__main__"],
 ]
 
 

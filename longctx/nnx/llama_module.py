@@ -152,7 +152,8 @@ def to_nnx(
     alone.
 
     Args:
-      model, params: of `load_checkpoint`, or `model.init`: Llama, Mistral, Qwen2.5 or Qwen3.
+      model, params: of `load_checkpoint`, or `model.init`: Llama, Mistral, Qwen2.5 or Qwen3. Arrays that are where the
+        module wants them are its own from then on, not copied: a step that donates the module deletes them.
       mesh: a mesh with `axis_name`, on which the parameters are placed. None: that of `jax.set_mesh`; without one, all
         is computed on one device.
       layout: tokens come in order, and are arranged as integers once, not their hidden states in each layer;
