@@ -414,7 +414,7 @@ def check_tokens(config: LlamaConfig, tokens: ArrayLike, is_packed: bool = False
       TypeError, ValueError: they are no token ids; the message says why.
     """
     array = np.asarray(tokens) if not isinstance(tokens, Array) else tokens
-    if array.ndim < 1 or array.shape[-1] == 0:
+    if array.ndim < 1 or array.size == 0:
         raise ValueError(f"`tokens` must be [*B, T] with at least one token, got shape {array.shape}")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`tokens` must be integers, got {array.dtype}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -150,8 +151,8 @@ class ContextParallelAttention(nnx.Module):
           ValueError: no mesh is given or set, the ranks of `batch_axis` don't divide the batch, or `max_length` is not
             positive.
         """
-        batch = math.prod((batch_shape,) if isinstance(batch_shape, int) else batch_shape)
-        if not isinstance(max_length, int) or max_length < 1:
+        batch = math.prod(batch_shape if isinstance(batch_shape, tuple | list) else (batch_shape,))
+        if not isinstance(max_length, Integral) or max_length < 1:
             raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
         mesh = check_mesh(mesh_with_devices(self.mesh))
         axes = self._axes(mesh)

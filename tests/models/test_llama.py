@@ -188,6 +188,7 @@ def test_sharded_params_give_the_same_logits() -> None:
         ({"tokens": ["text"]}, TypeError, "`tokens`"),
         ({"tokens": []}, ValueError, "at least one token"),
         ({"tokens": np.zeros((2, 0), np.int32)}, ValueError, "at least one token"),
+        ({"tokens": np.zeros((0, 2), np.int32)}, ValueError, "at least one token"),
         ({"tokens": np.int32(3)}, ValueError, "at least one token"),
         ({"tokens": [0, 64]}, ValueError, "64: outside the vocabulary"),
         ({"tokens": jnp.array([-1, 3])}, ValueError, "-1 to 3: outside the vocabulary"),
