@@ -20,8 +20,8 @@ from longctx.cluster.server_url import host_port
 from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
 from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
+from longctx.cluster.transfer.remote_source import RemoteSource
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.cluster.transfer.zmq_receiver import RemoteSource
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.request.handoff import Handoff

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -35,7 +35,6 @@ from longctx.cluster.transfer.messages import (
     Malformed,
     Open,
     Opened,
-    Place,
     Pulled,
     Refused,
     Release,
@@ -44,6 +43,8 @@ from longctx.cluster.transfer.messages import (
 )
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.peer import NoRoom, Peer
+from longctx.cluster.transfer.puller import Puller
+from longctx.cluster.transfer.remote_source import RemoteSource
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.distributed.network import Network
 from longctx.serving.kv_cache.connector import PageFetch
@@ -56,16 +57,6 @@ _MAX_MESSAGES = 100  # that are read of one sender before others have their turn
 _IDLE_SECONDS = 60.0  # after which a connection without transfers is closed
 _CLOSE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1  # after an error that is of no connection, so that it does not come at once again
-
-
-class Puller(Protocol):
-    """Reads blocks from registered memory of a sender, in a thread of its own."""
-
-    def pull(self, place: Place, num_bytes: int, done: Callable[[Any], None]) -> None:
-        """Begin to read; `done` gets the bytes, or None if they can't be read."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class PageReceiver:
@@ -109,17 +100,15 @@ class PageReceiver:
       ...     def release(self, lease_id):
       ...         pass
       >>> with PageSender(Shelf(), layout) as sender, PageReceiver(layout) as receiver:  # of two processes, in practice
-      ...     source = receiver.source(sender.address, lease.lease_id)
       ...     woken = threading.Event()
-      ...     fetch = source.fetch(keys, woken.set)
+      ...     fetch = receiver.source(sender.address, lease.lease_id).fetch(keys, woken.set)
       ...     while not fetch.is_over:
       ...         _ = woken.wait(1.0)
       ...         woken.clear()
       ...         blocks = fetch.take(max_bytes=1 << 20)  # to write to the devices
-      ...     num_pages = fetch.num_pages
       ...     fetch.close()
-      >>> num_pages, receiver.stats.blocks, receiver.stats.bytes == pages.nbytes
-      (3, 1, True)
+      >>> receiver.stats.blocks, receiver.stats.bytes == pages.nbytes
+      (1, True)
     """
 
     def __init__(
@@ -157,7 +146,7 @@ class PageReceiver:
         release: bool = True,
         deadline: float | None = None,
         patience: float = 0.0,
-    ) -> "RemoteSource":
+    ) -> RemoteSource:
         """The pages of a lease, as a `PageSource`.
 
         Args:
@@ -198,7 +187,7 @@ class PageReceiver:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def fetch(self, source: "RemoteSource", keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
+    def fetch(self, source: RemoteSource, keys: List[Key], wake: Callable[[], Any]) -> PageFetch:
         """Begin to fetch pages of a source.
 
         Args:
@@ -506,26 +495,3 @@ class PageReceiver:
         peer.close()
         for fetch in fetches:
             self._end(fetch, outcome)
-
-
-class RemoteSource:
-    """A `PageSource`: the pages of a lease of an engine in another process."""
-
-    def __init__(
-        self,
-        receiver: PageReceiver,
-        addresses: list[str],
-        lease_id: str,
-        releases: bool,
-        deadline: float,
-        patience: float,
-    ) -> None:
-        self._receiver, self.addresses, self.lease_id = receiver, addresses, lease_id
-        self.releases, self.deadline, self.patience = releases, deadline, patience
-
-    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
-        return self._receiver.fetch(self, keys, wake)
-
-    def release(self) -> None:
-        """Tell the sender that nobody will fetch the lease, if it is connected. Without it the lease expires."""
-        self._receiver.release(self.addresses, self.lease_id)
