@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,6 @@ def parse_args() -> argparse.Namespace:
             parser.error(f"--out must be another directory than --model, {args.model}")
     if args.warmup >= args.steps:
         parser.error(f"--warmup must be less than --steps, {args.steps}, got {args.warmup}")
-    args.error = parser.error
     return args
 
 
@@ -275,7 +275,8 @@ def main() -> None:
         else:
             finetune(model, params, data, mesh, args)
     except (OSError, ValueError) as error:
-        args.error(str(error))
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _FLAGS = {
 # branches have collectives. So the branch is outside, and what is in it is captured.
 _COLLECTIVES = "+COLLECTIVES,-CONDITIONAL"
 # A process that is given a flag that its XLA doesn't know ends at once.
-_KNOWN_TO = ((0, 10), (0, 11))  # versions of jaxlib
+_KNOWN_TO = ((0, 10), (0, 11), (0, 12))  # versions of jaxlib
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -29,7 +29,7 @@ def xla_flags(collectives: bool = False) -> str:
     """Flags for the environment variable `XLA_FLAGS`, to be set before JAX starts.
 
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
-    effect on CPUs. They are for jaxlib 0.10 and 0.11.
+    effect on CPUs. They are for jaxlib 0.10 to 0.12.
 
     A shell sets them by `export XLA_FLAGS="$(python -c 'import longctx; print(longctx.xla_flags())')"`.
 

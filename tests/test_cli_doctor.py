@@ -90,7 +90,8 @@ def test_a_default_cache_folder_that_cant_be_written_to_is_a_hint(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     doctor_system.examine(report)
     assert report.problems == []
-    assert any("can't be kept in /proc/none" in hint.text for hint in report.hints)
+    [hint] = [hint for hint in report.hints if "/proc" in "".join(hint)]
+    assert "can't be kept in /proc/none" in hint.text, "nor is its disk full"
 
 
 def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
@@ -101,6 +102,11 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch, report: 
     doctor_system.examine(report)
     assert report.problems == []
     assert any("no folder for caches" in hint.text for hint in report.hints)
+
+
+def test_a_folder_with_control_characters_stays_on_its_line() -> None:
+    assert shown("/tmp/a\nb\x1b[31m") == '"/tmp/a\\nb\\u001b[31m"'
+    assert shown("/tmp/a b") == "/tmp/a b"
 
 
 def test_programs_in_the_cache_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Report) -> None:

@@ -87,8 +87,9 @@ def first_line(text: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as a report has it: the home folder is `~`, so that a bug report doesn't tell whose it is."""
+    """A path as a report has it, on one line: the home folder is `~`, so that a bug report doesn't tell whose it is."""
     try:
-        return f"~/{Path(path).relative_to(Path.home())}"
+        text = f"~/{Path(path).relative_to(Path.home())}"
     except (RuntimeError, ValueError):
-        return str(path)
+        text = str(path)
+    return text if text.isprintable() else json.dumps(text)

@@ -140,9 +140,10 @@ def _disks(report: Report) -> None:
     folders = {"temporary files": Path(tempfile.gettempdir())}
     try:
         root = cache_root()
-        while not root.exists():
-            root = root.parent
-        folders["compiled programs"] = root
+        if _why_not_written(root / "programs") is None:
+            while not root.exists():
+                root = root.parent
+            folders["compiled programs"] = root
     except (OSError, RuntimeError):
         pass  # told already
     for name, folder in folders.items():

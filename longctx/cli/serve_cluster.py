@@ -230,7 +230,8 @@ def _watch(
         for each in members:
             if each.name not in told:
                 told.add(each.name)
-                console.note(f"open     {each.name} ({each.role}): {len(told)} of {count}")
+                of = f": {len(told)} of {count}" if len(told) <= count else ""  # others may join
+                console.note(f"open     {each.name} ({each.role}){of}")
         if not is_told and len(members) >= count > 0:
             is_told = True
             console.note(f"ready    {server.model_name} at {url}")
