@@ -123,8 +123,6 @@ def test_documents_are_long_modules_of_the_standard_library_by_default(example: 
         (["--out", "x", "--chunk", "many"], "argument --chunk: invalid int value: 'many'"),
         (["--out", "x", "--learning-rate", "nan"], "argument --learning-rate: must be at least 0, got nan"),
         (["--out", "x", "--method", "kvp"], "argument --method: invalid choice: 'kvp'"),
-        (["--out", "x", "--model", "nowhere"], "nowhere"),
-        (["--out", "x", "--data", "nowhere"], "nowhere cannot be read as text"),
         (["--out", "x", "--max-positions", "0"], "argument --max-positions: must be at least 2, got 0"),
     ],
 )
@@ -135,6 +133,19 @@ def test_bad_flags_are_refused_by_name(
         run(*flags)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("--model", "error: no such directory: nowhere"), ("--data", "error: nowhere cannot be read as text")],
+)
+def test_a_missing_file_is_an_error_without_usage(
+    run: Callable[..., None], capsys: pytest.CaptureFixture[str], flag: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run("--out", "x", flag, "nowhere")
+    assert error.value.code == 1
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_sequence_without_targets_changes_nothing(example: ModuleType) -> None:
