@@ -116,7 +116,7 @@ class PassKV:
         def step(d_q: Array | None, block: tuple[Array, ...], keys: Tokens) -> Any:
             (kv,) = block
             part, *d_kv = self.kernel.backward(Operands(q, kv, kv, queries, keys), lse, row_terms, d_out)
-            return (part if d_q is None else d_q + part), jnp.stack(d_kv)
+            return (part if d_q is None else d_q + part), tuple(d_kv)
 
         d_q, (d_k, d_v) = fold_ring_and_return((jnp.stack([k, v]),), keys, step, self.axis_name)
         return d_q, d_k, d_v

@@ -130,10 +130,10 @@ class PassQ:
         def step(d_kv: Any, block: tuple[Array, ...], queries: Tokens) -> Any:
             q, *of_results = block
             d_q, *parts = self.kernel.backward(Operands(q, k, v, queries, keys), *of_results)
-            return (parts if d_kv is None else [x + y for x, y in zip(d_kv, parts, strict=True)]), d_q
+            return (parts if d_kv is None else [x + y for x, y in zip(d_kv, parts, strict=True)]), (d_q,)
 
         block = (q, lse, row_terms, d_out)
-        (d_k, d_v), d_q = fold_ring_and_return(block, queries, step, self.axis_name)
+        (d_k, d_v), (d_q,) = fold_ring_and_return(block, queries, step, self.axis_name)
         return d_q, d_k, d_v
 
 

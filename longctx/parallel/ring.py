@@ -1,5 +1,6 @@
 """The ring: blocks travel from rank to rank while each rank computes with the block it has."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.barrier import hold
 from longctx.parallel.exchange import gather_tokens
 
 
@@ -20,17 +22,24 @@ def ring_shift(axis_name: str, *arrays: Array) -> tuple[Array, ...]:
     """Send every rank's arrays to the next rank, in one message.
 
     XLA's GPU backend runs one permute at a time and joins several into one only up to 30 MiB or so: of two long
-    permutes the second would wait for the first, and no step would hide it.
+    permutes the second would wait for the first, and no step would hide it. On CPUs, whose permutes hide nothing, a
+    message of its own for each array saves the memory of the one that joins them.
     """
     n = lax.axis_size(axis_name)
-    permutation = [(rank, (rank + 1) % n) for rank in range(n)]
-    words = [_to_words(x, arrays) for x in arrays]
-    message = words[0] if len(words) == 1 else jnp.concatenate([x.ravel() for x in words])
-    arrived = lax.ppermute(message, axis_name, permutation)
-    if len(words) == 1:
-        return (arrived,)
-    parts = jnp.split(arrived, np.cumsum([x.size for x in words])[:-1])
-    return tuple(_from_words(part.reshape(x.shape), y) for part, x, y in zip(parts, words, arrays, strict=True))
+    permute = functools.partial(lax.ppermute, axis_name=axis_name, perm=[(rank, (rank + 1) % n) for rank in range(n)])
+
+    def each(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(map(permute, arrays))
+
+    def joined(*arrays: Array) -> tuple[Array, ...]:
+        words = [_to_words(x, arrays) for x in arrays]
+        arrived = permute(jnp.concatenate([x.ravel() for x in words]))
+        parts = jnp.split(arrived, np.cumsum([x.size for x in words])[:-1])
+        return tuple(_from_words(part.reshape(x.shape), y) for part, x, y in zip(parts, words, arrays, strict=True))
+
+    if len(arrays) == 1:
+        return each(*arrays)
+    return lax.platform_dependent(*arrays, cpu=each, default=joined)
 
 
 def tokens_by_hop(tokens: Tokens, axis_name: str) -> Callable[[int], Tokens]:
@@ -55,7 +64,6 @@ def fold_ring(
 
     It begins with this rank's own block. Each of the N - 1 permutes is issued before the step that
     hides it. Without the barrier a compiler issues all permutes at once, holds N blocks, and hides only the last one.
-    (XLA's CPU backend drops the barrier.)
 
     Args:
       block: this rank's block, which travels round the ring.
@@ -68,37 +76,41 @@ def fold_ring(
         arriving = (block,) if is_last else ring_shift(axis_name, block)
         state = step(state, block, tokens_of(hop), ring_source(axis_name, hop))
         if not is_last:
-            (block,), state = lax.optimization_barrier((arriving, state))
+            (block,), state = hold(arriving, state)
     return state
 
 
 def fold_ring_and_return(
     block: tuple[Array, ...],
     tokens: Tokens,
-    step: Callable[[Any, tuple[Array, ...], Tokens], tuple[Any, Array]],
+    step: Callable[[Any, tuple[Array, ...], Tokens], tuple[Any, tuple[Array, ...]]],
     axis_name: str,
-) -> tuple[Any, Array]:
-    """Fold `state, share = step(state, block, tokens)` over all blocks, and return to each owner its shares' sum.
+) -> tuple[Any, tuple[Array, ...]]:
+    """Fold `state, share = step(state, block, tokens)` over all blocks, and return to each owner its shares' sums.
 
-    The sum follows its block one hop behind, so that steps hide both, and the last hop brings it to the block's owner.
-    N - 1 messages hold a block and N - 1 a sum.
+    The sums follow their block one hop behind, so that steps hide both, and the last hop brings them to the block's
+    owner. N - 1 messages hold a block and N - 1 sums.
     """
     state: Any = None
-    own: Any = None
-    total: Any = None
+    own: tuple[Array, ...] = ()
+    total: tuple[Array, ...] = ()
     n, tokens_of = lax.axis_size(axis_name), tokens_by_hop(tokens, axis_name)
     for hop in range(n):
         is_last = hop == n - 1
-        leaving = (*(() if is_last else block), *(() if total is None else (total,)))
+        leaving = (*(() if is_last else block), *total)
         arriving = ring_shift(axis_name, *leaving) if leaving else ()
         state, share = step(state, block, tokens_of(hop))
         if hop == 0:
             own = share
         else:
-            total = share if total is None else arriving[-1] + share
+            total = _add(arriving[-len(share) :], share) if total else share
         if not is_last:
-            block, state, own, total = lax.optimization_barrier((arriving[: len(block)], state, own, total))
-    return state, own if total is None else own + ring_shift(axis_name, total)[0]
+            block, (state, own, total) = hold(arriving[: len(block)], (state, own, total))
+    return state, _add(own, ring_shift(axis_name, *total)) if total else own
+
+
+def _add(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(x + y for x, y in zip(xs, ys, strict=True))
 
 
 def _to_words(x: Array, message: tuple[Array, ...]) -> Array:

@@ -1,6 +1,6 @@
 """Compiled programs of the exchanges on CPU devices: messages and their bytes, as the docstrings say.
 
-Overlap and memory are asserted for H100 (`tests/aot`): CPU permutes are synchronous, and barriers dropped.
+Overlap is asserted for H100 (`tests/aot`): CPU permutes are synchronous.
 """
 
 import functools
@@ -87,8 +87,26 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
     (_, kv_bytes) = sent(compiled(ring_pass_kv, ranks, backward=True), ranks)["collective-permute"]
     assert kv_bytes == 3 * hops * (KV_BYTES - 8 * S)  # forward, backward, and gradients as wide as these keys
     (_, q_bytes) = sent(compiled(ring_pass_q, ranks, backward=True), ranks)["collective-permute"]
-    # Queries twice, cotangents of out and dQ as wide, lse and row terms.
-    assert q_bytes == hops * (4 * (Q_BYTES - 8 * T) + 2 * T * HEADS * 4)
+    # Queries twice, cotangents of out and dQ as wide, lse and row terms. XLA's CPU backend finds that the first hop of
+    # queries is the same both times.
+    query_bytes = Q_BYTES - 8 * T
+    assert q_bytes == hops * (4 * query_bytes + 2 * T * HEADS * 4) - query_bytes
+
+
+@pytest.mark.parametrize(
+    ("exchange", "backward", "of_each"),
+    [
+        (ring_pass_kv, False, 8 * 2048),
+        pytest.param(ring_pass_kv, True, 8 * 2048, marks=pytest.mark.slow),
+        pytest.param(ring_pass_q, True, STATE_BYTES, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_a_rank_does_not_grow_with_the_ranks(
+    exchange: Callable[..., object], backward: bool, of_each: int
+) -> None:
+    """But for what it has of each: in pass-KV positions and segments of its keys, in pass-Q states of its queries."""
+    four, eight = (compiled(exchange, n, backward, 2048).memory_analysis().temp_size_in_bytes for n in (4, 8))
+    assert eight - four < 4 * 2.5 * of_each
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])

@@ -52,8 +52,11 @@ class Tiling(NamedTuple):
         kv_batch, kv_length, kv_heads, _ = k.shape[-4:]
         block_heads, kv_heads = (kv_heads, 1) if join_heads else (1, kv_heads)
         group = heads // kv_heads
-        q_block = min(q_length, max(1, _ROWS // group))
-        kv_block = min(kv_length, _MAX_KV_BLOCK, max(1, _SCORES // (q_block * group)))
+        q_block = max(1, _ROWS // group)
+        # A square may be a hop of a zigzag ring, where a rank has two parts of the sequence: no tile has some of both.
+        divide = _divide_evenly if causal and q_length == kv_length else min
+        q_block = divide(q_length, q_block)
+        kv_block = divide(kv_length, min(_MAX_KV_BLOCK, max(1, _SCORES // (q_block * group))))
         q_blocks, kv_blocks = summarise(queries, q_block), summarise(keys, kv_block)
         num_tiles = batch * kv_heads * q_blocks.uniform.shape[1]
         return cls(
@@ -81,6 +84,12 @@ class Tiling(NamedTuple):
         batch, head = jnp.divmod(index, self.kv_heads)
         first = jnp.minimum(q_index * self.q_block, self.queries.positions.shape[1] - self.q_block)
         return Tile(self, batch, head, q_index, first)
+
+
+def _divide_evenly(length: int, block: int) -> int:
+    """The longest block that is no longer than `block`, and of which an even number makes up the length."""
+    half = -(-length // 2)
+    return -(-half // -(-half // block))
 
 
 class Tile(NamedTuple):

@@ -15,6 +15,7 @@ from jax import Array, lax
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
 from longctx.kernels.attention.tiling import Tiling
+from longctx.kernels.barrier import hold
 from longctx.kernels.merge import merge_state
 from longctx.kernels.operand_dtype import operand_dtype
 
@@ -62,7 +63,7 @@ def xla_attention(
         return tile.put_rows(out, out_rows), tile.put_rows(lse, lse_rows)
 
     if state is None or join_heads:
-        zeros, k, v = _zeros_after_keys(jnp.zeros_like(grouped, dtype), k, v)
+        zeros, (_, k, v) = hold(jnp.zeros_like(grouped, dtype), (q, k, v))
         start = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
     else:
         start = tiling.group_heads(state[0]), tiling.group_heads(state[1])
@@ -115,17 +116,9 @@ def xla_backward(
         return tile.add_rows(d_q, d_q_rows * scale), d_k, d_v
 
     zeros = jnp.zeros_like(grouped, dtype), *(jnp.zeros_like(x, dtype, shape=k.shape[-4:]) for x in (k, v))
-    zeros, k, v = _zeros_after_keys(zeros, k, v)
+    zeros, (_, k, v) = hold(zeros, (q, k, v))
     d_q, d_k, d_v = lax.fori_loop(0, tiling.num_tiles, compute_tile, zeros)
     return d_q.reshape(q.shape), d_k, d_v
-
-
-def _zeros_after_keys(zeros: Any, k: Array, v: Array) -> tuple[Any, Array, Array]:
-    """Make the zeros depend on k and v.
-
-    In a ring, XLA's GPU backend would otherwise allocate the zeros of all hops at once.
-    """
-    return lax.optimization_barrier((zeros, k, v))
 
 
 def _to_block_diagonal(q: Array, kv_heads: int) -> Array:

@@ -1,0 +1,33 @@
+"""A barrier that XLA's CPU backend keeps as well."""
+
+import functools
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def hold(x: T, until: S) -> tuple[T, S]:
+    """(x, until), where nothing computes with x before `until` is there.
+
+    Such is `lax.optimization_barrier((x, until))`, but XLA's CPU backend drops it, and allocates early what is computed
+    late.
+
+    Args:
+      x: arrays, or a tree of them.
+      until: the same; at least one is of floats.
+    """
+    return lax.platform_dependent(x, until, cpu=_depend, default=lambda *both: lax.optimization_barrier(both))
+
+
+def _depend(x: T, until: S) -> tuple[T, S]:
+    """x plus a zero that depends on all of `until`, and of which XLA doesn't see that it is one."""
+    floats = [leaf for leaf in jax.tree.leaves(until) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    first = [leaf[(0,) * leaf.ndim] for leaf in floats]
+    is_never = functools.reduce(jnp.logical_or, (jnp.isnan(some) & (some == 0) for some in first), False)
+    zero = jnp.where(is_never, 1.0, -0.0)  # x + -0.0 is x, to the bit
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), x), until
