@@ -1,6 +1,5 @@
 """A barrier that XLA's CPU backend keeps as well."""
 
-import functools
 from typing import TypeVar
 
 import jax
@@ -18,16 +17,18 @@ def hold(x: T, until: S) -> tuple[T, S]:
     late.
 
     Args:
-      x: arrays, or a tree of them.
-      until: the same; at least one is of floats.
+      x: an array, or a tree of them.
+      until: the same; those of floats count on CPUs.
     """
     return lax.platform_dependent(x, until, cpu=_depend, default=lambda *both: lax.optimization_barrier(both))
 
 
 def _depend(x: T, until: S) -> tuple[T, S]:
     """x plus a zero that depends on all of `until`, and of which XLA doesn't see that it is one."""
-    floats = [leaf for leaf in jax.tree.leaves(until) if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating)]
-    first = [leaf[(0,) * leaf.ndim] for leaf in floats]
-    is_never = functools.reduce(jnp.logical_or, (jnp.isnan(some) & (some == 0) for some in first), False)
+    is_never = jnp.array(False)
+    for leaf in jax.tree.leaves(until):
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.floating):
+            first = leaf[(0,) * leaf.ndim]
+            is_never |= jnp.isnan(first) & (first == 0)
     zero = jnp.where(is_never, 1.0, -0.0)  # x + -0.0 is x, to the bit
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), x), until

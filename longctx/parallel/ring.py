@@ -76,7 +76,7 @@ def fold_ring(
         arriving = (block,) if is_last else ring_shift(axis_name, block)
         state = step(state, block, tokens_of(hop), ring_source(axis_name, hop))
         if not is_last:
-            (block,), state = hold(arriving, state)
+            block, state = hold(arriving[0], state)
     return state
 
 

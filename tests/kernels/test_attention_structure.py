@@ -76,6 +76,16 @@ def test_work_follows_what_is_visible() -> None:
     np.testing.assert_allclose(lse, np.log(1001) + 8**0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("half", [64, 256, 750])
+def test_no_tile_has_both_parts_of_a_zigzag_shard(half: int) -> None:
+    """Rank 0 of 2 has the first and the last quarter: NaNs among the last keys change nothing for the first queries."""
+    positions = jnp.append(jnp.arange(half), 3 * half + jnp.arange(half))
+    q = jnp.ones((2 * half, 1, 8))
+    v = q.at[half:].set(jnp.nan)
+    out, _ = attention(q, q, v, positions, positions, implementation="xla")
+    np.testing.assert_allclose(out[:half], 1, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_inside_shard_map_with_operands_that_vary_differently() -> None:
     """`check_vma=True`; the gradient of what was replicated is summed over the mesh."""

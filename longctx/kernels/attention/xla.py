@@ -7,8 +7,6 @@ block's positions and segments (`mask.block_range`), so blocks that the mask emp
 place: no array is padded, transposed or copied whole.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array, lax
 
