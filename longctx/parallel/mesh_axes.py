@@ -114,9 +114,17 @@ def with_auto_axes(
     if explicit.shape != mesh.shape:
         raise ValueError(f"mesh must be that of the arrays, {explicit.shape}, got {mesh.shape}")
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(explicit, spec), out_specs, is_leaf=lambda leaf: isinstance(leaf, P)
+        lambda spec: NamedSharding(explicit, _of_explicit_axes(spec, explicit)),
+        out_specs,
+        is_leaf=lambda leaf: isinstance(leaf, P),
     )
     return jax.sharding.auto_axes(lambda operands: function(None, operands), out_sharding=shardings)(operands)
+
+
+def _of_explicit_axes(spec: P, mesh: Mesh | AbstractMesh) -> P:
+    """The spec without the names of axes that types don't tell of."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return P(*(name if types.get(name) == AxisType.Explicit else None for name in spec))
 
 
 def spec_of(x: Array, mesh: Mesh | AbstractMesh) -> P:

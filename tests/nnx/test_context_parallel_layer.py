@@ -152,9 +152,13 @@ def test_a_decode_sends_states_alone_and_updates_the_cache_in_place() -> None:
     assert program.memory_analysis().alias_size_in_bytes >= own_cache
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
-def test_mesh_of_set_mesh_with_data_parallelism(types: AxisType) -> None:
-    mesh = jax.make_mesh((2, 3), ("data", "context"), axis_types=(types,) * 2, devices=jax.devices()[:6])
+E, A = AxisType.Explicit, AxisType.Auto
+AXIS_TYPES = [(E, E), *(pytest.param(types, marks=pytest.mark.slow) for types in ((A, A), (E, A), (A, E)))]
+
+
+@pytest.mark.parametrize("types", AXIS_TYPES, ids=str)
+def test_mesh_of_set_mesh_with_data_parallelism(types: tuple[AxisType, ...]) -> None:
+    mesh = jax.make_mesh((2, 3), ("data", "context"), axis_types=types, devices=jax.devices()[:6])
     x = jnp.concatenate([X, X[:, :1]], 1)
     want = reference(layer(None), x)
     with jax.set_mesh(mesh):

@@ -74,9 +74,13 @@ def test_loss_and_gradients_are_those_of_one_device(ranks: int | None, options: 
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
-def test_mesh_of_set_mesh_with_data_parallelism(types: AxisType) -> None:
-    mesh = jax.make_mesh((2, 3), ("data", "context"), axis_types=(types,) * 2, devices=jax.devices()[:6])
+E, A = AxisType.Explicit, AxisType.Auto
+AXIS_TYPES = [(E, E), *(pytest.param(types, marks=pytest.mark.slow) for types in ((A, A), (E, A), (A, E)))]
+
+
+@pytest.mark.parametrize("types", AXIS_TYPES, ids=str)
+def test_mesh_of_set_mesh_with_data_parallelism(types: tuple[AxisType, ...]) -> None:
+    mesh = jax.make_mesh((2, 3), ("data", "context"), axis_types=types, devices=jax.devices()[:6])
     (want, _), logits = dense()
     with jax.set_mesh(mesh):
         module = to_nnx(MODEL, params(), batch_axis="data")
