@@ -95,7 +95,8 @@ def ring_pass_kv(
         implementation=implementation,
         out_dtype=out_dtype,
     )
-    return restore_shape(attention_with_vjp(PassKV(axis_name, kernel), operands), q, out_dtype)
+    algorithm = kernel if operands.are_empty else PassKV(axis_name, kernel)
+    return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
 
 
 @final

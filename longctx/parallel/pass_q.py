@@ -99,7 +99,8 @@ def ring_pass_q(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
             f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
         )
-    return restore_shape(attention_with_vjp(PassQ(axis_name, kernel, decode), operands), q, out_dtype)
+    algorithm = kernel if operands.are_empty else PassQ(axis_name, kernel, decode)
+    return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
 
 
 @final

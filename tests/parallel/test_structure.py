@@ -93,6 +93,12 @@ def test_backward_sends_what_the_docstrings_say(ranks: int) -> None:
     assert q_bytes == hops * (4 * query_bytes + 2 * T * HEADS * 4) - query_bytes
 
 
+@pytest.mark.parametrize("exchange", [ring_pass_kv, ring_pass_q])
+def test_nothing_is_sent_of_no_keys(exchange: Callable[..., object]) -> None:
+    """jaxlib 0.11 for CPUs crashes as it compiles the gradient of a ring of nothing."""
+    assert sent(compiled(exchange, 3, backward=True, kv_length=0), 3) == {}
+
+
 @pytest.mark.parametrize(
     ("exchange", "backward", "of_each"),
     [

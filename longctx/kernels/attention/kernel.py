@@ -60,6 +60,11 @@ class Operands(NamedTuple):
     queries: Tokens
     keys: Tokens
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether there is no query or no key."""
+        return self.q.size == 0 or self.k.size == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -80,10 +85,10 @@ class Kernel:
 
         `plan` is what `plan` of the same operands returned.
         """
-        q, k = operands.q, operands.k
-        if q.size == 0 or k.size == 0:  # no query or no key
+        if operands.are_empty:
             if state is not None:
                 return state
+            q = operands.q
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
         static = (self.causal, self.scale)
@@ -100,7 +105,7 @@ class Kernel:
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
-        if operands.q.size == 0 or operands.k.size == 0:
+        if operands.are_empty:
             d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-4:])
             return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv
         return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
