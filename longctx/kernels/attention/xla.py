@@ -61,6 +61,7 @@ def xla_attention(
         return tile.put_rows(out, out_rows), tile.put_rows(lse, lse_rows)
 
     if state is None or join_heads:
+        # In a ring, XLA would otherwise allocate the zeros of all hops at once; so below.
         zeros, (_, k, v) = hold(jnp.zeros_like(grouped, dtype), (q, k, v))
         start = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
     else:
