@@ -18,7 +18,7 @@ from longctx.nnx.loss import sum_cross_entropy
 from longctx.nnx.weight_shards import gather_weights, weight_specs
 from longctx.parallel.mesh_attention import METHODS
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
-from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
+from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,7 @@ def _over_mesh(
 
     def program(mesh: Any, operands: tuple[Params, Rows]) -> Array:
         params, rows = operands
-        missing = padded_length(rows.tokens.shape[1], axes.size(axes.sequence), plan.layout) - rows.tokens.shape[1]
-        pad = lambda x, value: jnp.pad(x, ((0, 0), (0, missing)), constant_values=value)  # noqa: E731
+        pad = lambda x, value: pad_sequence(x, axes.size(axes.sequence), plan.layout, value)  # noqa: E731
         mapped = jax.shard_map(
             lambda params, rows: local(_gather_all_but_layers(plan, params), rows),
             mesh=mesh,

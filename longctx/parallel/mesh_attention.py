@@ -18,7 +18,7 @@ from longctx.parallel.kvp import kvp_attention
 from longctx.parallel.mesh_axes import MeshAxes, spec_of, with_auto_axes
 from longctx.parallel.pass_kv import ring_pass_kv
 from longctx.parallel.pass_q import ring_pass_q
-from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
+from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 
 METHODS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "pass_kv": ring_pass_kv,
@@ -58,11 +58,10 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
     q_axis, q_layout = (None, "contiguous") if static.method == "kvp" else (axis_name, static.layout)
 
     def pad_q(x: Array, value: int = 0) -> Array:
-        return x if q_axis is None else pad(x, q_layout, value)
+        return x if q_axis is None else pad_sequence(x, num_ranks, q_layout, value)
 
-    def pad(x: Array, layout: str, value: int = 0) -> Array:
-        missing = padded_length(x.shape[1], num_ranks, layout) - x.shape[1]
-        return jnp.pad(x, [(0, missing * (axis == 1)) for axis in range(x.ndim)], constant_values=value)
+    def pad_kv(x: Array, value: int = 0) -> Array:
+        return pad_sequence(x, num_ranks, static.layout, value)
 
     def local(q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens) -> Array:
         if q_axis is not None:
@@ -97,10 +96,10 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
     )
     out = mapped(
         pad_q(flat_q),
-        pad(flat_k, static.layout),
-        pad(flat_v, static.layout),
+        pad_kv(flat_k),
+        pad_kv(flat_v),
         Tokens(pad_q(queries.positions), pad_q(queries.segments, -1)),
-        Tokens(pad(keys.positions, static.layout), pad(keys.segments, static.layout, -1)),
+        Tokens(pad_kv(keys.positions), pad_kv(keys.segments, -1)),
     )
     return out[:, : flat_q.shape[1]].reshape(arguments.q.shape)
 

@@ -108,6 +108,14 @@ def test_packed_sequences() -> None:
     compare(make_mesh(context=3), *arrays(4, 4, 36, 0), method="pass_kv", **tokens)
 
 
+@pytest.mark.parametrize("length", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_positions_that_equal_segments_are_padded_apart(length: int) -> None:
+    """One array twice in a program, padded with 0 and with -1. A single token has position 0 and segment 0."""
+    index = np.arange(length)
+    names = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids") if length > 1 else ()
+    compare(make_mesh(context=3), *arrays(4, 2, length, 0), method="pass_kv", **dict.fromkeys(names, index))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("use_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_explicit_axes(use_mesh: bool) -> None:
