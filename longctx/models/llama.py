@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from longctx.kernels import attention, plan_attention
+from longctx.kernels.arrays import check_int32
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
@@ -442,14 +443,12 @@ def _counting(tokens: Array) -> Array:
 
 
 def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
-    """Convert integers to an array in the shape of `tokens`.
+    """Convert integers to an int32 array in the shape of `tokens`.
 
     Raises:
-      TypeError, ValueError: they have another dtype or shape; the message has the name.
+      TypeError, ValueError: they have another dtype or shape, or are too large; the message has the name.
     """
-    array = value if isinstance(value, Array) else np.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"`{name}` must be integers, got {array.dtype}")
+    array = check_int32(f"`{name}`", value)
     if array.shape != tokens.shape:
         raise ValueError(f"`{name}` {array.shape} and `tokens` {tokens.shape} differ in shape")
     return array

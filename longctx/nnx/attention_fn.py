@@ -1,5 +1,6 @@
 """An `attention_fn` for `flax.nnx.MultiHeadAttention` that computes over a mesh."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from longctx.kernels.attention.operands import check_types
 from longctx.nnx.masks import MaskTokens, tokens_of_mask
 from longctx.parallel.context_parallel import context_parallel_attention
 
@@ -92,13 +94,14 @@ def attention_fn(
             query, key, value = (jnp.asarray(x, target) for x in (query, key, value))
         else:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        check_types(query, key, value)
         length, kv_length = query.shape[-3], key.shape[-3]
         masks: dict[str, Any] = {"causal": is_causal}
         is_exact: Any = True
         if mask is not None:
             tokens, shape = _mask_tokens(mask, query, key, is_causal)
             names = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids")
-            masks = {name: x.reshape(*shape, -1) for name, x in zip(names, tokens[:4], strict=True)}
+            masks = {name: x.reshape(*shape, x.shape[-1]) for name, x in zip(names, tokens[:4], strict=True)}
             is_exact = tokens.is_exact
         elif is_causal and length != kv_length:  # nnx.dot_product_attention aligns the first query with the first key
             masks |= {"q_positions": np.arange(length), "kv_positions": np.arange(kv_length)}
@@ -142,6 +145,7 @@ def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[
     """The mask's positions and segments `[Bm, ...]`, and the batch dimensions that these have.
 
     Raises:
+      TypeError: it holds no numbers.
       ValueError: it has a wrong shape, or it is concrete and no positions and segments give it.
     """
     *batch, length, _, _ = query.shape
@@ -149,7 +153,10 @@ def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[
     numpy: Any = jnp if isinstance(mask, jax.core.Tracer) else np
     if isinstance(mask, jax.Array) and not isinstance(mask, jax.core.Tracer) and not mask.is_fully_addressable:
         numpy = jnp
-    mask = numpy.asarray(mask).astype(bool)
+    mask = numpy.asarray(mask)
+    if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.number)):
+        raise TypeError(f"mask must hold booleans, or numbers that are 0 where nothing is seen, got {mask.dtype}")
+    mask = mask.astype(bool)
     full = (*batch, query.shape[-2], length, kv_length)
     if mask.ndim > len(full) or any(
         size not in (1, wanted) for size, wanted in zip(mask.shape[::-1], full[::-1], strict=False)
@@ -159,7 +166,7 @@ def _mask_tokens(mask: Any, query: Array, key: Array, is_causal: bool) -> tuple[
     shared = all(size == 1 for size in mask.shape[:-3])
     shape = () if shared else tuple(batch)
     mask = numpy.broadcast_to(mask, (*((1,) * len(batch) if shared else batch), mask.shape[-3], length, kv_length))
-    mask = mask.reshape(-1, *mask.shape[-3:])
+    mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
     if is_causal:
         mask = mask & numpy.tril(numpy.ones((length, kv_length), bool))[None, None]
     tokens = tokens_of_mask(mask)

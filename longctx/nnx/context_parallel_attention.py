@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -13,10 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.arrays import check_int32
+from longctx.kernels.arrays import check_array, check_int32
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
+from longctx.models.validation import check_integer, check_real
 from longctx.nnx.kv_cache import Entries, append, entry_specs
 from longctx.parallel.context_parallel import context_parallel_attention
 from longctx.parallel.mesh_axes import MeshAxes, check_axes, check_mesh, is_tracing, mesh_with_devices, place
@@ -60,7 +60,7 @@ class ContextParallelAttention(nnx.Module):
       cache: `nnx.Cache` variables, once `init_cache` has made them.
 
     Raises:
-      ValueError: sizes don't fit together; the message names them.
+      TypeError, ValueError: an argument has a wrong type, or sizes don't fit together; the message names them.
 
     Source:
       Exchanges: context parallelism paper, 3.5. Decoding: KV parallelism, Mnemosyne, 4.4.
@@ -106,17 +106,22 @@ class ContextParallelAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        hidden_size = check_integer("hidden_size", hidden_size, 1)
+        num_heads = check_integer("num_heads", num_heads, 1)
+        num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"head_dim must be given where num_heads ({num_heads}) doesn't divide {hidden_size}")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = hidden_size // num_heads if head_dim is None else check_integer("head_dim", head_dim, 1)
+        if not isinstance(rope, RopeConfig | None):
+            raise TypeError(f"rope must be a longctx.models.RopeConfig or None, got {type(rope).__name__}")
         if rope is not None and head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
+        norm_eps = check_real("norm_eps", norm_eps, 0)
+        if dtype is not None:
+            _check_floating("dtype", dtype)
+        _check_floating("param_dtype", param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope, self.causal, self.norm_eps, self.dtype = rope, causal, norm_eps, dtype
         self.mesh, self.method, self.layout, self.implementation = mesh, method, layout, implementation
@@ -148,12 +153,14 @@ class ContextParallelAttention(nnx.Module):
           dtype: of keys and values.
 
         Raises:
+          TypeError: a size is no integer, or `dtype` is not of floating-point numbers.
           ValueError: no mesh is given or set, the ranks of `batch_axis` don't divide the batch, or `max_length` is not
             positive.
         """
-        batch = math.prod(batch_shape if isinstance(batch_shape, tuple | list) else (batch_shape,))
-        if not isinstance(max_length, Integral) or max_length < 1:
-            raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
+        sizes = batch_shape if isinstance(batch_shape, tuple | list) else (batch_shape,)
+        batch = math.prod(check_integer("batch_shape", size, 0) for size in sizes)
+        max_length = check_integer("max_length", max_length, 1)
+        _check_floating("dtype", dtype)
         mesh = check_mesh(mesh_with_devices(self.mesh))
         axes = self._axes(mesh)
         ranks, replicas = axes.size(axes.sequence), axes.size(axes.batch)
@@ -199,8 +206,11 @@ class ContextParallelAttention(nnx.Module):
           `[*B, T, D]`. NaN if `decode` found the cache full and could not raise, because it is traced.
 
         Raises:
+          TypeError: x is not of floating-point numbers, or positions or segments are no integers.
           ValueError: a shape is wrong, there is no cache, or it is full; or as `context_parallel_attention` does.
         """
+        x = check_array("x", x)
+        _check_floating("x", x.dtype)
         if x.ndim < 2 or x.shape[-1] != self.wq.shape[0]:
             raise ValueError(f"x must be [*B, T, {self.wq.shape[0]}], got {x.shape}")
         if decode and self.cache is None:
@@ -281,6 +291,11 @@ class ContextParallelAttention(nnx.Module):
         """The axes of the cache: its heads are sharded where there are enough of them."""
         axes = check_axes(mesh, self.axis_name, self.head_axis, self.batch_axis)
         return axes if self.num_kv_heads % axes.size(axes.head) == 0 else dataclasses.replace(axes, head=None)
+
+
+def _check_floating(name: str, dtype: DTypeLike) -> None:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
 def _check(name: str, given: ArrayLike, x: Array) -> Array:

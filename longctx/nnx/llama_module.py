@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
@@ -16,7 +17,7 @@ from longctx.kernels.attention.kernel import IMPLEMENTATIONS
 from longctx.kernels.attention.operands import check_implementation
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
-from longctx.models.validation import MAX_INT32
+from longctx.models.validation import MAX_INT32, check_bool, check_integer
 from longctx.nnx.forward import Plan, Rows, logits_of, loss_of
 from longctx.nnx.loss import next_token_targets
 from longctx.parallel.layout import check_layout
@@ -108,13 +109,13 @@ class LlamaModule(nnx.Module):
         if targets is None:
             if positions is not None:
                 raise ValueError("targets must be given where positions are: the next token need not stand beside")
-            targets = next_token_targets(jnp.asarray(tokens), segment_ids)  # type: ignore[arg-type]
+            targets = next_token_targets(tokens, segment_ids)
         rows, _ = self._rows(tokens, positions, segment_ids, targets)
         return loss_of(self.plan, _arrays(self.params), rows)
 
     def _rows(self, tokens: Any, positions: Any, segment_ids: Any, targets: Any) -> tuple[Rows, tuple[int, ...]]:
         config, axes = self.plan.model.config, self.plan.axes
-        tokens = check_tokens(config, tokens, is_packed=positions is not None)
+        tokens = check_tokens(config, tokens, is_packed=positions is not None).astype(jnp.int32)
         positions = check_positions(config, tokens, positions)
         segments = jnp.zeros_like(tokens) if segment_ids is None else like_tokens("segment_ids", tokens, segment_ids)
         targets = jnp.full_like(tokens, -1) if targets is None else like_tokens("targets", tokens, targets)
@@ -123,7 +124,7 @@ class LlamaModule(nnx.Module):
         if axes is not None and count % axes.size(axes.batch):
             raise ValueError(f"the {axes.size(axes.batch)} ranks of batch_axis must divide the batch of {count}")
         check_range("targets", targets, config.vocab_size, "the vocabulary", least=-MAX_INT32)
-        flat = (jnp.asarray(x, jnp.int32).reshape(count, length) for x in (tokens, positions, segments, targets))
+        flat = (jnp.asarray(x).reshape(count, length) for x in (tokens, positions, segments, targets))
         return Rows(*flat), tuple(batch)
 
 
@@ -173,6 +174,7 @@ def to_nnx(
       the module.
 
     Raises:
+      TypeError: the model is no `Llama`, or an argument or a parameter has another type; the message names it.
       ValueError: the model is quantised (`RowwiseFp8`), params are not those of the model, the mesh has several stages,
         the ranks of `head_axis` don't divide the model's heads, or an argument is none of the above; the message says
         which.
@@ -197,11 +199,15 @@ def to_nnx(
       >>> print(f"{loss:.1f}")
       4.2
     """
+    if not isinstance(model, Llama):
+        raise TypeError(f"model must be a longctx.models.Llama, got {type(model).__name__}")
     if model.config.quantization is not None:
         raise ValueError("quantization: RowwiseFp8 weights can't be fine-tuned; load the checkpoint they were made of")
     _check_params(model, params)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a positive number of tokens or None, got {chunk_size!r}")
+    if chunk_size is not None:
+        chunk_size = check_integer("chunk_size", chunk_size, 1)
+    check_bool("remat", remat)
+    check_bool("fsdp", fsdp)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     check_implementation(implementation, IMPLEMENTATIONS)
@@ -212,7 +218,7 @@ def to_nnx(
     if mesh is not None:
         axes = _axes(model, check_mesh(mesh), axis_name, head_axis, batch_axis)
     check_layout(1 if axes is None else axes.size(axis_name), layout)
-    plan = Plan(model, mesh, axes, layout, method, implementation, bool(remat), chunk_size, bool(fsdp))
+    plan = Plan(model, mesh, axes, layout, method, implementation, remat, chunk_size, fsdp)
     if mesh is not None:
         params = jax.tree.map(lambda x, spec: place(x, mesh, spec), params, plan.specs)
     return LlamaModule(plan, params)
@@ -271,6 +277,8 @@ def _check_params(model: Llama, params: Params) -> None:
     if wanted.keys() != given.keys():
         raise ValueError("params must be those of model.init or load_checkpoint, stacked for one stage")
     for path, leaf in wanted.items():
-        if given[path].shape != leaf.shape:
-            name, shape = jax.tree_util.keystr(path), given[path].shape
-            raise ValueError(f"params{name} must have the shape {leaf.shape}, got {shape}")
+        name, x = jax.tree_util.keystr(path), given[path]
+        if np.shape(x) != leaf.shape:
+            raise ValueError(f"params{name} must have the shape {leaf.shape}, got {np.shape(x)}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"params{name} must be floating point, got {x.dtype}")

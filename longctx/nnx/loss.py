@@ -5,12 +5,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
+from longctx.kernels.arrays import check_int32
 from longctx.nnx.chunks import map_chunks
 
 
-def next_token_targets(tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T"] | None = None) -> Int[Array, "*B T"]:
+def next_token_targets(
+    tokens: Int[ArrayLike, "*B T"], segment_ids: Int[ArrayLike, "*B T"] | None = None
+) -> Int[Array, "*B T"]:
     """The token that follows each token in its segment; -1 where none does, and in padding.
 
     Args:
@@ -22,7 +26,8 @@ def next_token_targets(tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T
       int32 `[*B, T]`.
 
     Raises:
-      ValueError: the shapes differ.
+      TypeError: an argument holds no integers.
+      ValueError: the shapes differ, or integers don't fit into int32.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -30,13 +35,15 @@ def next_token_targets(tokens: Int[Array, "*B T"], segment_ids: Int[Array, "*B T
       >>> next_token_targets(jnp.array([5, 6, 7, 8]), jnp.array([0, 0, 1, 1])).tolist()
       [6, -1, 8, -1]
     """
-    tokens = jnp.asarray(tokens)
-    segments = jnp.zeros_like(tokens) if segment_ids is None else jnp.asarray(segment_ids)
+    tokens = jnp.asarray(check_int32("tokens", tokens))
+    segments = jnp.zeros_like(tokens) if segment_ids is None else jnp.asarray(check_int32("segment_ids", segment_ids))
+    if tokens.ndim < 1:
+        raise ValueError("tokens must be [*B, T], got a scalar")
     if segments.shape != tokens.shape:
         raise ValueError(f"segment_ids must have the shape of tokens, {tokens.shape}, got {segments.shape}")
     is_next = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] >= 0)
-    targets = jnp.where(is_next, tokens[..., 1:], -1).astype(jnp.int32)
-    return jnp.concatenate([targets, jnp.full_like(targets, -1, shape=(*tokens.shape[:-1], 1))], -1)
+    targets = jnp.where(is_next, tokens[..., 1:], -1)
+    return jnp.concatenate([targets, jnp.full_like(tokens[..., :1], -1)], -1)
 
 
 def sum_cross_entropy(

@@ -33,10 +33,11 @@ def tokens_of_mask(mask: Any) -> MaskTokens:
     one = mask[:, 0]
     batch, _, keys = one.shape
     index = numpy.arange(keys, dtype=numpy.int32)
-    sees_any = one.any(2)
-    first = numpy.where(sees_any, numpy.argmax(one, 2).astype(numpy.int32), -1)
-    last = numpy.max(numpy.where(one, index[None, None, :], -1), 2)
-    kv_segments = numpy.max(numpy.where(one, first[:, :, None], -1), 1)
+    # The initial values are those of no keys, and of no queries.
+    first = numpy.min(numpy.where(one, index[None, None, :], keys), 2, initial=keys)
+    first = numpy.where(first < keys, first, -1)
+    last = numpy.max(numpy.where(one, index[None, None, :], -1), 2, initial=-1)
+    kv_segments = numpy.max(numpy.where(one, first[:, :, None], -1), 1, initial=-1)
     visible = (first[:, :, None] == kv_segments[:, None, :]) & (first[:, :, None] >= 0)
     visible &= index[None, None, :] <= last[:, :, None]
     is_exact = (visible[:, None] == mask).all()

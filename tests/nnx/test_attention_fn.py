@@ -167,6 +167,25 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(arguments: Any, n
         attention_fn(make_mesh(context=2))(q, q, q, **arguments)
 
 
+@pytest.mark.parametrize(("batch", "length", "kv_length"), [(2, 0, 3), (2, 3, 0), (2, 0, 0), (0, 3, 3)])
+def test_nothing_to_attend_to_is_zero_with_a_mask_too(batch: int, length: int, kv_length: int) -> None:
+    q, k = np.ones((batch, length, 2, 8), np.float32), np.ones((batch, kv_length, 2, 8), np.float32)
+    attend = attention_fn(make_mesh(context=2))
+    for mask in (None, np.ones((1, 1, length, kv_length), bool), np.ones((batch, 1, length, kv_length), bool)):
+        out = attend(q, k, k, mask=mask, is_causal=True)
+        assert out.shape == q.shape
+        assert not out.any()
+
+
+def test_wrong_types_are_refused_by_name() -> None:
+    q = jnp.ones((1, 4, 2, 8))
+    attend = attention_fn(make_mesh(context=2))
+    with pytest.raises(TypeError, match="mask must hold booleans, or numbers"):
+        attend(q, q, q, mask="causal")
+    with pytest.raises(ValueError, match="q must have a shape"):
+        attend(q[0, 0], q[0, 0], q[0, 0])
+
+
 def test_dropout_is_accepted_where_it_is_off() -> None:
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 4, 2, 8)), jnp.float32)
     attend = attention_fn(make_mesh(context=1))

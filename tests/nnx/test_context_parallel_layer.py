@@ -218,21 +218,41 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for arguments, message in (
         ((16, 4, 3), "must be a multiple of num_kv_heads"),
         ((16, 3), "head_dim must be given"),
-        ((0, 4), "hidden_size must be a positive integer"),
+        ((0, 4), "hidden_size must be an integer of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             ContextParallelAttention(*arguments, rngs=nnx.Rngs(0))
+    for options, error, message in (
+        ({"head_dim": 0}, ValueError, "head_dim must be an integer of at least 1"),
+        ({"num_kv_heads": True}, TypeError, "num_kv_heads must be an integer"),
+        ({"rope": 10_000.0}, TypeError, r"rope must be a longctx\.models\.RopeConfig or None, got float"),
+        ({"norm_eps": -1}, ValueError, "norm_eps must be finite and 0 to inf"),
+        ({"dtype": jnp.int32}, TypeError, "dtype must be floating point, got int32"),
+        ({"param_dtype": int}, TypeError, "param_dtype must be floating point"),
+    ):
+        with pytest.raises(error, match=message):
+            ContextParallelAttention(16, np.int64(4), rngs=nnx.Rngs(0), **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim must be even"):
         ContextParallelAttention(15, 5, rope=RopeConfig(), rngs=nnx.Rngs(0))
     module = layer(mesh)
     with pytest.raises(ValueError, match="x must be"):
         module(X[..., :3])
+    for x, message in ((X.tolist(), "x must be a jax.Array or numpy.ndarray"), (X.astype(int), "x must be floating")):
+        with pytest.raises(TypeError, match=message):
+            module(x)
     with pytest.raises(ValueError, match="positions must have the shape"):
         module(X, positions=np.arange(3))
     with pytest.raises(ValueError, match="no cache, call init_cache first"):
         module(X, decode=True)
     with pytest.raises(ValueError, match="max_length must be"):
         module.init_cache(2, 0)
+    for sizes, message in (
+        ((2, True), "max_length must be an integer"),
+        ((2.0, 8), "batch_shape must be an integer"),
+        ((2, 8, jnp.int32), "dtype must be floating point"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            module.init_cache(*sizes)  # type: ignore[arg-type]
     module.init_cache(2, 8)
     with pytest.raises(ValueError, match="must have the batch of the cache, 2"):
         module(X[:1, :1], decode=True)

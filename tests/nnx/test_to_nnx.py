@@ -151,6 +151,25 @@ def test_targets_are_the_next_tokens_of_a_segment(runs: list[tuple[int, bool]]) 
     assert next_token_targets(tokens, segments).tolist() == want
 
 
+def test_targets_have_the_shape_of_tokens_and_take_integers_alone() -> None:
+    assert next_token_targets(np.zeros((2, 0), int)).shape == (2, 0)
+    for arguments, error, message in (
+        (([0.5, 1.5],), TypeError, "tokens must be integers"),
+        ((5,), ValueError, r"tokens must be \[\*B, T\]"),
+        (([5, 6], [0.0, 1.0]), TypeError, "segment_ids must be integers"),
+        (([5, 6], [0, 2**32]), ValueError, "segment_ids must fit into int32"),
+    ):
+        with pytest.raises(error, match=message):
+            next_token_targets(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_tokens_may_be_of_small_unsigned_types(dtype: type) -> None:
+    module, tokens = to_nnx(MODEL, params()), TOKENS.astype(dtype)
+    np.testing.assert_array_equal(module(tokens), module(TOKENS))
+    assert module.loss(tokens) == module.loss(TOKENS)
+
+
 def test_default_targets_and_scalar_batches() -> None:
     module = to_nnx(MODEL, params())
     total, count = module.loss(TOKENS[0])
@@ -160,6 +179,14 @@ def test_default_targets_and_scalar_batches() -> None:
     assert module(TOKENS[0]).shape == (LENGTH, 61)
     with pytest.raises(ValueError, match="targets must be given where positions are"):
         module.loss(TOKENS, positions=POSITIONS)
+
+
+def test_rows_that_are_one_array_are_padded_apart() -> None:
+    """Tokens that are their own positions, segments and targets; each of these is padded with a value of its own."""
+    index = np.arange(7)[None]
+    loss = nnx.jit(lambda module: module.loss(index, index, index, index)[0])
+    want, got = (loss(to_nnx(MODEL, params(), mesh)) for mesh in (None, make_mesh(context=3)))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -182,7 +209,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for options, message in (
         ({"method": "kvp"}, "method must be one of pass_kv, pass_q, all_gather"),
         ({"layout": "spiral"}, "layout must be one of"),
-        ({"chunk_size": 0}, "chunk_size must be a positive number"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"implementation": "cuda"}, "implementation must be"),
         ({"mesh": make_mesh(context=2), "axis_name": "ring"}, "axis_name must be an axis of the mesh"),
         ({"mesh": make_mesh(context=2, stage=2)}, "mesh must have one stage"),
@@ -192,6 +219,17 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             to_nnx(MODEL, params(), **options)  # type: ignore[arg-type]
+    for options, message in (
+        ({"chunk_size": True}, "chunk_size must be an integer"),
+        ({"remat": "no"}, "remat must be True or False"),
+        ({"fsdp": 1}, "fsdp must be True or False"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            to_nnx(MODEL, params(), **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a longctx\.models\.Llama, got dict"):
+        to_nnx(params(), MODEL)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"params\['embed'\] must be floating point, got int32"):
+        to_nnx(MODEL, params() | {"embed": params()["embed"].astype(int)})
     fp8 = dataclasses.replace(MODEL.config, quantization=RowwiseFp8.of(2))
     with pytest.raises(ValueError, match="RowwiseFp8 weights can't be fine-tuned"):
         to_nnx(Llama(fp8), params())
@@ -235,9 +273,12 @@ def test_wrong_tokens_are_refused_by_name() -> None:
         ((TOKENS, TARGETS[:, 1:]), "`targets` .* differ in shape"),
         ((TOKENS, TARGETS, POSITIONS + 60), "`positions` from .* outside the model's context"),
         ((TOKENS, TARGETS, POSITIONS, SEGMENTS[0]), "`segment_ids` .* differ in shape"),
+        ((TOKENS, TARGETS, POSITIONS, SEGMENTS + np.int64(2**32)), "`segment_ids` must fit into int32"),
         ((np.zeros((1, 65), int),), "65 is more than the model's context"),
     ):
         with pytest.raises(ValueError, match=message):
             module.loss(*arguments)
+    with pytest.raises(ValueError, match="`segment_ids` must fit into int32"):
+        MODEL(params(), TOKENS, POSITIONS, SEGMENTS + np.int64(2**32))
     packed = np.tile(np.arange(13), 5)[None]
     module.loss(packed, packed, packed, np.repeat(np.arange(5), 13)[None])  # 65 tokens, but of five sequences
