@@ -26,7 +26,8 @@ def merge_states(
 
     Returns:
       `(out, lse)` without `axis`: out `[..., T, N, H]` in the dtype of `outs`, computed in float32 (float64 for
-      float64), lse `[..., T, N]`. A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and never NaN.
+      float64), lse `[..., T, N]`. A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and
+      never NaN.
 
     Raises:
       ValueError: the shapes or `axis` don't fit, or there is no state to merge.
