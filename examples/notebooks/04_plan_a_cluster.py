@@ -133,7 +133,8 @@ with shown(width=7, height=4) as (figure, (axes,)):
         if tensor == 8:
             label = f"{stage} x {context} x 8"
             point = (1e3 * prompt.tpot, prompt.ttft)
-            axes.annotate(label, point, (-6, -3), textcoords="offset points", size=8, ha="right")
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.annotate(label, point, (-6, -3), textcoords="offset points", size=8, ha="right", bbox=box)
     axes.axvline(1e3 * TPOT, color="k", ls="--", lw=1)
     axes.minorticks_off()
     axes.set_xticks((10, 20, 30, 50, 100), (10, 20, 30, 50, 100))
