@@ -104,7 +104,7 @@ def _check_shape(name: str, annotation: Any, text: str) -> None:
     """Arrays of jaxtyping have a shape in their description, or are as elsewhere."""
     is_array = "jaxtyping" in str(annotation) or re.search(r"\b(Float|Int|Shaped|Bool)\d*\[", str(annotation))
     if is_array and not _AS_ELSEWHERE.search(text):
-        assert re.search(r"`?[\[(][\w*., ]*[\])]|shape", text), f"{name} must have its shape: {text!r}"
+        assert re.search(r"\[[^\]]*\]|\bshape", text), f"{name} must have its shape: {text!r}"
 
 
 def _check_raises(item: Documented, parts: dict[str, list[str]]) -> None:

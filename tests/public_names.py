@@ -20,11 +20,22 @@ MORE = {
     "longctx.cluster.conductor.conductor": ["Conductor"],
     "longctx.cluster.conductor.config": ["ConductorConfig"],
     "longctx.cluster.prefix_index.index": ["PrefixIndex"],
+    "longctx.models.builtin": ["TINY"],
+    "longctx.parallel.cost": ["LLAMA3_405B"],
     "longctx.plotting": [
         *("COLORS", "DARK_COLORS", "can_draw", "drawing", "save", "save_both", "shown", "style", "to_svg"),
     ],
+    "longctx.serving.kv_cache.tiers.config": ["TierConfig"],
+    "longctx.serving.recording.recorder": ["open_recorder"],
+    "longctx.serving.scheduler.look_ahead": ["copy_scheduler"],
+    "longctx.simulation.deployment": ["Deployment"],
     "longctx.simulation.hardware": ["predictor"],
     "longctx.simulation.models": ["MODELS", "model", "num_parameters"],
+    "longctx.simulation.planner.prompt": ["Prompt"],
+    "longctx.simulation.planner.search": [
+        *("Fallen", "Found", "Goal", "Planned", "best_of_each", "evaluate", "search"),
+    ],
+    "longctx.simulation.utilization": ["DeviceMemory", "device_memory", "max_tokens"],
 }
 _NOT_FOR_USERS = ("longctx.cli",)
 

@@ -1,9 +1,14 @@
 """The blocks of code in the pages of the root and of docs/ run as a reader would paste them, one after another.
 
-A block that can't run here says so after its language: three backticks, `python not-run: needs two hosts`.
+A block that can't run here says so after its language: three backticks, `python not-run: needs two hosts`. A block
+`text` right behind one of Python is what that printed, with `...` for what is left out; where lines differ
+between runs but for how they begin, it is `text varies`.
 """
 
+import ast
+import doctest
 import inspect
+import itertools
 import json
 import os
 import re
@@ -15,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import tokenizers
+from public_names import public_names
 
 from longctx.models.builtin import TINY
 from longctx.serving import Event, Metrics, Output, TokenLogprob
@@ -38,6 +44,7 @@ SLOW = (
     "docs/tutorials/serve_llama.md",
     "docs/tutorials/which_exchange.md",
 )
+FOR_NEWCOMERS = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/tutorials/", "docs/how_to/")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
@@ -49,6 +56,12 @@ class Block(NamedTuple):
     language: str
     not_run: str | None
     text: str
+    varies: bool
+
+    @property
+    def end(self) -> int:
+        """The line of the fence that closes it."""
+        return self.line + self.text.count("\n")
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -65,7 +78,7 @@ def blocks_of(page: Path) -> list[Block]:
         language, _, rest = info.partition(" ")
         not_run = rest.removeprefix("not-run:").strip() if rest.startswith("not-run:") else None
         text = "".join(lines[start:number])
-        blocks.append(Block(str(page.relative_to(ROOT)), start + 1, language, not_run, text))
+        blocks.append(Block(str(page.relative_to(ROOT)), start + 1, language, not_run, text, rest == "varies"))
         info = None
     assert info is None, f"{page}:{start}: a block without an end"
     return blocks
@@ -82,7 +95,33 @@ import json, sys
 names = {"__name__": "__main__"}
 for page, line, text in json.load(sys.stdin):
     exec(compile("\\n" * (line - 1) + text, page, "exec"), names)
+    print(end="\\x1e", flush=True)
 """
+# What differs between runs and machines: keys of pages, and numbers.
+NUMBER = re.compile(r"\b[0-9a-f]{32}\b|[+-]?\d[\d,]*(\.\d+)?")
+
+
+def outputs_of(page: str) -> list[tuple[int, Block]]:
+    """The blocks of a page that show what one of Python printed, each with the number of that one."""
+    blocks = [block for block in BLOCKS if block.page == page]
+    run = [block for block in blocks if block in RUN and block.language == "python"]
+    pairs = [(a, b) for a, b in itertools.pairwise(blocks) if a in run and b.language == "text"]
+    return [(run.index(a), b) for a, b in pairs if b.line - a.end <= 5]  # one line of prose may stand between
+
+
+def is_same_output(shown: Block, printed: str) -> bool:
+    """Whether a block shows what was printed; True if nothing was, as it then shows what something else printed."""
+    if not printed.strip():
+        return True
+    if shown.varies:
+        return labels(shown.text) - {"...", ""} <= labels(printed)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(shown.text.strip(), printed.strip(), options)
+
+
+def labels(text: str) -> set[str]:
+    """How lines begin, up to two spaces, without their numbers: what stays the same on a busy machine too."""
+    return {NUMBER.sub("0", line).strip().partition("  ")[0] for line in text.splitlines()}
 
 
 def run(command: list[str], directory: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -113,9 +152,12 @@ def directory(tmp_path: Path) -> Path:
     "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PYTHON_PAGES]
 )
 def test_python_blocks_of_a_page_run_as_pasted(page: str, directory: Path) -> None:
-    blocks = [(str(ROOT / page), block.line, block.text) for block in RUN if block[0] == page and block[2] == "python"]
+    blocks = [(str(ROOT / page), x.line, x.text) for x in RUN if x.page == page and x.language == "python"]
     result = run([sys.executable, "-c", RUNNER], directory, json.dumps(blocks))
     assert result.returncode == 0, result.stderr
+    printed = result.stdout.split("\x1e")
+    for number, shown in outputs_of(page):
+        assert is_same_output(shown, printed[number]), f"{page}:{shown.line} is now:\n{printed[number]}"
     if page == "README.md":
         assert "48213" in result.stdout
         assert "90417" in result.stdout
@@ -137,6 +179,20 @@ def test_every_field_of_what_comes_back_is_described(of: type) -> None:
     assert fields - described == set()
 
 
+def test_what_newcomers_import_is_in_the_reference() -> None:
+    public = {f"{module}.{name}" for module, names in public_names().items() for name in names} | {*public_names()}
+    imported = {
+        f"{statement.module}.{alias.name}"
+        for block in BLOCKS
+        if block.language == "python" and block.page.startswith(FOR_NEWCOMERS)
+        for statement in ast.walk(ast.parse(block.text))
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("longctx")
+        for alias in statement.names
+    }
+    assert len(imported) > 50
+    assert imported - public == set()
+
+
 def test_readme_has_blocks_that_run() -> None:
     assert "README.md" in PYTHON_PAGES
     assert set(SLOW) <= set(PYTHON_PAGES)
@@ -146,6 +202,21 @@ def test_a_block_that_is_not_run_says_why() -> None:
     labelled = {"python", *SHELLS}
     silent = [f"{x.page}:{x.line}" for x in BLOCKS if x.not_run == "" or (x.not_run and x.language not in labelled)]
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "varies", "is_same"),
+    [
+        ("a 1\nb 2\n", "a 1\nb  2\n", False, True),
+        ("a 1\nb 2\n", "a 1\nb 3\n", False, False),
+        ("a 1\nb 2\n", "a 1\nb 3\n", True, True),
+        ("a 1\nb 2\n", "a 1\nc 2\n", True, False),
+        ("a 1\n...\nb 2\n", "a 1\nlong\nb 2\n", False, True),
+        ("what a server wrote\n", "", False, True),
+    ],
+)
+def test_output_that_has_changed_is_found(shown: str, printed: str, varies: bool, is_same: bool) -> None:
+    assert is_same_output(Block("page.md", 1, "text", None, shown, varies), printed) == is_same
 
 
 def test_commands_stand_in_shell_blocks() -> None:

@@ -25,7 +25,7 @@ PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 NAMED = re.compile(r"\[`?([\w./-]+\.md)`?\](?=\(([^()\s#:]+))")
 LINK = re.compile(r"(\]\()([^()\s#:]+)((?:#[^()\s]*)?\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)")
-NOT_RUN = re.compile(r"^( *```+\w+) not-run:.*$")
+FOR_TESTS = re.compile(r"^( *```+\w+) (not-run:.*|varies)$")
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 # A page's source on the site, and the file or folder of the repository that it shows.
@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites the links of a page, and drops `not-run: reason` behind the language of a block."""
+    """Rewrites the links of a page, and drops what tests read behind the language of a block."""
     source = page.file.src_uri
     path = shown.get(source, f"{DOCS}/{source}")
     if source in shown:
@@ -133,7 +133,7 @@ def outside_of_blocks(text: str, change: Callable[[str], str]) -> str:
             lines.append(line)
             fence = "" if found and found[2].startswith(fence) else fence
         elif found:
-            lines.append(NOT_RUN.sub(r"\1", line))
+            lines.append(FOR_TESTS.sub(r"\1", line))
             fence = found[2]
         else:
             lines.append(change(line))

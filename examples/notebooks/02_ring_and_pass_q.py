@@ -93,8 +93,9 @@ with shown(panels=3, width=3.1, height=3.3) as (figure, panels):
 
 # %% [markdown]
 # Ranks wait for each other in every hop, since keys arrive from a neighbour. So a hop takes as long as its busiest
-# rank. Contiguous shards leave half of the ranks idle in every hop but the first. Zigzag (an early chunk and a late one
-# on each rank) and striped shards give all ranks the same work in every hop.
+# rank. With contiguous shards one more rank is idle in each hop, and still those that are not have whole squares to
+# compute. Zigzag (an early chunk and a late one on each rank) and striped shards give all ranks the same work in every
+# hop.
 
 # %%
 length = 4096
@@ -112,7 +113,7 @@ with shown(panels=2, width=4.6, height=2.8) as (figure, (left, right)):
     for layout, marker in zip(LAYOUTS, "os^", strict=True):
         left.plot(busiest[layout], marker + "-", label=layout)
     left.set(title="Work of the busiest rank in each hop", xlabel="hop", ylabel="share of a rank's fair work", ylim=0)
-    left.legend()
+    left.legend(loc="upper right", bbox_to_anchor=(1, 0.92))
     sums = [busiest[layout].sum() for layout in LAYOUTS]
     right.bar_label(right.bar(LAYOUTS, sums, color=COLORS[:3], width=0.6), fmt="%.2f")
     right.set(title="All hops together; 1 is perfect balance", ylim=(0, 2.2))
@@ -232,8 +233,8 @@ print(choose_ring(new_tokens=3_200, cached_tokens=124_800, num_ranks=4, model=mo
 # %% [markdown]
 # KVP is listed as well: it asks for the queries on all ranks, so that the rest of the layer is not divided by N. That
 # is fine for decodes and small chunks, not for long prompts. Dashed: what pass-KV sends and attention doesn't hide.
-# Dotted: a miss rate of 1/8. Below it keys are fewer bytes than queries (equation 1); yet pass-KV stays ahead far above
-# it, as its hops are hidden and pass-Q's way home is not.
+# Dotted: one token in eight is new. Under that line, where more are new, keys are fewer bytes than queries
+# (equation 1); yet pass-KV stays ahead far above it, as its hops are hidden and pass-Q's way home is not.
 
 # %%
 TOTAL = 128_000

@@ -84,7 +84,7 @@ with shown(width=7, height=2.8) as (figure, (axes,)):
         axes.bar(labels, heights, bottom=bottom, width=0.6, label="keys and values" if name == "cache" else name)
         bottom += heights
     axes.axhline(memories[0].usable / 1e9, color="k", ls="--", lw=1, label="usable")
-    axes.set(title="Memory of one GPU, by stage x context x tensor", ylabel="GB", yscale="log", ylim=(0.5, 500))
+    axes.set(title="Memory of one GPU, by stage x context x tensor", ylabel="GB")
     axes.legend(ncols=2)
 assert [memory.fits for memory in memories] == [False, True, True, True, True]
 
@@ -132,12 +132,15 @@ with shown(width=7, height=4) as (figure, (axes,)):
     for (stage, context, tensor), prompt in found.items():
         if tensor == 8:
             label = f"{stage} x {context} x 8"
-            axes.annotate(label, (1e3 * prompt.tpot, prompt.ttft), (0, -11), textcoords="offset points", size=8)
+            point = (1e3 * prompt.tpot, prompt.ttft)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.annotate(label, point, (-6, -3), textcoords="offset points", size=8, ha="right", bbox=box)
     axes.axvline(1e3 * TPOT, color="k", ls="--", lw=1)
     axes.minorticks_off()
     axes.set_xticks((10, 20, 30, 50, 100), (10, 20, 30, 50, 100))
     axes.set_yticks((500, 600, 800, 1000), (500, 600, 800, 1000))
-    axes.set(xlabel="TPOT of the long request, ms", ylabel="TTFT, s", title="10M tokens on 128 H100: plans", ylim=500)
+    axes.set(xlabel="TPOT of the long request, ms", ylabel="TTFT, s", title="10M tokens on 128 H100: plans")
+    axes.set(xlim=6, ylim=500)
     axes.legend()
 
 # %% [markdown]

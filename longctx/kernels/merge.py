@@ -25,8 +25,9 @@ def merge_states(
       axis: where the states are stacked, counted in `lses` (so never the head size).
 
     Returns:
-      `(out, lse)` without `axis`: `out` in the dtype of `outs`, computed in float32 (float64 for float64).
-      A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and never NaN.
+      `(out, lse)` without `axis`: out `[..., T, N, H]` in the dtype of `outs`, computed in float32 (float64 for
+      float64), lse `[..., T, N]`. A query empty in every state gives `out = 0`, `lse = -inf`, with gradients zero and
+      never NaN.
 
     Raises:
       ValueError: the shapes or `axis` don't fit, or there is no state to merge.
@@ -86,7 +87,8 @@ def merge_state(
       lse_a, lse_b: float32 `[*B, T, N]`, natural log.
 
     Returns:
-      `(out, lse)` over the keys of both; `out` in the promoted dtype of `out_a` and `out_b`.
+      `(out, lse)` over the keys of both: out `[*B, T, N, H]` in the promoted dtype of `out_a` and `out_b`, lse
+      `[*B, T, N]` float32.
 
     Raises:
       ValueError: the shapes differ.

@@ -3,4 +3,12 @@
 from pathlib import Path
 
 TINY = Path(__file__).with_name("tiny")
-"""Its checkpoint directory, for `load_checkpoint` and `load_tokenizer`."""
+"""Its checkpoint directory, for `load_checkpoint` and `load_tokenizer`.
+
+Examples:
+  >>> from longctx.models import load_checkpoint
+  >>> from longctx.models.builtin import TINY
+  >>> model, params = load_checkpoint(TINY)
+  >>> model.config.num_layers
+  4
+"""

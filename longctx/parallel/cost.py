@@ -199,6 +199,16 @@ class LayerCost:
 
 
 LLAMA3_405B = ModelShape(128, 8, 128)
+"""Attention of a layer of Llama 3 405B, the model of the context parallelism paper's measurements.
+
+Source:
+  Context parallelism paper, 4.1 and table 9.
+
+Examples:
+  >>> from longctx.parallel.cost import LLAMA3_405B
+  >>> LLAMA3_405B.split(8)  # of one of a host's 8 GPUs
+  ModelShape(num_heads=16, num_kv_heads=1, head_size=128)
+"""
 
 # One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
 # of a few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us, of one 32.3); over TCP it isn't given.

@@ -25,12 +25,27 @@ class Deployment:
     """Instances of one engine. Plain data, so that other processes can simulate it.
 
     Attributes:
+      model: its sizes.
+      topology: what devices and links can do.
+      plan: of parallelism, of each instance.
       config: of each engine; without `num_pages` there are as many as fit beside weights and activations.
       instances: engines, each with devices of its own; a request goes to the one with least to prefill.
       measured: predicts batches, such as a profile's; None: they are predicted from the topology.
 
     Raises:
       ValueError: the plan doesn't suit the model or the topology, or its weights don't fit into the devices' memory.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import EngineConfig, ParallelPlan
+      >>> from longctx.simulation.deployment import Deployment
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.workloads import arrive_at_rate, make_mix
+      >>> plan, config = ParallelPlan(tensor=8), EngineConfig(page_size=256)
+      >>> deployment = Deployment(MODELS["llama-3-8b"], Topology.preset("h100-rdma"), plan, config)
+      >>> record = deployment.run(arrive_at_rate(make_mix("sharegpt4", 10), rate=2.0))
+      >>> len(record.served)
+      10
     """
 
     model: LlamaConfig
@@ -48,7 +63,7 @@ class Deployment:
 
     @property
     def num_devices(self) -> int:
-        """Of all instances together."""
+        """Devices of all instances together."""
         return self.instances * self.plan.num_devices
 
     @property
@@ -64,7 +79,7 @@ class Deployment:
         return pages
 
     def predictor(self) -> Predictor:
-        """Predicts the batches of an instance, of one stage."""
+        """What predicts the batches of an instance, of one stage."""
         if self.measured is not None:
             return self.measured
         config = self.config
@@ -83,12 +98,16 @@ class Deployment:
         """Serve requests in virtual time.
 
         Args:
+          requests: when they come, and how long they are.
           seed: of prompts' pages that no hash id names.
           until: seconds after which the window closes.
           progress: is called after every event.
           keep_steps: whether the record has every step; they take memory.
           traces: a trace of each instance is appended to it; None: nothing is traced.
           keep_ticks: whether these have all ticks.
+
+        Returns:
+          What happened: each request and each step.
 
         Raises:
           ValueError: a request can't be served, such as one that is longer than the cache.

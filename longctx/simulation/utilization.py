@@ -124,7 +124,20 @@ def gpu_seconds(seconds: float, devices: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on each device of a plan, and how many of the device's may be used."""
+    """Bytes on each device of a plan, and how many of the device's may be used.
+
+    Attributes:
+      weights: bytes of the parameters.
+      cache: bytes of keys and values.
+      activations: bytes of a step, as those of one layer.
+      usable: bytes that the three may take together.
+
+    Examples:
+      >>> from longctx.simulation.utilization import DeviceMemory
+      >>> memory = DeviceMemory(weights=16e9, cache=40e9, activations=1e9, usable=72e9)
+      >>> memory.total, memory.fits
+      (57000000000.0, True)
+    """
 
     weights: float
     cache: float
@@ -133,14 +146,20 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
+        """Bytes of weights, cache and activations."""
         return self.weights + self.cache + self.activations
 
     @property
     def fits(self) -> bool:
+        """Whether the total may be used."""
         return self.total <= self.usable
 
     def check(self) -> None:
-        """Check that it fits; ValueError with the numbers if it doesn't."""
+        """Check that it fits.
+
+        Raises:
+          ValueError: it doesn't; the message has the numbers.
+        """
         if not self.fits:
             parts = (("weights", self.weights), ("keys and values", self.cache), ("activations", self.activations))
             listed = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts)
@@ -163,15 +182,32 @@ def device_memory(
     usable_share: float = USABLE_SHARE,
     kv_dtype: str | None = None,
 ) -> DeviceMemory:
-    """Memory on each device.
+    """Memory on each device of a plan, by arithmetic.
 
     Args:
+      model: its sizes.
+      plan: of parallelism.
+      device: whose `memory_bytes` is known.
       tokens: of all requests whose keys and values shall fit, evenly spread over context ranks.
       rows: of a step on one rank; their activations count as those of one layer.
+      usable_share: of the device's memory, what may be used.
       kv_dtype: of the cache, as of `EngineConfig`.
+
+    Returns:
+      What takes how many bytes.
 
     Raises:
       ValueError: the plan doesn't suit the model, or the device's memory is not known.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import device_memory
+      >>> h100 = Topology.preset("h100-rdma").device
+      >>> memory = device_memory(MODELS["llama-3-70b"], ParallelPlan(tensor=8), h100, tokens=131_072)
+      >>> f"{memory.total / 1e9:.0f} of {memory.usable / 1e9:.0f} GB"
+      '23 of 72 GB'
     """
     plan.check(model, plan.num_devices)
     if device.memory_bytes is None:
@@ -194,9 +230,22 @@ def max_tokens(
     usable_share: float = USABLE_SHARE,
     kv_dtype: str | None = None,
 ) -> int:
-    """Tokens whose keys and values fit beside the weights, over all context ranks; 0 if not even the weights fit.
+    """Tokens whose keys and values fit beside the weights.
 
-    The arguments are those of `device_memory`.
+    Args:
+      model, plan, device, rows, usable_share, kv_dtype: as for `device_memory`.
+
+    Returns:
+      Tokens over all context ranks; 0 if not even the weights fit.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.utilization import max_tokens
+      >>> h100 = Topology.preset("h100-rdma").device
+      >>> max_tokens(MODELS["llama-3-8b"], ParallelPlan(tensor=8), h100) // 1_000_000  # million tokens
+      4
     """
     empty = device_memory(model, plan, device, 0, rows, usable_share)
     per_token = cache_bytes(model, 1, plan.stage, plan.tensor, kv_dtype=kv_dtype)

@@ -258,13 +258,29 @@ def open_recorder(
     """A recorder of a new run, for `Engine(..., recorder=...)`, in a folder of its own in `directory`.
 
     Args:
+      directory: of all runs.
       private: leave out prompts, tokens and sampling parameters; then decisions alone can be replayed.
       max_bytes: of the run's records.
       model_name, weights: which model it is, for whoever replays: the latter as from `checkpoint_fingerprint`.
 
+    Returns:
+      A recorder, a context manager that closes its files.
+
     Raises:
       OSError: the directory can't be made.
       ValueError: max_bytes is too small.
+
+    Examples:
+      >>> from longctx.models import load_checkpoint, load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> from longctx.serving import Engine, EngineConfig, SamplingParams
+      >>> from longctx.serving.recording.recorder import open_recorder
+      >>> config = EngineConfig(num_pages=64, token_budget=64, max_running=2, max_length=1024, buckets=(64,))
+      >>> with open_recorder("log") as recorder:  # `longctx replay log` explains it
+      ...     engine = Engine(*load_checkpoint(TINY), config, tokenizer=load_tokenizer(TINY), recorder=recorder)
+      ...     outputs = engine.generate("Once", SamplingParams(max_tokens=2))
+      >>> recorder.size > 0
+      True
     """
     name = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}"
     return Recorder(Path(directory) / name, private, max_bytes, model_name, weights)

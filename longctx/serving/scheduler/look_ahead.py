@@ -49,7 +49,26 @@ class Outlook(NamedTuple):
 
 
 def copy_scheduler(scheduler: Scheduler) -> Scheduler:
-    """A copy to be run ahead: it plans the same steps. What does not change is shared; no step may be in planning."""
+    """A copy of a scheduler to be run ahead: it plans the same steps.
+
+    Args:
+      scheduler: of an engine. No step may be in planning. What does not change is shared with the copy.
+
+    Returns:
+      The copy.
+
+    Examples:
+      >>> from longctx.models import load_checkpoint, load_tokenizer
+      >>> from longctx.models.builtin import TINY
+      >>> from longctx.serving import Engine, EngineConfig, Request
+      >>> from longctx.serving.scheduler.look_ahead import copy_scheduler
+      >>> config = EngineConfig(num_pages=64, token_budget=64, max_running=2, max_length=1024)
+      >>> engine = Engine(*load_checkpoint(TINY), config, tokenizer=load_tokenizer(TINY))
+      >>> _ = engine.submit(engine.prepare(Request("x" * 100)))
+      >>> batch = copy_scheduler(engine.scheduler).schedule(now=engine.now())
+      >>> [chunk.num_tokens for chunk in batch.chunks]
+      [64]
+    """
     chunker = scheduler.chunker
     shared = (chunker.predictor, chunker.policy, chunker.plan, chunker.chunking, chunker.rule)
     return copy.deepcopy(scheduler, {id(part): part for part in shared})

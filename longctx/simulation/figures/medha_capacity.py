@@ -117,11 +117,11 @@ def figure_4(inputs: Inputs) -> Figure:
     ]  # fmt: skip
 
     def draw(left: Any, right: Any) -> None:
-        for axes, (read, written), what in ((left, compute, "FLOP"), (right, memory, "tokens of keys and values")):
+        for axes, (read, written), what in ((left, compute, "FLOP"), (right, memory, "tokens of keys")):
             axes.plot(times / 60, read, label="prefill")
             axes.plot(times / 60, written, label="decode")
-            axes.set(yscale="log", xlabel="minutes", ylabel=f"{what} of the requests that are there")
-            axes.legend()
+            axes.set(yscale="log", xlabel="minutes", ylabel=f"{what} of active requests")
+        left.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 
     title = f"What LoongServe's pools are asked for: 8B, 16 A100, 5 % long, {rate} requests/s"
     return Figure("medha_figure_4", title, "medha", statements, table, draw, panels=2)

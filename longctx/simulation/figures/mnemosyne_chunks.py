@@ -103,6 +103,8 @@ def figure_8(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         lines(left, table, "p95_between_tokens_s", "ttft_s", by="chunks")
         left.set(xscale="log", xlabel="P95 between tokens beside it, s", ylabel="TTFT of 1M tokens, s")
+        left.set_xticks([0.03, 0.05, 0.1, 0.2, 0.4], ["0.03", "0.05", "0.1", "0.2", "0.4"])
+        left.set_xticks([], minor=True)
         for run in adaptives:
             right.plot([step.finished for step in run.steps], run.chunks, label=f"{run.gap(0.95) * 1e3:.0f} ms")
         right.set(yscale="log", xlabel="s", ylabel="adaptive chunk, tokens")

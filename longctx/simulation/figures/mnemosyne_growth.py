@@ -33,8 +33,13 @@ from longctx.simulation.figures.mnemosyne_runs import (
 )
 
 
+def _millions(value: float, place: int) -> str:
+    """How matplotlib writes a number of tokens on an axis of millions."""
+    return f"{value / M:g}"
+
+
 def timeline(run: Run, every: int = 1) -> list[Row]:
-    """Each so manieth step of a run."""
+    """Every step of a run, or one in so many."""
     rows, before = list[Row](), 0
     for number, (step, count) in enumerate(zip(run.steps, run.chunks, strict=True)):
         if number % every == 0:
@@ -72,7 +77,8 @@ def section_4_4(inputs: Inputs) -> Figure:
 
     def draw(axes: Any) -> None:
         lines(axes, table, "tokens_before", "step_s", by="setting", marker="-")
-        axes.set(xlabel="tokens before the chunk", ylabel="step, s", ylim=(0, None))
+        axes.set(xlabel="tokens before the chunk, M", ylabel="step, s", ylim=(0, None))
+        axes.xaxis.set_major_formatter(_millions)
 
     title = "Ranks that are added bound the time of a step: Llama-3 8B, 4M tokens in chunks of 128"
     return Figure("mnemosyne_section_4_4", title, "mnemosyne", statements, table, draw)
@@ -134,8 +140,10 @@ def figure_19(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         lines(left, table, "tokens_before", "gpus", by="model", label="Llama-3 {}", marker="-")
         lines(right, table, "tokens_before", "step_s", by="model", label="Llama-3 {}", marker="-")
-        left.set(xlabel="tokens before the chunk", ylabel="H100 in use", ylim=(0, 140))
-        right.set(xlabel="tokens before the chunk", ylabel="step, s", ylim=(0, None))
+        left.set(xlabel="tokens before the chunk, M", ylabel="H100 in use", ylim=(0, 140))
+        right.set(xlabel="tokens before the chunk, M", ylabel="step, s", ylim=(0, None))
+        for axes in (left, right):
+            axes.xaxis.set_major_formatter(_millions)
 
     title = "GPUs are added as a context grows: 2M tokens, TP8, SPP4, KVP up to 4"
     return Figure("mnemosyne_figure_19", title, "mnemosyne", statements, table, draw, panels=2)

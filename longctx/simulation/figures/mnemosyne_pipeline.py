@@ -141,6 +141,7 @@ def figure_15(inputs: Inputs) -> Figure:
             doubling(axes, STAGES)
             axes.set(yscale="log", xlabel="hosts of 8 H100 (stages)", ylabel="TTFT, s")
             axes.set_title(f"Llama-3 {name}, where it fits")
+        panels[0].get_legend().remove()  # colours are those of the second
 
     title = "The sequence pipeline scales to 16 hosts"
     return Figure("mnemosyne_figure_15", title, "mnemosyne", statements, table, draw, panels=2)

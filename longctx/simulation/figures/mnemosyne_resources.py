@@ -102,7 +102,9 @@ def figure_5(inputs: Inputs) -> Figure:
         left.barh(list(limits), [limit / MI for limit in limits.values()])
         left.set_xlabel("longest context on 8 H100, Mi tokens")
         lines(right, [row for row in table if "gpus" in row], "tokens", "gpus", by="resource")
-        right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="H100 needed")
+        right.set(xscale="log", yscale="log", xlabel="tokens, M", ylabel="H100 needed")
+        right.set_xticks([M / 2, M, 2 * M, 4 * M, 8 * M], ["0.5", "1", "2", "4", "8"])
+        right.set_xticks([], minor=True)
 
     title = "Which resource limits the context: Llama-3 8B, TTFT 30 s, TPOT 20 ms"
     statements = based_on("arithmetic", statements)

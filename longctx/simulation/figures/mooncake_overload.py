@@ -161,8 +161,9 @@ def _series(found: Mapping[Rule, Swings]) -> list[dict[str, Any]]:
 def _panel(axes: Any, title: str, found: Swings) -> None:
     axes.plot(found.minutes, found.prefill, label="prefill")
     axes.plot(found.minutes, found.decode, label="decode")
-    axes.set(xlabel="minutes", ylabel="load of the pool", title=title, ylim=(0, None))
-    axes.legend()
+    axes.set(xlabel="minutes", ylabel="load of the pool", title=title, ylim=(0, 1.2))
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.legend(ncols=2, loc="upper right")
 
 
 def figure_7(inputs: Inputs) -> Figure:

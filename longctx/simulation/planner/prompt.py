@@ -24,15 +24,21 @@ POSITIONS = 32  # in which steps of a long prompt are looked at; between two of 
 
 
 class Prompt(NamedTuple):
-    """Seconds of a prompt.
+    """What a long prompt takes, as `evaluate` predicts it.
 
     Attributes:
-      ttft: to the first token.
-      tpot: of a token of its own, after the prompt.
-      beside: of a token of another request while the prompt is prefilled: at worst as predicted, on average as
+      ttft: seconds to the first token.
+      tpot: seconds of a token of its own, after the prompt.
+      beside: seconds of a token of another request while the prompt is prefilled: at worst as predicted, on average as
         simulated.
       smallest, largest: chunks, tokens.
       steps: of the prompt.
+
+    Examples:
+      >>> from longctx.simulation.planner.prompt import Prompt
+      >>> prompt = Prompt(ttft=70.4, tpot=0.01, beside=0.03, smallest=500, largest=4096, steps=900)
+      >>> round(prompt.steps / prompt.ttft)  # steps a second
+      13
     """
 
     ttft: float

@@ -36,6 +36,11 @@ class Goal:
 
     Raises:
       TypeError, ValueError: a number is out of range.
+
+    Examples:
+      >>> from longctx.simulation.planner.search import Goal
+      >>> Goal(context=1_000_000, ttft=120, tpot=0.03)
+      Goal(context=1000000, ttft=120, tpot=0.03, output_tokens=256)
     """
 
     context: int
@@ -58,9 +63,20 @@ class Planned:
     Attributes:
       deployment: as many instances as there are devices for.
       prompt: seconds of the request, alone on an instance but for another one that decodes.
-      memory: bytes on each device, of `usable`.
+      memory: bytes on each device.
+      usable: bytes that may be used of each.
       mfu: of the prompt, causal pairs counted once.
       gpu_seconds: of the prompt: its seconds times the instance's devices.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Goal, Planned, evaluate
+      >>> goal, topology = Goal(context=1_000_000, ttft=120, tpot=0.03), Topology.preset("h100-nvlink")
+      >>> planned = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=8), "adaptive", 4096)
+      >>> isinstance(planned, Planned), planned.devices, planned.memory < planned.usable
+      (True, 8, True)
     """
 
     deployment: Deployment
@@ -72,22 +88,54 @@ class Planned:
 
     @property
     def devices(self) -> int:
-        """Of an instance."""
+        """Devices of an instance."""
         return self.deployment.plan.num_devices
 
 
 class Fallen(NamedTuple):
-    """A plan that does not do: the reason is `"memory"`, `"link"`, `"TPOT"` or `"TTFT"`."""
+    """A plan that misses the goal.
+
+    Attributes:
+      plan: of parallelism.
+      chunking: as of `EngineConfig`.
+      reason: `"memory"`, `"link"`, `"TPOT"` or `"TTFT"`.
+      text: the reason with its numbers.
+      excess: by which factor it misses.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Fallen, Goal, evaluate
+      >>> goal, topology = Goal(context=1_000_000, ttft=120, tpot=0.03), Topology.preset("h100-nvlink")
+      >>> fallen = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=1), "adaptive", 4096)
+      >>> isinstance(fallen, Fallen), fallen.reason
+      (True, 'memory')
+    """
 
     plan: ParallelPlan
     chunking: str
     reason: str
     text: str
-    excess: float  # by which factor it misses
+    excess: float
 
 
 class Found(NamedTuple):
-    """Plans that meet the goal, the cheapest first, and those that do not, the nearest first."""
+    """What a search has found.
+
+    Attributes:
+      plans: those that meet the goal, the cheapest first.
+      fallen: those that do not, the nearest first.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Goal, search
+      >>> goal = Goal(context=32_768, ttft=30, tpot=0.05)
+      >>> found = search(MODELS["llama-3-8b"], Topology.preset("h100-nvlink"), gpus=2, goal=goal)
+      >>> found.plans[0].gpu_seconds <= found.plans[-1].gpu_seconds
+      True
+    """
 
     plans: list[Planned]
     fallen: list[Fallen]
@@ -107,12 +155,31 @@ def search(
     A plan may use fewer devices, and then there are more instances of it.
 
     Args:
+      model: its sizes.
+      topology: what devices and links can do.
+      gpus: devices at most.
+      goal: what is to be met.
       host_gpus: devices of a host: `tensor` stays within one.
       progress: is called with how many plans there are still to look at, as far as that is known.
       kv_dtype: of the cache, as of `EngineConfig`.
 
+    Returns:
+      All plans that were looked at: those that meet the goal, and those that fall.
+
     Raises:
       ValueError: a number is out of range, or no layout suits the model.
+
+    Source:
+      Mnemosyne, 7: finding a plan for a context and a target.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Goal, search
+      >>> goal = Goal(context=32_768, ttft=30, tpot=0.05)
+      >>> found = search(MODELS["llama-3-8b"], Topology.preset("h100-nvlink"), gpus=2, goal=goal)
+      >>> {planned.devices for planned in found.plans} <= {1, 2}
+      True
     """
     check_integer("gpus", gpus, 1)
     check_integer("host_gpus", host_gpus, 1)
@@ -198,7 +265,34 @@ def evaluate(
     budget: int,
     kv_dtype: str | None = None,
 ) -> Planned | Fallen:
-    """Predict a plan, and say why it falls if it does."""
+    """Predict what a plan does with one long prompt while another request decodes.
+
+    Args:
+      model: its sizes.
+      topology: what devices and links can do.
+      gpus: devices; there are as many instances as fit.
+      goal: what is to be met.
+      plan: of parallelism, of an instance.
+      chunking: as of `EngineConfig`.
+      budget: rows of a step.
+      kv_dtype: of the cache, as of `EngineConfig`.
+
+    Returns:
+      A `Planned`, or a `Fallen` that says why the goal is missed.
+
+    Raises:
+      ValueError: the plan doesn't suit the model.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.serving import ParallelPlan
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Goal, evaluate
+      >>> goal, topology = Goal(context=1_000_000, ttft=120, tpot=0.03), Topology.preset("h100-nvlink")
+      >>> planned = evaluate(MODELS["llama-3-8b"], topology, 8, goal, ParallelPlan(tensor=8), "adaptive", 4096)
+      >>> f"TTFT {planned.prompt.ttft:.1f} s, TPOT {1e3 * planned.prompt.tpot:.1f} ms"
+      'TTFT 70.4 s, TPOT 9.9 ms'
+    """
     try:
         topology.check(**{axis: getattr(plan, axis) for axis in AXES})
     except ValueError as error:
@@ -263,7 +357,23 @@ def prompt_mfu(deployment: Deployment, tokens: int, seconds: float) -> float:
 
 
 def best_of_each(plans: List[Planned]) -> list[Planned]:
-    """The best of each layout and placement: others differ in their chunks alone. In order."""
+    """The best of each layout and placement; others differ in their chunks alone.
+
+    Args:
+      plans: in their order, the best first, as `search` finds them.
+
+    Returns:
+      The first of each plan of parallelism, in the same order.
+
+    Examples:
+      >>> from longctx.parallel import Topology
+      >>> from longctx.simulation.models import MODELS
+      >>> from longctx.simulation.planner.search import Goal, best_of_each, search
+      >>> goal = Goal(context=32_768, ttft=30, tpot=0.05)
+      >>> found = search(MODELS["llama-3-8b"], Topology.preset("h100-nvlink"), gpus=2, goal=goal)
+      >>> len(best_of_each(found.plans)) < len(found.plans)
+      True
+    """
     seen: set[ParallelPlan] = set()
     best = []
     for planned in plans:

@@ -13,12 +13,21 @@ class TierConfig:
     """Sizes and rules of the tiers of an engine. None of them changes an answer.
 
     Attributes:
-      host_bytes: of pages in host memory. disk_bytes: of pages in files in the folder `disk`; 0: no files.
+      host_bytes: of pages in host memory.
+      disk_bytes: of pages in files; 0: no files.
+      disk: the folder of these files.
       eviction: who goes first: `"lru"`, `"lfu"`, or `"length"` (the tails of the longest chains).
       store: a distributed store beyond this machine, such as `"mooncake://HOST:PORT"`.
 
     Raises:
       TypeError, ValueError: a value is of the wrong type or out of range; the message names it.
+
+    Examples:
+      >>> from longctx.serving import EngineConfig
+      >>> from longctx.serving.kv_cache.tiers.config import TierConfig
+      >>> config = EngineConfig(tiers=TierConfig(host_bytes=64 << 20))
+      >>> config.tiers.eviction
+      'lru'
     """
 
     host_bytes: int = 0
