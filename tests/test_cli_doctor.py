@@ -156,9 +156,16 @@ def test_a_jax_that_never_answers_is_a_problem(tmp_path: Path, monkeypatch: pyte
 def test_devices_that_jax_does_not_find_are_a_problem(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
     [problem] = ask_jax(report).problems
-    assert "nonsense" in problem.text
+    assert problem.text.startswith("the devices of JAX_PLATFORMS=nonsense can't be found out: ")
     assert "JAX_PLATFORMS" in problem.remedy
     assert report.sections["versions"]["jax"] == jax.__version__, "what was found before stays"
+
+
+def test_flags_that_xla_does_not_know_are_to_be_corrected(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--no_such_flag=3")
+    [problem] = ask_jax(report).problems
+    assert "--no_such_flag=3" in problem.text
+    assert problem.remedy.startswith("correct XLA_FLAGS")
 
 
 def gpus(count: int = 8, **more: Any) -> list[Any]:
@@ -254,6 +261,7 @@ def test_a_checkpoint_is_checked_as_json(tmp_path: Path, capsys: pytest.CaptureF
 def test_reports_do_not_tell_whose_home_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert shown("/home/somebody/.cache/longctx") == "~/.cache/longctx"
+    assert shown("/home/somebody") == "~"
     assert shown("/var/cache") == "/var/cache"
 
 

@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(capsys: pytest.C
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert main(["serve", "--port", str(taken.getsockname()[1]), "--model", "no/such-model"]) == 2
-    assert "can't be listened at" in capsys.readouterr().err
+    assert "can't be listened at: Address already in use; --port 0 takes" in capsys.readouterr().err
 
 
 class Process:

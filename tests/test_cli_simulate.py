@@ -218,6 +218,7 @@ WRONG = [
     (["--sweep", "policy=luck"], "--sweep: no point can be simulated; the first: --policy must be"),
     (["--sweep", "qps=1", "--trace", "t.json"], "--trace contradicts --sweep"),
     (["--out", "{file}"], "--out must be a folder"),
+    (["--out", "{file}/report"], "--out: no folder can be made at"),
     (["--workload", "{file}"], "num_prefill_tokens"),
     (["--num-pages", "1"], "requests[0]"),
 ]

@@ -49,6 +49,13 @@ def test_files_that_are_named_exist() -> None:
         assert missing == [], page
 
 
+def test_steps_that_install_take_a_clone() -> None:
+    """The package is not on an index: the name alone adds extras where longctx is installed, and finds nothing else."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    by_name = rf"^pip install .*{PROJECT['name']}"
+    assert [page.name for page in pages if re.search(by_name, page.read_text(encoding="utf-8"), re.MULTILINE)] == []
+
+
 def test_changelog_begins_with_this_version() -> None:
     (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest == longctx.__version__

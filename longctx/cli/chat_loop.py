@@ -82,10 +82,10 @@ class ChatLoop:
         prompt = self._conversation.ask(question)
         room = self._engine.max_length - len(prompt.tokens)
         if room < 1:
-            raise ValueError(
-                f"the conversation and this message have {len(prompt.tokens):,} tokens, and the context "
-                f"{self._engine.max_length:,}: /new begins a new conversation"
-            )
+            most = f"{len(prompt.tokens):,} tokens, and the context {self._engine.max_length:,}"
+            if not self._conversation.turns and not self._conversation.documents:
+                raise ValueError(f"this message has {most}: shorten it, or raise --max-length")
+            raise ValueError(f"the conversation and this message have {most}: /new begins a new conversation")
         if room < self._sampling.max_tokens:
             self._console.note(f"({room:,} tokens of the context are left: /new begins a new conversation)")
         if prompt.is_rewritten:

@@ -13,6 +13,7 @@ SECONDS = 180.0
 """Within which JAX has to answer; eight GPUs take some 20."""
 
 _SHOW = "see all of it by python -c 'import jax; print(jax.devices())', and install jax and its plugin anew"
+_XLA_FLAGS = "correct XLA_FLAGS, or unset it; this version of jaxlib may lack a flag that another has"
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from longctx.cli.doctor_probe import main; main()"
 
 
@@ -33,7 +34,9 @@ def examine(report: Report, console: Console, seconds: float = SECONDS) -> None:
     try:
         report.add(json.loads(done.stdout.decode("utf-8", "replace").splitlines()[-1]))
     except (IndexError, KeyError, TypeError, ValueError):
-        report.problem(f"JAX can't be loaded: {_ending(done)}", _SHOW)
+        ending = _ending(done)
+        remedy = _XLA_FLAGS if "XLA_FLAGS" in ending and os.environ.get("XLA_FLAGS") else _SHOW
+        report.problem(f"JAX can't be loaded: {ending}", remedy)
 
 
 def _ending(done: "subprocess.CompletedProcess[bytes]") -> str:

@@ -21,7 +21,9 @@ def main() -> None:
             import jax
 
             report.note("versions", "jax", jax.__version__)
-            with report.asking("JAX's devices", _CHECK):
+            platforms = os.environ.get("JAX_PLATFORMS", "")
+            asked = f"the devices of JAX_PLATFORMS={platforms}" if platforms else "JAX's devices"
+            with report.asking(asked, _CHECK):
                 _devices(report, jax.devices())
         print(json.dumps(report.to_dict()))
 

@@ -89,7 +89,7 @@ def first_line(text: str) -> str:
 def shown(path: str | Path) -> str:
     """A path as a report has it, on one line: the home folder is `~`, so that a bug report doesn't tell whose it is."""
     try:
-        text = f"~/{Path(path).relative_to(Path.home())}"
+        text = str("~" / Path(path).relative_to(Path.home()))
     except (RuntimeError, ValueError):
         text = str(path)
     return text if text.isprintable() else json.dumps(text)

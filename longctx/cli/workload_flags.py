@@ -51,7 +51,10 @@ def check_folder(options: argparse.Namespace) -> None:
     if options.out is not None:
         if options.out.exists() and not options.out.is_dir():
             raise ValueError(f"--out must be a folder, and {options.out} is a file")
-        options.out.mkdir(parents=True, exist_ok=True)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out: no folder can be made at {options.out}: {error.strerror}") from None
 
 
 def check_workload(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -207,5 +208,6 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ValueError(f"--host {host} --port {port} can't be listened at: {error.strerror}") from None
+        remedy = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
+        raise ValueError(f"--host {host} --port {port} can't be listened at: {error.strerror}{remedy}") from None
     return bound
