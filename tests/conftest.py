@@ -4,6 +4,9 @@ pyproject.toml makes warnings errors.
 """
 
 import atexit
+import functools
+import gc
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -12,10 +15,17 @@ import tempfile
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Tests compile much and compute little. XLA's own passes, at whose results tests of structure look, stay as they are:
-# LLVM's are left out. A GPU's programs are compiled as ever.
-if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Tests compile much and compute little: LLVM's passes are left out, and fusions are emitted to it without MLIR, each
+# program in one piece (`users_fusions` is for tests that look at fusions). A GPU's programs are compiled as ever. A
+# process that is given a flag that its XLA doesn't know ends at once.
+if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")) and not any(
+    map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+):
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
 
 import jax
 import pytest
@@ -44,6 +54,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longctx")
+
+
+@pytest.fixture
+def users_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lowered and compiled in a test has the fusions that users have: in place, and the same to the bit."""
+    options = {"xla_cpu_use_fusion_emitters": True}
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", functools.partialmethod(jax.stages.Lowered.compile, compiler_options=options)
+    )
+
+
+def pytest_collection_finish() -> None:
+    """Modules and test items stay until the end: without this, each full collection would go through all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,16 @@ for arguments in [["--help"], ["--version"], *([name, "--help"] for name in COMM
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(done.stdout.count(f"usage: longctx {name} ") == 1 for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_flag_is_and_its_default(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"longctx.cli.arguments.{name.replace('-', '_')}").add_arguments(parser)
+    flags = [action for action in parser._actions if action.option_strings]
+    assert [action.dest for action in flags if not action.help] == []
+    has_default = [action for action in flags if action.default not in (None, False, "", [], argparse.SUPPRESS)]
+    assert [action.dest for action in has_default if "default" not in str(action.help)] == []
 
 
 def test_defaults_are_those_of_the_engine() -> None:

@@ -12,6 +12,8 @@ def show_compiling(compile_steps: Callable[[Progress], None], console: Console) 
     """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took."""
     start = time.perf_counter()
     with console.bar(desc="compiling", unit="program") as bar:
+        if bar.disable:  # in a log, minutes of silence look like a hang
+            console.note("compiling")
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -34,6 +34,7 @@ def test_the_step_updates_the_cache_in_place(dtype: object) -> None:
     assert "mosaic_gpu" not in check_step(CONFIG, dtype)  # its head size is 16
 
 
+@pytest.mark.slow
 def test_the_step_updates_fp8_pages_and_their_scales_in_place() -> None:
     assert "mosaic_gpu" in check_step(dataclasses.replace(CONFIG, head_dim=128), jnp.bfloat16, FP8_KV)
 

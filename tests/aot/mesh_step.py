@@ -194,6 +194,7 @@ def check_host_traffic(mesh: Mesh, rows: tuple[int, int, int]) -> None:
     assert ("collective-permute", ("stage",)) in across
 
 
+@pytest.mark.slow
 def test_tensor_stays_inside_a_host() -> None:
     """There are 2 hosts with 8 devices each, listed in reverse."""
     devices = h100_devices(2, 8)

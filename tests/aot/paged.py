@@ -10,7 +10,7 @@ from paged_step import arguments, check_in_place, step
 
 @pytest.mark.parametrize(
     ("dtype", "is_fp8"),
-    [("bfloat16", False), ("bfloat16", True), pytest.param("float32", False, marks=pytest.mark.slow)],
+    [("bfloat16", True), *(pytest.param(dtype, False, marks=pytest.mark.slow) for dtype in ("bfloat16", "float32"))],
 )
 def test_a_step_of_several_layers_is_in_place(dtype: str, is_fp8: bool) -> None:
     there = NamedSharding(h100_mesh(context=1), P())

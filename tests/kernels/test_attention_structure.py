@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from longctx.kernels import attention
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
 MIB = 2**20
 LONG = 131072
 

@@ -14,6 +14,8 @@ from longctx.kernels import attention, merge_states, paged_attention, write_page
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands
 from longctx.kernels.paged_attention.tiles import partition_rows
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 
 @pytest.mark.parametrize(("dtype", "is_fp8"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)])
 def test_a_step_of_several_layers_is_in_place(dtype: Any, is_fp8: bool) -> None:

@@ -15,6 +15,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.nnx import to_nnx
 from longctx.parallel import make_mesh
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
 RANKS, LENGTH, VOCAB = 4, 512, 1000
 CONFIG = LlamaConfig(VOCAB, 16, 640, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=4096)
 OWN = LENGTH // RANKS

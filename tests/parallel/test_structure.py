@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.parallel import all_gather_kv, kvp_attention, make_mesh, ring_pass_kv, ring_pass_q
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
 # Of one rank: tokens, cached and new ones, query heads, KV heads and head size.
 T, S, HEADS, KV_HEADS, SIZE = 64, 192, 8, 2, 16
 KV_BYTES = S * (2 * KV_HEADS * SIZE * 4 + 8)

@@ -21,9 +21,10 @@ from workload import Workload
 from longctx.models.footprint import FP8_KV as FP8
 from longctx.models.footprint import cache_bytes
 from longctx.parallel import make_mesh
-from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving import EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving.engine.memory import default_pages
 
-SOME = [((1, 2, 1), ("interleave", "pass_kv")), ((1, 2, 1), ("interleave", "pass_q"))]
+SOME = [((1, 2, 1), ("interleave", "pass_kv"))]
 
 
 @pytest.mark.parametrize(("sizes", "strategy"), SOME, ids=str)
@@ -99,6 +100,7 @@ def test_nothing_is_compiled_after_warm_up_and_programs_are_as_many() -> None:
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
 def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool) -> None:
     compiled = compile_step(make_mesh(), make_shape(make_mesh()), dtype, layered=layered, kv_dtype=FP8)
@@ -107,6 +109,7 @@ def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool
     assert not collectives(program.as_text(), 1)
 
 
+@pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(("exchange", "message", "rounds"), [("pass_q", 0, 1), ("pass_kv", 2, 8), ("all_gather", 2, 8)])
 def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
     mesh = make_mesh(context=2)
@@ -127,12 +130,12 @@ def check_in_place(program: Any) -> None:
 
 def test_as_many_pages_fit_as_their_bytes_say() -> None:
     """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
-    counts = []
-    for dtype in (None, FP8):
-        oracle = oracle_of(1, 1, dtype)
-        config = EngineConfig(page_size=8, max_running=10**6, token_budget=10**6, kv_dtype=dtype)
-        counts.append(Engine(oracle.model, oracle.params, config).num_pages)
-    assert counts[1] == counts[0] * 32 // 12
+    model, mesh = oracle_of(1, 1).model, make_mesh()
+    configs = [
+        EngineConfig(page_size=8, max_running=10**6, token_budget=10**6, kv_dtype=dtype) for dtype in (None, FP8)
+    ]
+    exact, rounded = (default_pages(model, config, mesh, jnp.float32, 100, 0) for config in configs)
+    assert rounded == exact * 32 // 12
 
 
 @pytest.mark.parametrize("wrong", ["fp8", "float8_e5m2", "bfloat16", jnp.float8_e4m3fn, 8, np.zeros(2)])

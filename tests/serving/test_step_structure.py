@@ -19,6 +19,7 @@ from longctx.serving.runner import state_updates
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
 VOCAB_SIZE = 5_024  # no other array is as wide
 
 

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the longest conversation; default: the model's context, or what fits into memory",
     )
-    parser.add_argument("--chunk-size", type=int, default=512, metavar="N", help="the most prompt tokens of a step")
+    parser.add_argument(
+        "--chunk-size", type=int, default=512, metavar="N", help="the most prompt tokens of a step; default: 512"
+    )
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the messages of earlier runs")
     add_sampling_arguments(parser, max_tokens=512)
     add_compile_arguments(parser)

@@ -11,6 +11,7 @@ from typing import Any
 from longctx.models.builtin import TINY
 
 MODEL = "checkpoint directory, .gguf file, or owner/name[@revision] of the Hugging Face hub"
+ADMISSION = "when a request may begin: with room for all of its tokens, or for its prompt, and it may be preempted"
 
 SIZES: dict[str, int | None] = {
     "page_size": 64,
@@ -54,11 +55,9 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = False) -> None:
-    """`--model`, by default the built-in one unless it `is_required`, and `--dtype` of it and of its cache."""
-    default = {"required": True} if is_required else {"default": TINY}
-    about = MODEL if is_required else f"{MODEL}; default: the built-in one"
-    parser.add_argument("--model", metavar="MODEL", help=about, **default)
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--model`, and `--dtype` of it and of its cache."""
+    parser.add_argument("--model", metavar="MODEL", default=TINY, help=f"{MODEL}; default: the built-in one")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the checkpoint's own")
     add_kv_dtype_argument(parser)
 
@@ -81,12 +80,24 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    for name, default in SIZES.items():
+    abouts = (
+        "tokens of a page of the KV cache",
+        "pages of the KV cache on each context rank",
+        "sequences that run at a time, at most",
+        "tokens of a step, at most",
+        "steps in flight, at most",
+    )
+    for (name, default), about in zip(SIZES.items(), abouts, strict=True):
         engine.add_argument(
-            flag(name), type=int, default=default, metavar="N", help=f"default: {default or 'what fits'}"
+            flag(name), type=int, default=default, metavar="N", help=f"{about}; default: {default or 'what fits'}"
         )
     engine.add_argument("--buckets", metavar="N,N", help="numbers of rows of compiled steps; default: doubling from 8")
-    engine.add_argument("--admission", choices=["reserve", "optimistic"], default=CHOICES["admission"])
+    engine.add_argument(
+        "--admission",
+        choices=["reserve", "optimistic"],
+        default=CHOICES["admission"],
+        help=f"{ADMISSION}; default: {CHOICES['admission']}",
+    )
     engine.add_argument("--no-prefix-cache", action="store_true", help="share no pages")
 
 
@@ -94,7 +105,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser, topology: str | None = N
     """The plan and its topology; `topology`: the default one, None: it is found."""
     plan = parser.add_argument_group("devices")
     for name, about in (("stage", "sequence pipeline"), ("context", "ranks with pages"), ("tensor", "heads")):
-        plan.add_argument(flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}")
+        plan.add_argument(
+            flag(name), type=int, default=1, metavar="N", help=f"devices along this axis: {about}; default: 1"
+        )
     plan.add_argument(
         "--exchange",
         metavar="RULE",
@@ -136,7 +149,7 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=CHOICES["max_share"],
         metavar="X",
-        help="share of a step for short prompts, ilrs",
+        help=f"share of a step for short prompts, ilrs; default: {CHOICES['max_share']}",
     )
     abouts = (
         "TTFT target: times the prompt alone",

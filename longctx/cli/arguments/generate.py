@@ -11,12 +11,12 @@ SUMMARY = "Continue a prompt with a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, is_required=True)
+    add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text to continue")
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
-    parser.add_argument("--n", type=int, default=1, metavar="N", help="completions (needs a temperature)")
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="completions (needs a temperature); default: 1")
     parser.add_argument(
         "--max-running",
         type=int,
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"the most completions, which take memory each; default: {SIZES['max_running']}",
     )
-    parser.add_argument("--chunk-size", type=int, default=1024, metavar="N", help="the most prompt tokens of a step")
+    parser.add_argument(
+        "--chunk-size", type=int, default=1024, metavar="N", help="the most prompt tokens of a step; default: 1024"
+    )
     add_sampling_arguments(parser, max_tokens=256)
     add_compile_arguments(parser)
     add_plan_arguments(parser)

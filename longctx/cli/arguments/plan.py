@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--workload", type=Path, metavar="FILE", help="trace (JSON lines, or CSV of lengths)")
     workload.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the file")
     workload.add_argument("--qps", type=float, dest="rate", metavar="R", help="requests a second, Poisson, on all GPUs")
-    workload.add_argument("--seed", type=int, default=0, metavar="N")
+    workload.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals; default: 0")
     workload.add_argument("--jobs", type=int, metavar="N", help="processes; default: as many as cores")
     results = parser.add_argument_group("results")
     results.add_argument("--best", type=int, default=10, metavar="N", help="plans to show; default: 10")

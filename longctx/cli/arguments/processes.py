@@ -11,7 +11,7 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help='where process 0 listens; "auto": found from Slurm, Open MPI or Kubernetes',
     )
-    group.add_argument("--num-processes", type=int, metavar="N")
+    group.add_argument("--num-processes", type=int, metavar="N", help="processes in all")
     group.add_argument("--process-id", type=int, metavar="I", help="id of this process, from 0")
     group.add_argument(
         "--failure-timeout",

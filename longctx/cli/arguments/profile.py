@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-context", type=int, metavar="N", help="the longest measured context in tokens (16,384)")
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="runs of each batch; their median counts (5)"
+        "--repeats", type=int, default=5, metavar="N", help="runs of each batch; their median counts; default: 5"
     )
     parser.add_argument(
-        "--check", type=int, default=20, metavar="N", help="random batches to evaluate the predictor on (20)"
+        "--check", type=int, default=20, metavar="N", help="random batches to evaluate the predictor on; default: 20"
     )
     add_compile_arguments(parser)
     add_engine_arguments(parser)

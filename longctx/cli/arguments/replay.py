@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longctx.cli.arguments.engine import MODEL
+from longctx.cli.arguments.engine import ADMISSION, MODEL
 
 SUMMARY = "Replay what an engine recorded: as it was, under other settings, or on the model."
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--num-pages", type=int, metavar="N", help="pages on each context rank")
     other.add_argument("--token-budget", type=int, metavar="N", help="rows of a step")
     other.add_argument("--max-running", type=int, metavar="N", help="sequences that run at a time")
-    other.add_argument("--admission", choices=["reserve", "optimistic"])
+    other.add_argument("--admission", choices=["reserve", "optimistic"], help=ADMISSION)
     other.add_argument("--run-ahead", type=int, metavar="N", help="steps in flight")
 
     model = parser.add_argument_group("on the model")

@@ -12,16 +12,20 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     sampling.add_argument("--top-k", type=int, metavar="N", help="sample from the N most probable tokens")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="X", help="sample from the most probable tokens that add up to X"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sample from the most probable tokens that add up to X; default: 1",
     )
     sampling.add_argument(
         "--min-p",
         type=float,
         default=0.0,
         metavar="X",
-        help="sample from tokens at least X times as probable as the top one",
+        help="sample from tokens at least X times as probable as the top one; default: 0",
     )
-    sampling.add_argument("--seed", type=int, default=0, metavar="N")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="of the tokens that are drawn; default: 0")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="text that ends an answer; may be repeated"
     )

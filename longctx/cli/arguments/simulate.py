@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, topology=TOPOLOGY)
     more = parser.add_argument_group("more about the devices")
     more.add_argument("--plan", metavar="NAME=N,..", help="as --stage, --context and others: stage=2,tensor=8")
-    more.add_argument("--instances", type=int, default=1, metavar="N", help="engines, each on devices of its own")
+    more.add_argument(
+        "--instances", type=int, default=1, metavar="N", help="engines, each on devices of its own; default: 1"
+    )
     more.add_argument(
         "--baseline",
         metavar="NAME",
