@@ -69,6 +69,7 @@ def pytest_collection_finish() -> None:
     """Modules and test items stay until the end: without this, each full collection would go through all of them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 50)  # what JAX keeps grows too; by default a twentieth of the time goes into collections
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -143,7 +143,7 @@ class AttentionTestBase:
         right = np.abs(of_nan.astype(jnp.float32) - want) <= tolerance
         assert (right | np.isnan(of_nan.astype(jnp.float32))).all()
 
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
     def test_a_plan_serves_calls_of_its_shapes(self, causal: bool) -> None:
         """The results, and the gradients where there are any, are those without it, bit for bit."""
         rng = np.random.default_rng(causal)

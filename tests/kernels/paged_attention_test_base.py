@@ -94,7 +94,7 @@ class PagedAttentionTestBase:
         assert not out.any()
         assert bool((lse == -jnp.inf).all())
 
-    @pytest.mark.parametrize("max_rows_per_sequence", [1, 2])
+    @pytest.mark.parametrize("max_rows_per_sequence", [1, pytest.param(2, marks=pytest.mark.slow)])
     def test_a_plan_for_fewer_rows_than_a_sequence_has(self, max_rows_per_sequence: int) -> None:
         """A sequence of 33 rows, more than one tile has then, beside a decode; the results are those without a plan."""
         rng = np.random.default_rng(max_rows_per_sequence)

@@ -83,7 +83,7 @@ def test_smaller_stages_have_a_layer_of_zeros(stages: int) -> None:
                 assert_same(own, {name: np.asarray(params["layers"][name])[part[place]] for name in own})
 
 
-@pytest.mark.parametrize("modules", [None, "ffn", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modules", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("ffn", "all"))])
 def test_layers_of_zeros_change_no_logits(modules: str | None, tmp_path: Path) -> None:
     """Nor do they have gradients: a model that is trained with them keeps them."""
     model, params = make(modules)

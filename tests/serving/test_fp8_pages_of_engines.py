@@ -110,7 +110,10 @@ def test_the_step_updates_pages_and_scales_in_place(dtype: object, layered: bool
 
 
 @pytest.mark.usefixtures("users_fusions")
-@pytest.mark.parametrize(("exchange", "message", "rounds"), [("pass_q", 0, 1), ("pass_kv", 2, 8), ("all_gather", 2, 8)])
+@pytest.mark.parametrize(
+    ("exchange", "message", "rounds"),
+    [("pass_q", 0, 1), ("pass_kv", 2, 8), pytest.param("all_gather", 2, 8, marks=pytest.mark.slow)],
+)
 def test_every_exchange_updates_pages_in_place_and_sends_packed_rows(exchange: str, message: int, rounds: int) -> None:
     mesh = make_mesh(context=2)
     shape = make_shape(mesh, (16, 8, 8), exchange=exchange, message=message, rounds=rounds)

@@ -209,6 +209,7 @@ def test_priority_comes_before_urgency() -> None:
         assert list(by_urgency(chunker.policy, [low, high], 1.0)) == [high, low]
 
 
+@pytest.mark.slow
 def test_more_than_can_be_done_of_a_mix() -> None:
     """As in Medha's figure 22: medians of TTFT over that alone, 1 prompt in 20 being long, 1.5 times the capacity."""
     rng = np.random.default_rng(1)

@@ -13,7 +13,7 @@ from longctx.serving import ParallelPlan
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        (ParallelPlan(), {"admission": "optimistic"}),
+        pytest.param(ParallelPlan(), {"admission": "optimistic"}, marks=pytest.mark.slow),
         (ParallelPlan(2, 3, 1, exchange="pass_q", placement="interleave"), {"run_ahead": 3}),
     ],
     ids=["one device, optimistic", "six devices"],
