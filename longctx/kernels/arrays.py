@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 
 def check_array(name: str, x: ArrayLike) -> Array:
@@ -22,6 +22,12 @@ def check_array(name: str, x: ArrayLike) -> Array:
     if not jnp.issubdtype(x.dtype, jnp.number):
         raise TypeError(f"{name} must hold numbers, got {x.dtype}")
     return jnp.asarray(x)
+
+
+def check_floating(name: str, dtype: DTypeLike) -> None:
+    """Check that a dtype is one of floating-point numbers; TypeError with the name if it isn't."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
 def check_int32(name: str, x: ArrayLike) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.arrays import check_array, check_int32
+from longctx.kernels.arrays import check_array, check_floating, check_int32
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
@@ -120,8 +120,8 @@ class ContextParallelAttention(nnx.Module):
             raise ValueError(f"head_dim must be even for rotary embedding, got {head_dim}")
         norm_eps = check_real("norm_eps", norm_eps, 0)
         if dtype is not None:
-            _check_floating("dtype", dtype)
-        _check_floating("param_dtype", param_dtype)
+            check_floating("dtype", dtype)
+        check_floating("param_dtype", param_dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope, self.causal, self.norm_eps, self.dtype = rope, causal, norm_eps, dtype
         self.mesh, self.method, self.layout, self.implementation = mesh, method, layout, implementation
@@ -160,7 +160,7 @@ class ContextParallelAttention(nnx.Module):
         sizes = batch_shape if isinstance(batch_shape, tuple | list) else (batch_shape,)
         batch = math.prod(check_integer("batch_shape", size, 0) for size in sizes)
         max_length = check_integer("max_length", max_length, 1)
-        _check_floating("dtype", dtype)
+        check_floating("dtype", dtype)
         mesh = check_mesh(mesh_with_devices(self.mesh))
         axes = self._axes(mesh)
         ranks, replicas = axes.size(axes.sequence), axes.size(axes.batch)
@@ -210,7 +210,7 @@ class ContextParallelAttention(nnx.Module):
           ValueError: a shape is wrong, there is no cache, or it is full; or as `context_parallel_attention` does.
         """
         x = check_array("x", x)
-        _check_floating("x", x.dtype)
+        check_floating("x", x.dtype)
         if x.ndim < 2 or x.shape[-1] != self.wq.shape[0]:
             raise ValueError(f"x must be [*B, T, {self.wq.shape[0]}], got {x.shape}")
         if decode and self.cache is None:
@@ -291,11 +291,6 @@ class ContextParallelAttention(nnx.Module):
         """The axes of the cache: its heads are sharded where there are enough of them."""
         axes = check_axes(mesh, self.axis_name, self.head_axis, self.batch_axis)
         return axes if self.num_kv_heads % axes.size(axes.head) == 0 else dataclasses.replace(axes, head=None)
-
-
-def _check_floating(name: str, dtype: DTypeLike) -> None:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
 def _check(name: str, given: ArrayLike, x: Array) -> Array:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
+from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
 from longctx.kernels.attention.operands import check_implementation
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
@@ -280,5 +281,4 @@ def _check_params(model: Llama, params: Params) -> None:
         name, x = jax.tree_util.keystr(path), given[path]
         if np.shape(x) != leaf.shape:
             raise ValueError(f"params{name} must have the shape {leaf.shape}, got {np.shape(x)}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"params{name} must be floating point, got {x.dtype}")
+        check_floating(f"params{name}", x.dtype)

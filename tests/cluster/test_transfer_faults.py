@@ -108,7 +108,7 @@ def test_a_link_that_stalls(way_name: str) -> None:
 
 
 @both
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(fraction=st.floats(0, 1))
 def test_flipped_bits_never_become_pages(way_name: str, fraction: float) -> None:
     """Wherever the bit is: in ZeroMQ's own bytes, in a header, in a page."""

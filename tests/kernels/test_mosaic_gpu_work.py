@@ -141,7 +141,7 @@ PAGED = [
 
 
 @given(paged_cases(PAGED), st.sampled_from([None, 1, 90]))
-@settings(max_examples=3)
+@settings(max_examples=6)
 def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None) -> None:
     """Each row has one slot in one tile of its sequence, and a tile's blocks hold exactly the keys that it sees.
 

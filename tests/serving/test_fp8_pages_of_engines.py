@@ -21,8 +21,7 @@ from workload import Workload
 from longctx.models.footprint import FP8_KV as FP8
 from longctx.models.footprint import cache_bytes
 from longctx.parallel import make_mesh
-from longctx.serving import EngineConfig, ParallelPlan, SamplingParams
-from longctx.serving.engine.memory import default_pages
+from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 
 SOME = [((1, 2, 1), ("interleave", "pass_kv"))]
 
@@ -133,12 +132,12 @@ def check_in_place(program: Any) -> None:
 
 def test_as_many_pages_fit_as_their_bytes_say() -> None:
     """In float32 with heads of 8: 32 bytes a row, 12 in FP8; of 128 in bfloat16 it would be 256 and 132."""
-    model, mesh = oracle_of(1, 1).model, make_mesh()
-    configs = [
-        EngineConfig(page_size=8, max_running=10**6, token_budget=10**6, kv_dtype=dtype) for dtype in (None, FP8)
-    ]
-    exact, rounded = (default_pages(model, config, mesh, jnp.float32, 100, 0) for config in configs)
-    assert rounded == exact * 32 // 12
+    counts = []
+    for dtype in (None, FP8):
+        oracle = oracle_of(1, 1, dtype)
+        config = EngineConfig(page_size=8, max_running=10**5, token_budget=10**5, kv_dtype=dtype)
+        counts.append(Engine(oracle.model, oracle.params, config).num_pages)
+    assert counts[1] == counts[0] * 32 // 12
 
 
 @pytest.mark.parametrize("wrong", ["fp8", "float8_e5m2", "bfloat16", jnp.float8_e4m3fn, 8, np.zeros(2)])

@@ -81,7 +81,7 @@ def partial_pages(engine: Engine) -> set[bytes]:
     return keys
 
 
-@settings(max_examples=8)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**20),
     plan=PLANS,

@@ -134,7 +134,7 @@ def check_empty(*engines: Engine) -> None:
     assert [engine.core.pool.num_held for engine in engines] == [0, 0]
 
 
-@settings(max_examples=2)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**20), steps=st.integers(0, 24), sender=st.sampled_from([0, 1]))
 def test_requests_move_in_mid_prefill_and_mid_decode(pair: Pair, seed: int, steps: int, sender: int) -> None:
     first, second = pair.engines[sender], pair.engines[1 - sender]

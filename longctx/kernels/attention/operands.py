@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from longctx.kernels import selection
-from longctx.kernels.arrays import check_array, check_int32
+from longctx.kernels.arrays import check_array, check_floating, check_int32
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 
@@ -142,8 +142,7 @@ def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
 def check_types(q: Any, k: Any, v: Any) -> None:
     """Check the shapes and dtypes of q, k and v: arrays or types."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        check_floating(name, x.dtype)
         if x.dtype.itemsize < 2:
             raise TypeError(f"{name} must have 16 bits or more, got {x.dtype}")
         if x.ndim < 3:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.kernels import selection
+from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.operands import check_implementation
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
@@ -134,8 +135,7 @@ def plan_paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     if q_dtype is None:
         q_dtype = jnp.bfloat16 if k_pages.dtype in (jnp.uint16, BITS, E4M3) else k_pages.dtype
-    if not jnp.issubdtype(q_dtype, jnp.floating):
-        raise TypeError(f"q_dtype must be floating point, got {q_dtype}")
+    check_floating("q_dtype", q_dtype)
     pages: Any = jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype)
     num_rows = np.shape(q_positions)[0]
     q: Any = jax.ShapeDtypeStruct((num_rows, num_heads, k_pages.shape[-1]), jnp.dtype(q_dtype))

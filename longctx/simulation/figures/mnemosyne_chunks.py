@@ -19,6 +19,7 @@ from longctx.simulation.figures.mnemosyne_runs import (
     adaptive,
     doubling,
     lines,
+    named,
     predict,
     serve,
     static,
@@ -103,8 +104,7 @@ def figure_8(inputs: Inputs) -> Figure:
     def draw(left: Any, right: Any) -> None:
         lines(left, table, "p95_between_tokens_s", "ttft_s", by="chunks")
         left.set(xscale="log", xlabel="P95 between tokens beside it, s", ylabel="TTFT of 1M tokens, s")
-        left.set_xticks([0.03, 0.05, 0.1, 0.2, 0.4], ["0.03", "0.05", "0.1", "0.2", "0.4"])
-        left.set_xticks([], minor=True)
+        named(left, (0.03, 0.05, 0.1, 0.2, 0.4))
         for run in adaptives:
             right.plot([step.finished for step in run.steps], run.chunks, label=f"{run.gap(0.95) * 1e3:.0f} ms")
         right.set(yscale="log", xlabel="s", ylabel="adaptive chunk, tokens")

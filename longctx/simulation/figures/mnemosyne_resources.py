@@ -6,7 +6,7 @@ from typing import Any
 
 from longctx.models.footprint import cache_bytes, weight_bytes
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
-from longctx.simulation.figures.mnemosyne_runs import B8, B70, DEVICE, M, Row, lines
+from longctx.simulation.figures.mnemosyne_runs import B8, B70, DEVICE, M, Row, lines, named
 from longctx.simulation.record import Totals
 from longctx.simulation.utilization import model_flops
 
@@ -103,8 +103,7 @@ def figure_5(inputs: Inputs) -> Figure:
         left.set_xlabel("longest context on 8 H100, Mi tokens")
         lines(right, [row for row in table if "gpus" in row], "tokens", "gpus", by="resource")
         right.set(xscale="log", yscale="log", xlabel="tokens, M", ylabel="H100 needed")
-        right.set_xticks([M / 2, M, 2 * M, 4 * M, 8 * M], ["0.5", "1", "2", "4", "8"])
-        right.set_xticks([], minor=True)
+        named(right, (0.5, 1, 2, 4, 8), unit=M)
 
     title = "Which resource limits the context: Llama-3 8B, TTFT 30 s, TPOT 20 ms"
     statements = based_on("arithmetic", statements)

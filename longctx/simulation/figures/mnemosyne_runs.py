@@ -148,6 +148,12 @@ def doubling(axes: Any, values: List[int]) -> None:
     axes.set_xticks(values, [f"{value:,}" for value in values])
 
 
+def named(axes: Any, values: List[float], unit: float = 1) -> None:
+    """A logarithmic x axis on which these numbers are named, in units of so many, and no others."""
+    axes.set_xticks([unit * value for value in values], [f"{value:g}" for value in values])
+    axes.set_xticks([], minor=True)
+
+
 def lines(axes: Any, table: List[Row], x: str, y: str, by: str, label: str = "{}", marker: str = "o-") -> None:
     """Draw column `y` over column `x`, a line for each value of column `by`; rows without `y` are left out."""
     drawn = [row for row in table if row.get(y) is not None]
