@@ -7,9 +7,10 @@ what is captured, and what is not.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
+import mmap
 import os
+from pathlib import Path
 
 _COMMANDS = "xla_gpu_enable_command_buffer"
 _FLAGS = {
@@ -20,16 +21,20 @@ _FLAGS = {
 # A collective inside a conditional node can't be instantiated (github.com/NVIDIA/nccl, issue 1986), and the sampler's
 # branches have collectives. So the branch is outside, and what is in it is captured.
 _COLLECTIVES = "+COLLECTIVES,-CONDITIONAL"
-# A process that is given a flag that its XLA doesn't know ends at once.
-_KNOWN_TO = ((0, 10), (0, 11), (0, 12))  # versions of jaxlib
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+# The shared libraries that read XLA_FLAGS, by package: jaxlib's own, and those of CUDA plugins.
+_LIBRARIES = {
+    "jaxlib": "libjax_common.so",
+    "jax_plugins.xla_cuda12": "xla_cuda_plugin.so",
+    "jax_plugins.xla_cuda13": "xla_cuda_plugin.so",
+}
 
 
 def xla_flags(collectives: bool = False) -> str:
     """Flags for the environment variable `XLA_FLAGS`, to be set before JAX starts.
 
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
-    effect on CPUs. They are for jaxlib 0.10 to 0.12.
+    effect on CPUs. `xla_knows` says whether the installed JAX has them: with an unknown flag, it aborts.
 
     A shell sets them by `export XLA_FLAGS="$(python -c 'import longctx; print(longctx.xla_flags())')"`.
 
@@ -67,19 +72,42 @@ def set_xla_flags() -> None:
     platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
     if platforms != [""] and not {"cuda", "gpu"} & {*platforms}:
         return
-    if not any(map(importlib.util.find_spec, _PLUGINS)) or _version_of_jaxlib() not in _KNOWN_TO:
+    if not any(map(importlib.util.find_spec, _PLUGINS)) or not all(map(xla_knows, _FLAGS)):
         return
     own = {flag.partition("=")[0].lstrip("-") for flag in given.split()}
     missing = _text({name: value for name, value in _FLAGS.items() if name not in own})
     os.environ["XLA_FLAGS"] = f"{missing} {given}".strip()
 
 
+def xla_knows(flag: str) -> bool:
+    """Return whether the installed jaxlib and its CUDA plugins, if any, have the XLA flag of this name.
+
+    A process whose `XLA_FLAGS` hold a flag that its XLA does not know aborts when JAX makes its devices. XLA has no
+    list to ask, but the names of its flags are C strings in its shared libraries.
+
+    Args:
+      flag: its name, without dashes.
+    """
+    libraries = _libraries()
+    return bool(libraries) and all(_contents(library).find(f"\0{flag}\0".encode()) >= 0 for library in libraries)
+
+
+def _libraries() -> list[Path]:
+    found = []
+    for package, name in _LIBRARIES.items():
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:  # no plugin of any kind
+            continue
+        if spec is not None:
+            found += [path for folder in spec.submodule_search_locations or () if (path := Path(folder, name)).exists()]
+    return found
+
+
+def _contents(library: Path) -> mmap.mmap:
+    with library.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _text(flags: dict[str, str]) -> str:
     return " ".join(f"--{name}={value}" for name, value in flags.items())
-
-
-def _version_of_jaxlib() -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:  # what loads it will say so
-        return None

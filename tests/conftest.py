@@ -6,25 +6,31 @@ pyproject.toml makes warnings errors.
 import atexit
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import shutil
 import tempfile
 
+from longctx.gpu_flags import xla_knows
+
 # Several workers run at a time, so libraries other than JAX get one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests compile much and compute little: LLVM's passes are left out, and fusions are emitted to it without MLIR, each
-# program in one piece (`users_fusions` is for tests that look at fusions). A GPU's programs are compiled as ever. A
-# process that is given a flag that its XLA doesn't know ends at once.
-if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")) and not any(
-    map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))
-):
+# program in one piece (`users_fusions` is for tests that look at fusions). A GPU's programs are compiled as ever. JAX
+# aborts on a flag that its XLA does not have: newer ones always emit fusions by MLIR.
+if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-        "--xla_cpu_parallel_codegen_split_count=1",
+        " ".join(
+            f"--{name}={value}"
+            for name, value in (
+                ("xla_backend_optimization_level", 0),
+                ("xla_cpu_use_fusion_emitters", "false"),
+                ("xla_cpu_parallel_codegen_split_count", 1),
+            )
+            if xla_knows(name)
+        ),
     )
 
 import jax
@@ -59,7 +65,8 @@ settings.load_profile("longctx")
 @pytest.fixture
 def users_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered and compiled in a test has the fusions that users have: in place, and the same to the bit."""
-    options = {"xla_cpu_use_fusion_emitters": True}
+    name = "xla_cpu_use_fusion_emitters"
+    options = {name: True} if xla_knows(name) else {}
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", functools.partialmethod(jax.stages.Lowered.compile, compiler_options=options)
     )

@@ -1,8 +1,8 @@
 """The parts of Pallas that differ between versions, are private, or differ in the interpreter.
 
-Three private names are used: `InterpretGPUParams` (public from jax 0.12 on) runs a kernel's threads, copies and
-barriers on a CPU, `get_races` says whether any of them raced, and `_get_ptxas_isa_version` which PTX the ptxas in use
-reads.
+Three private names are used. `InterpretGPUParams` runs a kernel's threads, copies and barriers on a CPU, and
+`get_races` says whether any of them raced; from jax 0.12 on the first is public, and the interpreter itself raises.
+`_get_ptxas_isa_version` says which PTX the ptxas in use reads.
 """
 
 import contextlib
@@ -103,14 +103,15 @@ def _vary_over(axes: frozenset[str], x: Array) -> Array:
 
 
 def _check(interpreter: Interpreter, results: Any) -> None:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
-
     jax.block_until_ready(results)
     jax.effects_barrier()
     if interpreter.errors:
         raise RuntimeError("; ".join(interpreter.errors))
-    if interpreter.params.detect_races and private.get_races().races_found:
-        raise RuntimeError("the interpreter found a race; it has printed where")
+    if interpreter.params.detect_races and jax.__version_info__ < (0, 12):
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as private
+
+        if private.get_races().races_found:
+            raise RuntimeError("the interpreter found a race; it has printed where")
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -150,6 +151,14 @@ def read(ref: Any, layout: Any) -> Array:
         return ref[...]
     index = ((),) if jax.__version_info__ < (0, 12) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def write(ref: Any, value: Array) -> None:
+    """Store registers to global memory, in pieces of whatever size their layout gives."""
+    if interpreting() or jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)  # the default, whole sectors of 32 bytes, refuses our accumulators
 
 
 def broadcast(x: Array, shape: tuple[int, ...], axis: int) -> Array:

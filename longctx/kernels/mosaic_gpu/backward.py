@@ -271,4 +271,4 @@ def _consume(thread_block: ThreadBlock, wg: Array) -> None:
     if config.scores:
         accs[0] = accs[0] * config.scale
     for result, acc in zip(results, accs, strict=True):
-        result.at[tile.number, own, head][...] = acc
+        adapter.write(result.at[tile.number, own, head], acc)

@@ -316,5 +316,5 @@ class Consumer(Machine):
 
     def _write(self, tile: Tile, out: Array, lse: Array) -> None:
         at = (tile.piece, self.own) if self.block.config.split else (tile.number, self.own, tile.head)
-        self.operands.out.at[at][...] = out.astype(self.operands.out.dtype)
-        self.operands.lse.at[at][...] = lse
+        adapter.write(self.operands.out.at[at], out.astype(self.operands.out.dtype))
+        adapter.write(self.operands.lse.at[at], lse)

@@ -149,8 +149,8 @@ def _kernel(
         num_groups = lax.div(row.number - row.in_first, jnp.int32(config.num_loads))
         state, group = lax.fori_loop(0, num_groups, step, (nothing, group))
         out, lse = state.absorb(*group).results()
-        out_ref.at[row.token, row.head][...] = out.astype(out_ref.dtype)
-        lse_ref.at[row.token, row.head][...] = lse
+        adapter.write(out_ref.at[row.token, row.head], out.astype(out_ref.dtype))
+        adapter.write(lse_ref.at[row.token, row.head], lse)
 
     num_steps, block = num_tokens * heads // config.num_rows, lax.axis_index("block") + 0
 
