@@ -17,6 +17,7 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALL = re.compile(r"\b(body|true_computation|false_computation)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")  # how jax 0.12 writes them
 _STRIDED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
@@ -91,13 +92,22 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
         shape, dims, order = ([int(x) for x in part.split(",")] if part else [] for part in match.groups())
         groups = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(shape)
         return tuple(map(tuple, groups.tolist()))
+    if match := _MESH_GROUPS.search(rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        inner = re.findall(r"'(\w+)'", match[2])
+        outer = [name for name in sizes if name not in inner]
+        order = [list(sizes).index(name) for name in (*outer, *inner)]
+        groups = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
+        return tuple(map(tuple, groups.reshape(-1, math.prod(sizes[name] for name in inner)).tolist()))
+    if "replica_groups=" in rest and "replica_groups={}" not in rest:
+        raise ValueError(f"replica_groups of an unknown form: {rest}")
     return ()
 
 
 def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
     """Bytes sent, from the shapes of the result.
 
-    Those of an asynchronous collective include its operands, except for all-reduce.
+    Those of an asynchronous collective include its operands; before jax 0.12 not those of an all-reduce.
     """
     size = sum(BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _SHAPE.findall(shapes))
     if kind == "collective-permute":
@@ -107,7 +117,7 @@ def _sent(kind: str, shapes: str, n: int, is_async: bool) -> float:
     if kind == "all-to-all":
         return size / (2 if is_async else 1) * (n - 1) / n
     if kind == "all-reduce":
-        return 2 * size * (n - 1) / n
+        return 2 * size / (2 if shapes.startswith("((") else 1) * (n - 1) / n
     return size * (n - 1)
 
 

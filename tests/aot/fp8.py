@@ -43,9 +43,9 @@ def products(text: str) -> tuple[list[tuple[str, str]], int]:
 
     def origin(name: str) -> str:
         opcode, rest = made[name]
-        while opcode in ("bitcast", "get-tuple-element"):
+        while opcode in ("bitcast", "get-tuple-element", "fusion-done"):
             opcode, rest = made[rest.split("%", 1)[1].split(")")[0].split(",")[0]]
-        assert opcode == "fusion", f"{name} is made by {opcode}"
+        assert opcode in ("fusion", "fusion-start"), f"{name} is made by {opcode}"
         return bodies[rest.split("calls=%", 1)[1].split(",")[0]]
 
     calls, others = [], 0
