@@ -1,5 +1,5 @@
-"""The meshes of H100s that programs are compiled for."""
+"""The meshes of GPUs that programs are compiled for."""
 
-from benchmarks.h100 import h100_devices, h100_mesh
+from benchmarks.h100 import gpu_mesh, h100_devices, h100_mesh
 
-__all__ = ["h100_devices", "h100_mesh"]
+__all__ = ["gpu_mesh", "h100_devices", "h100_mesh"]

@@ -1,4 +1,4 @@
-"""The dtype in which XLA multiplies 16-bit floats: a CPU without instructions for them is faster in float32."""
+"""The dtype in which XLA multiplies 16-bit floats: their own on GPUs; a CPU may be faster in float32."""
 
 import functools
 from pathlib import Path
@@ -14,10 +14,13 @@ _FLAGS = {"amx_bf16", "avx512_bf16"}
 def operand_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of the operands of products of arrays of `dtype`; sums are float32 or wider.
 
-    It is bfloat16 for bfloat16 on a CPU with AMX or AVX512-BF16, else float32 or wider.
+    It is `dtype` for floats of 16 bits on a GPU, whose tensor cores multiply them, and for bfloat16 on a CPU with AMX
+    or AVX512-BF16; else float32 or wider.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.bfloat16 and Device.target().platform == "cpu" and _cpu_multiplies_bfloat16():
+    dtype, device = jnp.dtype(dtype), Device.target()
+    if dtype.itemsize == 2 and device.is_gpu:
+        return dtype
+    if dtype == jnp.bfloat16 and device.platform == "cpu" and _cpu_multiplies_bfloat16():
         return dtype
     return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
 

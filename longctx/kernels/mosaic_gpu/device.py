@@ -32,6 +32,10 @@ class Device(NamedTuple):
     cuda_version: int = 0  # the platform's, 12090 for 12.9.0 and 12.9.1; 0 if unknown
     ptxas: Ptxas = Ptxas()  # what assembles kernels for it, if it is a Hopper
 
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in ("gpu", "cuda")
+
     @classmethod
     def target(cls) -> Self:
         """The device that a program traced now is compiled for."""
@@ -49,8 +53,11 @@ class Device(NamedTuple):
 
     @classmethod
     def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> Self:
-        on_gpu = platform in ("gpu", "cuda")
+        found = cls(kind, platform, False, 132)
+        if not found.is_gpu:
+            return found
         by_name = any(name in kind.split() for name in _HOPPER)
-        is_hopper = on_gpu and (by_name if capability is None else str(capability) == "9.0")
-        ptxas = ptxas_in_use() if is_hopper else Ptxas()
-        return cls(kind, platform, is_hopper, num_cores if on_gpu and num_cores else 132, ptxas=ptxas)
+        is_hopper = by_name if capability is None else str(capability) == "9.0"
+        return found._replace(
+            is_hopper=is_hopper, num_multiprocessors=num_cores or 132, ptxas=ptxas_in_use() if is_hopper else Ptxas()
+        )
