@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import ArrayLike, Float
 
-from longctx.kernels.arrays import check_array
+from longctx.kernels.arrays import check_array, check_floating
 
 
 def merge_states(
@@ -21,7 +21,8 @@ def merge_states(
     Args:
       outs: normalised attention outputs, floating point `[..., M, ..., T, N, H]`, M states along `axis`.
       lses: their log-sum-exp, natural log, float32, `outs.shape` without the last dimension.
-        `-inf` marks a query that saw no key; its `out` must be 0.
+        `-inf` marks a query that saw no key, and so does `inf`, as in FlashAttention 2 and vLLM; its `out` must be
+        finite, and has no weight.
       axis: where the states are stacked, counted in `lses` (so never the head size).
 
     Returns:
@@ -31,7 +32,7 @@ def merge_states(
 
     Raises:
       ValueError: the shapes or `axis` don't fit, or there is no state to merge.
-      TypeError: outs or lses are no arrays, or lses are not float32 (or float64).
+      TypeError: outs or lses are no arrays, outs are not floating point, or lses are not float32 (or float64).
 
     Source:
       Context parallelism paper, appendix B.
@@ -56,13 +57,19 @@ def merge_states(
         raise ValueError(f"axis must index one of the {lses.ndim} axes of lses, got {axis}")
     if lses.shape[axis] == 0:
         raise ValueError(f"lses must stack at least one state along axis {axis}, got {lses.shape}")
-    if lses.dtype not in (jnp.float32, jnp.float64):
-        raise TypeError(f"lses must be float32, got {lses.dtype}")
+    _check_types("outs", outs, "lses", lses)
     return _merge_states(outs, lses, axis % lses.ndim)
+
+
+def _check_types(out_name: str, out: Array, lse_name: str, lse: Array) -> None:
+    check_floating(out_name, out.dtype)
+    if lse.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"{lse_name} must be float32, got {lse.dtype}")
 
 
 @functools.partial(jax.jit, static_argnames="axis", inline=True)
 def _merge_states(outs: Array, lses: Array, axis: int) -> tuple[Array, Array]:
+    lses = jnp.where(lses == jnp.inf, -jnp.inf, lses)
     # The peak shifts all exponentials and cancels, so it needs no gradient.
     peak = lax.stop_gradient(jnp.max(lses, axis, keepdims=True))
     empty = peak == -jnp.inf
@@ -84,7 +91,7 @@ def merge_state(
 
     Args:
       out_a, out_b: normalised attention outputs, floating point `[*B, T, N, H]`, of one shape.
-      lse_a, lse_b: float32 `[*B, T, N]`, natural log.
+      lse_a, lse_b: float32 `[*B, T, N]`, natural log, `-inf` or `inf` where a query saw no key.
 
     Returns:
       `(out, lse)` over the keys of both: out `[*B, T, N, H]` in the promoted dtype of `out_a` and `out_b`, lse
@@ -92,7 +99,8 @@ def merge_state(
 
     Raises:
       ValueError: the shapes differ.
-      TypeError: one is no array, or an lse is not float32 (or float64).
+      TypeError: one is no array, an out is not floating point, or an lse is not float32 (or float64): of fewer bits,
+        it has lost what the weights depend on.
 
     Source:
       Context parallelism paper, appendix B.
@@ -117,6 +125,8 @@ def merge_state(
     for name, a, b in (("out", out_a, out_b), ("lse", lse_a, lse_b)):
         if a.shape != b.shape:
             raise ValueError(f"{name}_a and {name}_b must have one shape, got {a.shape} and {b.shape}")
+    _check_types("out_a", out_a, "lse_a", lse_a)
+    _check_types("out_b", out_b, "lse_b", lse_b)
     return _merge_state(out_a, lse_a, out_b, lse_b)
 
 

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from longctx.kernels import attention, plan_attention
-from longctx.kernels.arrays import check_int32
+from longctx.kernels.arrays import check_ids, check_int32
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
@@ -128,7 +128,7 @@ class Llama:
         tokens = check_tokens(self.config, tokens)
         positions = check_positions(self.config, tokens, positions)
         if attend is None:
-            segment_ids = None if segment_ids is None else like_tokens("segment_ids", tokens, segment_ids)
+            segment_ids = None if segment_ids is None else like_tokens("segment_ids", tokens, segment_ids, are_ids=True)
             return _dense_logits(self, params, tokens, positions, segment_ids)
         if segment_ids is not None:
             raise ValueError("`segment_ids` has no effect when `attend` is given; mask in `attend`")
@@ -442,13 +442,13 @@ def _counting(tokens: Array) -> Array:
     return jnp.arange(tokens.shape[-1], dtype=jnp.int32).reshape((1,) * (tokens.ndim - 1) + (-1,))
 
 
-def like_tokens(name: str, tokens: Array, value: ArrayLike) -> Any:
-    """Convert integers to an int32 array in the shape of `tokens`.
+def like_tokens(name: str, tokens: Array, value: ArrayLike, are_ids: bool = False) -> Any:
+    """Convert integers to an int32 array in the shape of `tokens`; `are_ids`: by `check_ids`.
 
     Raises:
       TypeError, ValueError: they have another dtype or shape, or are too large; the message has the name.
     """
-    array = check_int32(f"`{name}`", value)
+    array = (check_ids if are_ids else check_int32)(f"`{name}`", value)
     if array.shape != tokens.shape:
         raise ValueError(f"`{name}` {array.shape} and `tokens` {tokens.shape} differ in shape")
     return array

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.arrays import check_array, check_floating, check_int32
+from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 from longctx.models.rope_config import RopeConfig
@@ -294,7 +294,7 @@ class ContextParallelAttention(nnx.Module):
 
 
 def _check(name: str, given: ArrayLike, x: Array) -> Array:
-    array = jnp.asarray(check_int32(name, given))
+    array = jnp.asarray(check_ids(name, given))
     if array.shape not in (x.shape[-2:-1], x.shape[:-1]):
         raise ValueError(f"{name} must have the shape {x.shape[-2:-1]} or {x.shape[:-1]}, got {array.shape}")
     return array

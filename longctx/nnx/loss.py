@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.arrays import check_int32
+from longctx.kernels.arrays import check_ids, check_int32
 from longctx.nnx.chunks import map_chunks
 
 
@@ -36,7 +36,7 @@ def next_token_targets(
       [6, -1, 8, -1]
     """
     tokens = jnp.asarray(check_int32("tokens", tokens))
-    segments = jnp.zeros_like(tokens) if segment_ids is None else jnp.asarray(check_int32("segment_ids", segment_ids))
+    segments = jnp.zeros_like(tokens) if segment_ids is None else jnp.asarray(check_ids("segment_ids", segment_ids))
     if tokens.ndim < 1:
         raise ValueError("tokens must be [*B, T], got a scalar")
     if segments.shape != tokens.shape:

@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from longctx.kernels.arrays import check_int32
+from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import match_varying
@@ -178,7 +178,7 @@ class GroupedOperands(NamedTuple):
 
 def _check_groups(group_ids: Array, axis_name: str, num_ranks: int, length: int) -> Array:
     """Check the group ids and gather them from all ranks: `[N, T]`."""
-    groups = jnp.asarray(check_int32("group_ids", group_ids))
+    groups = jnp.asarray(check_ids("group_ids", group_ids))
     if groups.shape not in ((length,), (num_ranks, length)):
         raise ValueError(
             f"group_ids must have the shape {(length,)} or {(num_ranks, length)}, an id a row, got {groups.shape}"

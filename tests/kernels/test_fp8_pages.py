@@ -157,7 +157,8 @@ def test_write_pages_is_numpy_assignment(page_dtype: str, seed: int, dtype: str)
     slots = rng.permutation(pages * page_size)[:17]
     page, offset = slots // page_size, slots % page_size
     page[rng.random(17) < 0.3] = rng.choice([-1, -pages, -(2**31), pages, 2**31 - 1])  # dropped
-    real = (page >= 0) & (page < pages)
+    offset[rng.random(17) < 0.2] = rng.choice([-1, -page_size, page_size])  # dropped
+    real = (page >= 0) & (page < pages) & (offset >= 0) & (offset < page_size)
     expected = [x.copy() for x in before + scales]
     for n, row in enumerate(rows):
         values, scale = fp8_numpy.quantize(np.asarray(row))

@@ -1,6 +1,7 @@
 """Merging the states of parts gives the state of the whole, including empty states and gradients."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -104,3 +105,44 @@ def test_merge_states_refuses(outs: tuple[int, ...], lses: tuple[int, ...], axis
 def test_merge_state_refuses_two_shapes() -> None:
     with pytest.raises(ValueError, match="out_a and out_b must have one shape"):
         merge_state(jnp.zeros((2, 1, 4)), jnp.zeros((2, 1)), jnp.zeros((3, 1, 4)), jnp.zeros((2, 1)))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("out_b", jnp.int32), ("lse_a", jnp.bfloat16), ("lse_b", jnp.float16)])
+def test_merge_state_refuses_types(name: str, dtype: Any) -> None:
+    """Two lses would otherwise be promoted to one type, after one of them was rounded by the caller."""
+    state = {"out_a": jnp.ones((1, 1, 1)), "lse_a": jnp.full((1, 1), 100.3), "out_b": jnp.zeros((1, 1, 1))}
+    state["lse_b"] = state["lse_a"]
+    state[name] = state[name].astype(dtype)
+    with pytest.raises(TypeError, match=f"{name} must be .*, got {jnp.dtype(dtype)}"):
+        merge_state(**state)
+
+
+def test_merge_states_refuses_types() -> None:
+    with pytest.raises(TypeError, match="outs must be floating point, got int32"):
+        merge_states(jnp.zeros((2, 1, 1), int), jnp.zeros((2, 1)))
+    with pytest.raises(TypeError, match="lses must be float32, got bfloat16"):
+        merge_states(jnp.zeros((2, 1, 1)), jnp.zeros((2, 1), jnp.bfloat16))
+
+
+@given(st.integers(0, 1000), st.sampled_from([jnp.float32, jnp.bfloat16]))
+@settings(max_examples=6)
+def test_inf_marks_no_keys_as_minus_inf_does(seed: int, dtype: Any) -> None:
+    """Values and gradients, whatever finite out comes with it."""
+    rng = np.random.default_rng(seed)
+    outs = jnp.asarray(rng.standard_normal((3, 6, 2, 4)), dtype)
+    lses = 1000 * rng.standard_normal((3, 6, 2))
+    empty = rng.random(lses.shape) < 0.5
+
+    def results(mark: float) -> Any:
+        def loss(outs: jax.Array, lses: jax.Array) -> Any:
+            out, lse = merge_states(outs, lses)
+            return jnp.sum(out) + jnp.sum(jnp.where(jnp.isinf(lse), 0, lse)), (out, lse)
+
+        marked = jnp.asarray(np.where(empty, mark, lses), jnp.float32)
+        return jax.grad(loss, (0, 1), has_aux=True)(outs, marked)
+
+    grads, (out, lse) = results(np.inf)
+    chex.assert_trees_all_equal((grads, (out, lse)), results(-np.inf))
+    np.testing.assert_array_equal(lse == -np.inf, empty.all(0))
+    assert not any(np.isnan(x.astype(jnp.float32)).any() for x in (*grads, out))
+    assert not np.any(out[empty.all(0)])

@@ -102,7 +102,8 @@ def test_write_pages_is_numpy_assignment(seed: int, dtype: str) -> None:
     slots = rng.permutation(pages * page_size)[:17]
     page, offset = slots // page_size, slots % page_size
     page[rng.random(17) < 0.3] = rng.choice([-1, -pages, -(2**31), pages, 2**31 - 1])  # dropped
-    real = (page >= 0) & (page < pages)
+    offset[rng.random(17) < 0.2] = rng.choice([-1, -page_size, -(2**31), page_size, 2**31 - 1])  # dropped
+    real = (page >= 0) & (page < pages) & (offset >= 0) & (offset < page_size)
     arrays = [jnp.asarray(x, dtype) for x in (k_pages, v_pages, k, v)]
     want = [np.array(x, np.float32) for x in arrays]
     want[0][page[real], offset[real]], want[1][page[real], offset[real]] = want[2][real], want[3][real]

@@ -65,8 +65,8 @@ def attention(
       out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
       float32 or wider. Both results are differentiable in q, k and v, once and in reverse mode; for `jax.jvp` and
-      second derivatives there is `"reference"`. A row of scores all below -1e30 counts as empty, but not in
-      `"reference"`.
+      second derivatives there is `"reference"`. Scores may be any finite float32 numbers, and a row of scores that are
+      all -inf counts as empty. Gradients compute weights again from lse: 6e-8 times a score is their relative error.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.

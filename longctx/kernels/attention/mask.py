@@ -7,7 +7,7 @@ from jax import Array
 
 
 class Tokens(NamedTuple):
-    """Positions and segment ids of some tokens: two int32 arrays `[Bm, T]`, where Bm is 1 or the batch.
+    """Positions and segment ids of some tokens: two int32 or int64 arrays `[Bm, T]`, where Bm is 1 or the batch.
 
     A negative segment marks padding, which sees nothing and which nothing sees.
     """
@@ -58,12 +58,12 @@ def summarise(tokens: Tokens, block: int) -> Blocks:
     """Summarise blocks of the tokens `[Bm, T]`. The last block is moved back, so that it ends at T."""
     positions, segments = _blocks(tokens.positions, block), _blocks(tokens.segments, block)
     real = segments >= 0
-    big = jnp.iinfo(jnp.int32).max
-    first_segment = jnp.min(jnp.where(real, segments, big), 2)
+    latest = jnp.iinfo(positions.dtype).max
+    first_segment = jnp.min(jnp.where(real, segments, jnp.iinfo(segments.dtype).max), 2)
     last_segment = jnp.max(segments, 2)
     return Blocks(
-        first_position=jnp.min(jnp.where(real, positions, big), 2),
-        last_position=jnp.max(jnp.where(real, positions, -big), 2),
+        first_position=jnp.min(jnp.where(real, positions, latest), 2),
+        last_position=jnp.max(jnp.where(real, positions, -latest), 2),
         first_segment=first_segment,
         last_segment=jnp.where(last_segment < 0, -1, last_segment),
         uniform=(first_segment == last_segment) & jnp.all(real, 2),

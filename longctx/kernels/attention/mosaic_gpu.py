@@ -131,6 +131,12 @@ def make_tiles(
       The tiles; (last position seen, segment) of their rows, `[tiles, rows]` each; and positions and segments of the
       keys, `[2, Bm, S in whole blocks]`.
     """
+    for x in (*queries, *keys):
+        if x.dtype != jnp.int32:
+            raise TypeError(
+                f'positions and segment ids must be int32 where they are traced for "mosaic_gpu", got {x.dtype}: '
+                'convert them, x.astype("int32"), if their values fit, or take implementation="xla"'
+            )
     # Positions may be shared by a batch whose segments are not, and the other way round.
     queries, keys = (Tokens(*jnp.broadcast_arrays(*tokens)) for tokens in (queries, keys))
     num_rows = queries.positions.shape[1]

@@ -5,9 +5,6 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array
 
-# In place of -inf for running maxima: exp(a - b) then needs no guard against inf - inf inside the loops.
-LOWEST = -1e30
-
 
 def dot(a: Array, b: Array) -> Array:
     """The matrix product in float32 or wider."""
@@ -15,18 +12,27 @@ def dot(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
+def exp_below(scores: Array, peak: Array) -> Array:
+    """exp(scores - peak) for scores that are at most peak.
+
+    Their product with the scale was rounded. Without the minimum, LLVM contracts multiplication and subtraction to one
+    instruction that rounds once: from 1e9 on a score then differs from itself by 64 and more, and exp overflows, or
+    no weight of a row is left.
+    """
+    return jnp.exp(jnp.minimum(scores, peak) - peak)
+
+
 class OnlineSoftmax(NamedTuple):
     """The running softmax of R rows over the keys so far: the carry of a loop over blocks."""
 
-    peak: Array  # [R], the greatest score, or LOWEST
+    peak: Array  # [R], the greatest score, or -inf
     total: Array  # [R], the sum of exp(score - peak)
     acc: Array  # [R, H], the sum of exp(score - peak) * v
 
     @classmethod
     def of_state(cls, out: Array, lse: Array) -> Self:
         """Continue from the state (out, lse) of other keys: weights that sum to 1 at a peak of lse, or an empty row."""
-        seen = lse != -jnp.inf
-        return cls(jnp.where(seen, lse, LOWEST), seen.astype(out.dtype), out)
+        return cls(lse, (lse != -jnp.inf).astype(out.dtype), out)
 
     def absorb(self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None) -> Self:
         """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
@@ -36,17 +42,17 @@ class OnlineSoftmax(NamedTuple):
         """
         scores = dot(q_rows, k_block.T) * scale
         if seen is not None:
-            scores = jnp.where(seen, scores, LOWEST)
+            scores = jnp.where(seen, scores, -jnp.inf)
         peak = jnp.maximum(self.peak, _row_max(scores))
-        weights = jnp.exp(scores - peak[:, None])
-        decay = jnp.exp(self.peak - peak)
+        finite = jnp.where(peak == -jnp.inf, 0, peak)
+        weights = exp_below(scores, finite[:, None])
+        decay = jnp.exp(self.peak - finite)
         total = self.total * decay + jnp.sum(weights, 1)
         return type(self)(peak, total, self.acc * decay[:, None] + dot(weights.astype(v_block.dtype), v_block))
 
     def state(self) -> tuple[Array, Array]:
         """(out `[R, H]`, lse `[R]`)."""
-        # A row that saw only masked keys has summed exp(LOWEST - LOWEST) = 1 for each, and is empty nevertheless.
-        empty = self.peak == LOWEST
+        empty = self.peak == -jnp.inf
         total = jnp.where(empty, 1, self.total)
         out = jnp.where(empty[:, None], 0, self.acc / total[:, None])
         return out, jnp.where(empty, -jnp.inf, self.peak + jnp.log(total))

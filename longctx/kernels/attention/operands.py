@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from longctx.kernels import selection
-from longctx.kernels.arrays import check_array, check_floating, check_int32
+from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 
@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 
 
 class Arguments(NamedTuple):
-    """The checked arrays of a call, as the caller shaped them. Positions and segments are int32, of NumPy or JAX."""
+    """The checked arrays of a call, as the caller shaped them. Positions and segments are int32, or traced int64."""
 
     q: Array
     k: Array
@@ -59,7 +59,7 @@ def check_masks(
     kv_segment_ids: ArrayLike | None,
     causal: bool,
 ) -> tuple[Any, Any, Any, Any]:
-    """Check positions and segments for q and k, arrays or types, and convert them to int32."""
+    """Check positions and segments for q and k, arrays or types, and convert them to int32, but for traced int64."""
     *batch, q_length, _, _ = q.shape
     kv_length = k.shape[-3]
     if causal and q_length != kv_length and q_positions is None:
@@ -163,7 +163,7 @@ def check_types(q: Any, k: Any, v: Any) -> None:
 def _check_tokens(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> Any:
     if x is None:
         return None
-    tokens = check_int32(name, x)
+    tokens = check_ids(name, x)
     allowed = dict.fromkeys([(length,), (*batch, length)])  # one shape if there is no batch
     if tokens.shape not in allowed:
         raise ValueError(f"{name} must have the shape {' or '.join(map(str, allowed))}, got {tokens.shape}")

@@ -5,6 +5,7 @@ from einops import rearrange
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens, visible
+from longctx.kernels.attention.online_softmax import exp_below
 from longctx.kernels.merge import merge_state
 
 
@@ -50,10 +51,10 @@ def reference_backward(
     by_row = (rearrange(x, "b t (k g) -> b k g t 1", k=k.shape[2]) for x in (lse, row_terms))
     lse, row_terms = by_row
     d_out = rearrange(d_out, "b t (k g) h -> b t k g h", k=k.shape[2])
-    weights = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    weights = exp_below(scores, jnp.where(lse == -jnp.inf, jnp.inf, lse))
     d_scores = weights * (jnp.einsum("btkgh,bskh->bkgts", d_out, v, precision="highest") + row_terms)
     d_q = scale * jnp.einsum("bkgts,bskh->btkgh", d_scores, k, precision="highest")
-    d_k = scale * jnp.einsum("bkgts,btkgh->bskh", d_scores, q, precision="highest")
+    d_k = jnp.einsum("bkgts,btkgh->bskh", d_scores, q, precision="highest")
     d_v = jnp.einsum("bkgts,btkgh->bskh", weights, d_out, precision="highest")
     return rearrange(d_q, "b t k g h -> b t (k g) h"), d_k, d_v
 
@@ -61,11 +62,14 @@ def reference_backward(
 def _scores(
     q: Array, k: Array, v: Array, queries: Tokens, keys: Tokens, causal: bool, scale: float
 ) -> tuple[Array, Array, Array, Array]:
-    """Scores `[B, K, G, T, S]`, -inf where masked; and q `[B, T, K, G, H]`, k and v in the dtype of the scores."""
+    """Scores `[B, K, G, T, S]`, -inf where masked; and scale * q `[B, T, K, G, H]`, k and v in the dtype of the scores.
+
+    The scale is not applied to scores: XLA may round a product differently in each place that it computes it in.
+    """
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     k, v = k if k.ndim == 5 else (k, v)  # both in one array
-    q = rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
+    q = scale * rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
     k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])).astype(dtype) for x in (k, v))
-    scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest")
     seen = visible(queries, keys, causal)[:, None, None]
     return jnp.where(seen, scores, -jnp.inf), q, k, v

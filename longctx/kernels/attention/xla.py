@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot
+from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot, exp_below
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.barrier import hold
 from longctx.kernels.merge import merge_state
@@ -105,10 +105,12 @@ def xla_backward(
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             d_q_rows, d_k, d_v = carry
             k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
+            # The same operations as in the forward pass, so that scores are the same to the bit: exp multiplies what
+            # they differ by, which is 1e-7 of them.
             scores = dot(q_rows, k_block.T) * scale
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
-            weights = jnp.exp(scores - lse_rows[:, None])
+            weights = exp_below(scores, lse_rows[:, None])
             d_scores = (weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * scale).astype(operands)
             d_k = tile.add_block(d_k, block, dot(d_scores.T, q_rows))
             d_v = tile.add_block(d_v, block, dot(weights.astype(operands).T, d_out_rows))

@@ -27,6 +27,8 @@ FP8_TILE = plgpu.Layout.WGMMA_UPCAST_2X
 ROW_OF_FP8_TILE = FP8_TILE.reduce(1)
 # Rows of a tile of shared memory.
 ROWS_OF_TILE = 8
+# In place of -inf for running maxima: exp2(a - b) then needs no guard against inf - inf.
+LOWEST = -1e30
 
 
 @contextlib.contextmanager

@@ -20,10 +20,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter, schedule
-from longctx.kernels.mosaic_gpu.adapter import ROW, TILE, broadcast, cast, copy_rows, read
+from longctx.kernels.mosaic_gpu.adapter import LOWEST, ROW, TILE, broadcast, cast, copy_rows, read
 from longctx.kernels.mosaic_gpu.convert import convert_block
 from longctx.kernels.mosaic_gpu.keys import Contiguous, Paged
 from longctx.kernels.mosaic_gpu.tile_config import WARPGROUP_ROWS, TileConfig

@@ -16,10 +16,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from longctx.kernels.attention.online_softmax import LOWEST
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.mosaic_gpu import adapter
-from longctx.kernels.mosaic_gpu.adapter import ROW, cast, read
+from longctx.kernels.mosaic_gpu.adapter import LOWEST, ROW, cast, read
 from longctx.kernels.mosaic_gpu.device import Device
 
 # Thread blocks of many rows that a multiprocessor holds at once, by their registers.

@@ -70,8 +70,8 @@ def paged_attention(
 
     Returns:
       out `[T, N, H]`, and lse `[T, N]`: float32 (float64 for float64 inputs), natural log. A row that sees nothing has
-      `out = 0`, `lse = -inf`. States of disjoint pages merge (`merge_states`). A row of scores all below -1e30 counts
-      as empty, but not in `"reference"`.
+      `out = 0`, `lse = -inf`. States of disjoint pages merge (`merge_states`). Scores may be any finite float32
+      numbers, for `"mosaic_gpu"` within 1e9.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.

@@ -32,8 +32,9 @@ def reference_paged_attention(operands: PagedOperands, scale: float, plan: None 
             rows = dequantize_rows(gathered, rearrange(page_scale[first_page + table], "b m k p -> b m p k"), q.dtype)
         return jnp.where(written[..., None, None], rows.astype(dtype), 0)
 
-    rows = rearrange(q.astype(dtype), "t (k g) h -> t k g h", k=kv_heads)
-    scores = scale * jnp.einsum("tkgh,bmpkh->tkgbmp", rows, keys(k_pages, k_scale), precision="highest")
+    # The scale is not applied to scores: XLA may round a product differently in each place that it computes it in.
+    rows = scale * rearrange(q.astype(dtype), "t (k g) h -> t k g h", k=kv_heads)
+    scores = jnp.einsum("tkgh,bmpkh->tkgbmp", rows, keys(k_pages, k_scale), precision="highest")
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     peak = jnp.max(scores, (3, 4, 5), keepdims=True)
     empty = peak == -jnp.inf

@@ -32,7 +32,8 @@ def write_pages(
         scales float8_e4m3fn, or uint8: its bits.
       k, v: `[T, K, H]`, floating point.
       page: `[T]` integers. A row whose page is outside 0..pages-1 (padding, or another rank's) is dropped.
-      offset: `[T]` integers, the slot within the page, 0..page_size-1. If two rows name one slot, either may win.
+      offset: `[T]` integers, the slot within the page. A row whose offset is outside 0..page_size-1 is dropped. If two
+        rows name one slot, either may win.
       k_scale, v_scale: float32 `[pages, K, page_size]`, both or neither.
 
     Returns:
@@ -76,7 +77,7 @@ def write_pages(
         k_pages, v_pages, k_scale, v_scale = write_packed(pages, pack_rows(k), pack_rows(v), page, offset)
         return *(lax.bitcast_convert_type(x, given) for x in (k_pages, v_pages)), k_scale, v_scale
     k_pages, v_pages, k, v, page, offset = match_varying((k_pages, v_pages, k, v, page, offset))
-    page = _padding_out_of_bounds(page, k_pages)
+    page = _dropped_out_of_bounds(page, offset, k_pages)
 
     def write(pages: Array, rows: Array) -> Array:
         return pages.at[page, offset].set(to_bits(rows) if pages.dtype == jnp.uint16 else rows, mode="drop")
@@ -101,7 +102,7 @@ def write_packed(
     """
     pages, k, v, page, offset = match_varying((pages, k, v, page, offset))
     k_pages, v_pages, k_scale, v_scale = pages
-    page = _padding_out_of_bounds(page, k_pages)
+    page = _dropped_out_of_bounds(page, offset, k_pages)
     (k_bits, k_new), (v_bits, v_new) = split_packed(k), split_packed(v)
     return (
         k_pages.at[page, offset].set(k_bits, mode="drop"),
@@ -111,6 +112,6 @@ def write_packed(
     )
 
 
-def _padding_out_of_bounds(page: Array, k_pages: Array) -> Array:
-    """Pages with negative ones beyond the end, where `mode="drop"` drops them."""
-    return jnp.where(page < 0, k_pages.shape[0], page)
+def _dropped_out_of_bounds(page: Array, offset: Array, k_pages: Array) -> Array:
+    """Pages, beyond the end where they or offsets are negative: `mode="drop"` drops these, and would wrap those."""
+    return jnp.where((page < 0) | (offset < 0), k_pages.shape[0], page)
