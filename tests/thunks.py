@@ -1,7 +1,8 @@
 """Thunks of a step compiled for H100s, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
 
-As a program, `python thunks.py STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL` compiles a step, and the programs that
-sample after it, with the flags of the environment. A process reads `XLA_FLAGS` once, so other flags take another process.
+As a program, `python thunks.py STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL [LEVEL]` compiles a step, or the sampling
+after it at a level, with the flags of the environment. A process reads `XLA_FLAGS` once, so other flags take another
+process.
 """
 
 import contextlib
