@@ -109,8 +109,9 @@ class Case:
 
     def step(self) -> None:
         runner = self.runner
-        runner.state, drawn, _ = layered_step(runner.model, runner.mesh, runner.params, runner.state, *self.inputs)
-        jax.block_until_ready(drawn)
+        state, _, last_rows = layered_step(runner.model, runner.mesh, runner.params, runner.state, *self.inputs)
+        runner.state = state
+        jax.block_until_ready(last_rows)
 
     def one_after_the_other(self) -> None:
         self.load()
@@ -132,7 +133,7 @@ class Case:
             cache, _ = runner._pages.write(cache, [placed.get()])
             return programs.layer(model, mesh, weights, index, x, rope, attend, cache)
 
-        cut = Programs(programs.begin, layer, programs.end, programs.sample)
+        cut = Programs(programs.begin, layer, programs.end)
         original, layered.programs = layered.programs, lambda mesh: cut  # type: ignore[assignment]
         try:
             self.step()

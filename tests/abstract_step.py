@@ -1,5 +1,6 @@
 """Abstract arguments of an engine's step on a mesh, to compile it without allocating arrays."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ from longctx.kernels.bits import bits_dtype
 from longctx.models import Llama, LlamaConfig
 from longctx.models.layer_runs import layers_per_stage
 from longctx.models.sharded_params import abstract_sharded_params, device_config
-from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
+from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingLevel
 from longctx.serving.runner.layered_step import compile_layered_step
 from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.sample_step import compile_samplers
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step import DeviceState, state_specs, step_program
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
@@ -89,13 +91,8 @@ def compile_step(
     kv_dtype: object = None,
 ) -> Any:
     """Compile the step for the devices of a mesh: one program, or those of `layered_step`."""
-    inputs = [
-        on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), spec)
-        for size, spec in (
-            ((mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape)), P("stage", "context")),
-            ((SampleInputs.length(shape),), P()),
-        )
-    ]
+    size = (mesh.shape["stage"], mesh.shape["context"], RowInputs.length(shape))
+    inputs = on_mesh(mesh, jax.ShapeDtypeStruct(size, jnp.int32), P("stage", "context")), _samples(mesh, shape)
     state = abstract_state(mesh, dtype, config, shape.num_pages, sections, kv_dtype)
     params = abstract_params(mesh, dtype, config, layered)
     starts = (sections[0], sections[0] + sections[1])
@@ -103,3 +100,19 @@ def compile_step(
     if layered:
         return compile_layered_step(*arguments)
     return step_program(mesh, config.quantization is not None, kv_dtype is not None).lower(*arguments).compile()
+
+
+def compile_sampling(
+    mesh: Mesh,
+    shape: Shape,
+    dtype: object,
+    config: LlamaConfig = CONFIG,
+    levels: Iterable[SamplingLevel] = SamplingLevel,
+) -> dict[SamplingLevel, Any]:
+    """Compile the programs that sample after the step, for each level."""
+    state, params = abstract_state(mesh, dtype, config), abstract_params(mesh, dtype, config)
+    return compile_samplers(Llama(config), mesh, shape, params, state, _samples(mesh, shape), levels)
+
+
+def _samples(mesh: Mesh, shape: Shape) -> Any:
+    return on_mesh(mesh, jax.ShapeDtypeStruct((SampleInputs.length(shape),), jnp.int32), P())

@@ -1,7 +1,8 @@
 """Thunks of a step compiled for H100s, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
 
-As a program, `python thunks.py FOLDER STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL` compiles a step with the flags of
-the environment. A process reads `XLA_FLAGS` once, so other flags take another process.
+As a program, `python thunks.py STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL [LEVEL]` compiles a step, or the sampling
+after it at a level, with the flags of the environment. A process reads `XLA_FLAGS` once, so other flags take another
+process.
 """
 
 import contextlib
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from abstract_step import compile_step, make_shape
+from abstract_step import compile_sampling, compile_step, make_shape
 from h100 import h100_mesh
 
 from longctx.models import LlamaConfig
 from longctx.parallel.mesh import AXES
+from longctx.serving.request.sampling_params import SamplingLevel
 
 # With heads that the Mosaic GPU kernel takes.
 CONFIG = LlamaConfig(1024, 512, 1024, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=128, max_positions=1 << 20)
@@ -54,10 +56,17 @@ class Sequence(NamedTuple):
     leaves: list[Thunk]
 
 
-def thunks_of(folder: Path, sizes: tuple[int, int, int], rows: tuple[int, int, int], flags: str) -> Sequence:
-    """The thunks of a step on a mesh, compiled with some flags in another process."""
-    dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
-    command = [sys.executable, __file__, *map(str, (*sizes, *rows))]
+def thunks_of(
+    folder: Path,
+    sizes: tuple[int, int, int],
+    rows: tuple[int, int, int],
+    flags: str,
+    level: SamplingLevel | None = None,
+) -> Sequence:
+    """The thunks of a step on a mesh, or of the sampling after it, compiled with some flags in another process."""
+    module = "jit_step" if level is None else "jit_sample_step"
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}"
+    command = [sys.executable, __file__, *map(str, (*sizes, *rows)), *([] if level is None else [level.name])]
     environment = os.environ | {"XLA_FLAGS": f"{flags} {dump}", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -85,11 +94,15 @@ def parse(text: str) -> Sequence:
 
 
 def main() -> None:
-    *sizes, sharded, replicated, local = map(int, sys.argv[1:])
+    *sizes, sharded, replicated, local = map(int, sys.argv[1:7])
     mesh, rows = h100_mesh(**dict(zip(AXES, sizes, strict=True))), (sharded, replicated, local)
     # On one device no `jax.shard_map` gives the kernels their mesh.
     with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
-        compile_step(mesh, make_shape(mesh, rows), jnp.bfloat16, CONFIG, sections=rows)
+        shape = make_shape(mesh, rows)
+        if sys.argv[7:]:
+            compile_sampling(mesh, shape, jnp.bfloat16, CONFIG, [SamplingLevel[sys.argv[7]]])
+        else:
+            compile_step(mesh, shape, jnp.bfloat16, CONFIG, sections=rows)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ A case lists all collectives of a program. Their bytes do not depend on the leng
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abstract_step import PAGE_SIZE, TOP, compile_step, make_shape
+from abstract_step import PAGE_SIZE, TOP, compile_sampling, compile_step, make_shape
 from h100 import h100_devices, h100_mesh
 from hlo import IN_PLACE, collectives, opcodes_of_size
 from jax.sharding import Mesh
@@ -26,8 +27,7 @@ from longctx.serving.runner.step_inputs import Shape
 # With more than 80 % of a device's 85 GB in use, XLA's scheduler has too little memory left to overlap messages.
 MEMORY = 68 * 10**9
 BF16, F32 = 2, 4  # bytes
-# Places of collectives outside the loop over layers: the step itself, and the branches of its sampling.
-STEP, PLAIN, SAMPLING = "step", "true_computation", "false_computation"
+STEP = "step"  # the place of collectives outside the loop over layers
 
 
 class Case(NamedTuple):
@@ -109,10 +109,6 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         yield all_reduce(where, hidden, BF16, "tensor")
     yield Sent(STEP, "collective-permute", ("stage",), hidden * BF16 if stages > 1 else 0)
     yield all_reduce(STEP, shape.samples * config.hidden_size, BF16, "stage")
-    for _ in range(2):  # the highest logit, and its token
-        yield all_reduce(PLAIN, shape.samples, F32, "stage", "tensor")
-    yield all_gather(SAMPLING, shape.samples * config.vocab_size // (stages * tensor), F32, "stage", "tensor")
-    yield all_gather(STEP, shape.samples * (2 + 2 * TOP), F32, "context")  # sampled tokens and log probabilities
 
     if shape.replicated and case.merge == "gather":
         yield all_gather(layer, shape.replicated * state, F32, "context")
@@ -177,6 +173,26 @@ def test_a_step_has_the_expected_collectives(case: Case) -> None:
 @pytest.mark.parametrize("case", MORE_CASES, ids=str)
 def test_more_steps_have_the_expected_collectives(case: Case) -> None:
     check(case)
+
+
+def test_only_filters_and_logprobs_gather_logits() -> None:
+    """Sampling by temperature reduces one more number a row than greedy sampling, over the vocabulary's shards."""
+    mesh, config = h100_mesh(stage=1, context=2, tensor=4), LlamaConfig.preset("llama-3-8b")
+    shape = make_shape(mesh, (0, 0, 64), 4096)
+    found = {}
+    for level, compiled in compile_sampling(mesh, shape, jnp.bfloat16, config).items():
+        text = compiled.as_text()
+        assert not re.search(r" (conditional|sort|while)\(", text)
+        found[level.name] = [(x.opcode, x.axes(mesh.shape), x.sent) for x in collectives(text, mesh.size)]
+    row, logits = shape.samples * F32, shape.samples * config.vocab_size * F32
+    reduced = ("all-reduce", ("tensor",), 2 * 3 / 4 * row)
+    tokens = ("all-gather", ("context",), row)
+    assert found["GREEDY"] == [*[reduced] * 2, tokens]
+    assert found["TEMPERATURE"] == [*[reduced] * 3, tokens]
+    assert found["FILTERS"] == [("all-gather", ("tensor",), 3 / 4 * logits), tokens]
+    # One all-gather may carry the log probabilities too.
+    gathered = sum(sent for _, axes, sent in found["LOGPROBS"] if axes == ("context",))
+    assert gathered == row * (2 + 2 * TOP)
 
 
 def check_host_traffic(mesh: Mesh, rows: tuple[int, int, int]) -> None:

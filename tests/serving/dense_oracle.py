@@ -9,6 +9,7 @@ import numpy as np
 from longctx.kernels import attention
 from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams
+from longctx.serving.request.sampling_params import SamplingLevel
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens, sample_tokens
 
 VOCAB, LENGTH = 50, 176
@@ -97,7 +98,7 @@ class Oracle:
 @jax.jit
 def _draw(logits: jax.Array, seen: jax.Array, controls: jax.Array, position: jax.Array, bias: LogitBias) -> jax.Array:
     logits, seen, controls, position, *bias = (x[None] for x in (logits, seen, controls, position, *bias))
-    return sample_tokens(logits, seen, Controls.unpack(controls), position, 1, LogitBias(*bias)).tokens[0]
+    return sample_tokens(logits, SamplingLevel.FILTERS, Controls.unpack(controls), position, seen, LogitBias(*bias))[0]
 
 
 ORACLE = Oracle(make_model())

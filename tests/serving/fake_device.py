@@ -14,6 +14,7 @@ from longctx.models import Llama, LlamaConfig
 from longctx.serving import Engine, EngineConfig, ParallelPlan, SamplingParams, StepMetrics
 from longctx.serving.distributed import ProcessGroup
 from longctx.serving.executor.executor import DeviceExecutor, Pending, Results
+from longctx.serving.request.sampling_params import SamplingLevel
 from longctx.serving.runner.sampler import IN_OUTPUT, IN_PROMPT, NUM_FLOATS, Controls, LogitBias, SampledTokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 from longctx.serving.scheduler.batch import Batch
@@ -112,7 +113,7 @@ class FakeDevice:
             seed = int(controls["seed"]) if controls["temperature"] else 0
             is_penalised = (controls[f"{x}_penalty"] for x in ("repetition", "presence", "frequency"))
             kept = hash_slot(self.seen[slot] if tuple(is_penalised) != (1, 0, 0) else None, self.bias[slot])
-            assert kept == 0 or not inputs.plain[0]
+            assert kept == 0 or inputs.level[0] >= SamplingLevel.FILTERS
             tokens[rank, number] = next_token(seen, seed, int(controls["completion"]), kept)
         for rank, number in np.argwhere(inputs.slots >= 0):
             self.last[inputs.slots[rank, number]] = tokens[rank, number]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from transformers.generation import logits_process as hf
 
 from longctx.serving import SamplingParams
+from longctx.serving.request.sampling_params import SamplingLevel
 from longctx.serving.runner.sampler import (
     IN_OUTPUT,
     IN_PROMPT,
@@ -26,9 +28,10 @@ from longctx.serving.runner.sampler import (
 
 ROWS, VOCAB = 6, 12
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
+GREEDY, TEMPERATURE, FILTERS, LOGPROBS = SamplingLevel
 
-jit_sample = jax.jit(sample_tokens, static_argnums=4)
-jit_kept, jit_penalise = jax.jit(_kept), jax.jit(_penalise)
+jit_sample = jax.jit(sample_tokens, static_argnums=1)
+jit_kept, jit_penalise = jax.jit(_kept, static_argnums=2), jax.jit(_penalise)
 
 
 def controls_of(params: list[SamplingParams], samples: list[int] | None = None) -> Controls:
@@ -64,27 +67,20 @@ def random_params(seed: int, **fixed: Any) -> list[SamplingParams]:
 
 
 def kept(logits: np.ndarray, params: SamplingParams) -> set[int]:
-    """The rule in plain Python for one row of logits after penalties; ties with the last kept token are kept."""
+    """The rule in NumPy for one row of logits after penalties; ties with the last kept token are kept."""
     logits = logits.astype(float) / params.temperature
-    order = np.argsort(-logits, kind="stable")
-    count = min(params.top_k or VOCAB, len(logits))
-    weights = np.exp(logits[order] - logits.max())[:count]
-    weights /= weights.sum()
-    total = 0.0
-    for i in range(count):
-        total += weights[i]
-        if total >= params.top_p:
-            count = i + 1
-            break
-    least = logits[order[count - 1]]
-    likely = np.exp(logits - logits.max()) >= params.min_p
-    return {int(t) for t in np.flatnonzero((logits >= least) & likely)}
+    least = np.sort(logits)[::-1][min(params.top_k or len(logits), len(logits)) - 1]
+    weights = np.exp(logits - logits.max())
+    of_top_k = np.where(logits >= least, weights, 0)
+    before = np.array([of_top_k[logits > x].sum() for x in logits])
+    in_top_p = (before < params.top_p * of_top_k.sum()) | (params.top_p == 1)
+    return {int(t) for t in np.flatnonzero((logits >= least) & in_top_p & (weights >= params.min_p))}
 
 
 def kept_by_us(logits: np.ndarray, params: list[SamplingParams]) -> list[set[int]]:
     controls = controls_of(params)
     scaled = jnp.asarray(logits) / controls.temperature[:, None]
-    mask = jit_kept(scaled - scaled.max(-1, keepdims=True), controls)
+    mask = jit_kept(scaled - scaled.max(-1, keepdims=True), controls, FILTERS)
     return [{int(t) for t in np.flatnonzero(row)} for row in np.asarray(mask)]
 
 
@@ -121,7 +117,7 @@ def test_filters_and_penalties_equal_those_of_transformers(seed: int) -> None:
 @settings(max_examples=10)
 def test_ties_with_the_last_token_are_kept(seed: int) -> None:
     logits, _ = random_rows(seed, ties=True)
-    params = random_params(seed, top_p=1.0)
+    params = random_params(seed)
     assert kept_by_us(logits, params) == [kept(row, p) for row, p in zip(logits, params, strict=True)]
 
 
@@ -134,19 +130,139 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(p: float, expected: set[in
     assert kept_by_us(logits, [SamplingParams(temperature=1.0, top_p=p)]) == [expected]
 
 
-@given(st.floats(0.2, 3.0), st.integers(0, 2**31 - 1))
-@settings(max_examples=10)
-def test_frequencies_follow_the_temperature(temperature: float, seed: int) -> None:
-    count = 4000
-    params = SamplingParams(temperature=temperature, top_k=3, seed=seed)
-    controls = Controls.unpack(jnp.broadcast_to(jnp.asarray(Controls.row(params, seed, 0)), (count, 9)))
-    logits = np.broadcast_to(np.log(PROBABILITIES).astype(np.float32), (count, 4))
-    seen = np.zeros((count, 4), np.uint32)
-    tokens = jit_sample(logits, seen, controls, jnp.arange(count), 0).tokens
-    weights = np.where(PROBABILITIES > 0.1, PROBABILITIES, 0) ** (1 / temperature)
-    frequencies = np.bincount(tokens, minlength=4) / count
-    np.testing.assert_allclose(frequencies, weights / weights.sum(), rtol=0, atol=0.05)
-    assert frequencies[0] == 0
+DRAWS = 8_000
+EXTREME = np.array([3e38, -3e38, 0, 3e38, -np.inf, 1e30], np.float32)
+CASES: dict[str, tuple[np.ndarray, SamplingParams]] = {
+    "temperature": (np.log(PROBABILITIES), SamplingParams(temperature=1.0)),
+    "cold": (np.log(PROBABILITIES), SamplingParams(temperature=0.3)),
+    "many tokens": (np.linspace(-3, 3, 200), SamplingParams(temperature=1.5)),
+    "rare tokens": (np.array([0.0, -7.0, -7.5, -8.0, -30.0]), SamplingParams(temperature=1.0)),
+    "equal": (np.zeros(97), SamplingParams(temperature=0.01)),
+    "masked": (np.array([-np.inf, 0.0, 1.0, -np.inf, 0.5]), SamplingParams(temperature=1.0)),
+    "extreme": (EXTREME, SamplingParams(temperature=1e-6)),
+    "min_p": (np.linspace(-4, 0, 20), SamplingParams(temperature=1.0, min_p=0.3)),
+    "top_k": (np.linspace(-4, 0, 20), SamplingParams(temperature=2.0, top_k=7)),
+    "top_k with ties": (np.repeat([0.0, -1.0, -2.0], 5), SamplingParams(temperature=1.0, top_k=7)),
+    "top_p": (np.linspace(-4, 0, 20), SamplingParams(temperature=1.0, top_p=0.8)),
+    "top_p with ties": (np.repeat([0.0, -1.0, -2.0], 5), SamplingParams(temperature=1.0, top_p=0.85)),
+    "top_p, masked": (np.array([-np.inf, 0.0, 1.0, -np.inf, 0.5]), SamplingParams(temperature=1.0, top_p=0.99)),
+    "all": (np.linspace(-6, 0, 300), SamplingParams(temperature=1.3, top_k=200, top_p=0.9, min_p=0.02)),
+    "penalties and biases": (
+        np.linspace(-2, 2, 9),
+        SamplingParams(
+            temperature=0.8,
+            top_k=6,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.2,
+            logit_bias=((0, 4.0), (8, -1.0)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_equal_the_probabilities(name: str) -> None:
+    """A chi-square test against the definition in float64; the draws are fixed, so the outcome is always the same."""
+    given_logits, params = CASES[name]
+    size, prompt, output = len(given_logits), [1, 2], [2, 2, 3]
+    has_history = params.has_penalties
+    seen = count_tokens(np.array(prompt * has_history, int), np.array(output * has_history, int), size)
+    logits = changed_logits(given_logits.astype(np.float32), prompt * has_history, output * has_history, params)
+    possible = sorted(kept(logits, params))
+    weights = np.zeros(size)
+    weights[possible] = np.exp((logits[possible] - logits.max()) / params.temperature)
+    expected = weights / weights.sum()
+
+    controls = controls_of([params] * DRAWS)._replace(seed=jnp.full(DRAWS, 5, jnp.int32))
+    bias = LogitBias(*(np.tile(x, (DRAWS, 1)) for x in LogitBias.row(params)))
+    rows, positions = np.tile(given_logits.astype(np.float32), (DRAWS, 1)), np.arange(DRAWS, dtype=np.int32)
+    tokens = np.asarray(jit_sample(rows, FILTERS, controls, positions, np.tile(seen, (DRAWS, 1)), bias))
+    counts = np.bincount(tokens, minlength=size)
+    assert set(np.flatnonzero(counts)) <= set(possible)
+    if (alone := expected > 5 / DRAWS).sum() > 1:  # rarer tokens count together
+        rest = [x[~alone].sum() for x in (counts, expected * DRAWS)]
+        found, wanted = (
+            [*x[alone], *([y] if rest[1] else [])] for x, y in zip((counts, expected * DRAWS), rest, strict=True)
+        )
+        assert stats.chisquare(found, np.array(wanted) / np.sum(wanted) * np.sum(found)).pvalue > 1e-3
+    if params.level == TEMPERATURE:
+        np.testing.assert_array_equal(jit_sample(rows, TEMPERATURE, controls, positions), tokens)
+
+
+def test_draws_of_rows_are_independent() -> None:
+    """Neighbours in position, completion and seed: pairs of their tokens are as frequent as the product says."""
+    count, size = 10_000, 4
+    number = np.arange(count, dtype=np.int32)
+    logits = np.zeros((count, size), np.float32)
+    controls = controls_of([SamplingParams(temperature=1.0)] * count)
+    first = np.asarray(jit_sample(logits, TEMPERATURE, controls._replace(seed=number), np.zeros(count, np.int32)))
+    for changed in (
+        {"seed": number + 1},
+        {"seed": number, "completion": np.ones(count, np.int32)},
+        {"seed": number, "completion": np.zeros(count, np.int32), "positions": np.ones(count, np.int32)},
+    ):
+        positions = changed.pop("positions", np.zeros(count, np.int32))
+        second = np.asarray(jit_sample(logits, TEMPERATURE, controls._replace(**changed), positions))
+        pairs = np.bincount(first * size + second, minlength=size**2)
+        assert stats.chisquare(pairs).pvalue > 1e-3
+
+
+@given(st.integers(0, 2**31 - 1), st.booleans())
+def test_no_token_is_drawn_that_is_not_kept(seed: int, ties: bool) -> None:
+    """And where -inf masks tokens, as guided decoding does, none of those."""
+    logits, _ = random_rows(seed, ties)
+    rng = np.random.default_rng(seed)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    logits[np.arange(ROWS), rng.integers(0, VOCAB, ROWS)] = 0.0
+    params = random_params(seed, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    seen, positions = np.zeros(logits.shape, np.uint32), rng.integers(0, 2**31 - 1, ROWS).astype(np.int32)
+    tokens = np.asarray(jit_sample(logits, FILTERS, controls_of(params), positions, seen))
+    for row, token, p in zip(logits, tokens, params, strict=True):
+        assert np.isfinite(row[token])
+        assert token in kept(row, p)
+
+
+@given(st.integers(0, 2**31 - 1))
+@settings(max_examples=20)
+def test_a_row_has_the_same_token_at_every_level(seed: int) -> None:
+    """A batch is sampled at the highest level of its rows."""
+    logits, _ = random_rows(seed)
+    none: Any = {"top_k": None, "top_p": 1.0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    params = [*random_params(seed, **none)[1:], SamplingParams()]
+    assert [p.level for p in params] == [TEMPERATURE] * (ROWS - 1) + [GREEDY]
+    seen, positions = np.zeros(logits.shape, np.uint32), np.arange(ROWS, dtype=np.int32)
+    tokens = [np.asarray(jit_sample(logits, x, controls_of(params), positions, seen)) for x in SamplingLevel]
+    np.testing.assert_array_equal(tokens[TEMPERATURE], tokens[FILTERS])
+    np.testing.assert_array_equal(tokens[TEMPERATURE], tokens[LOGPROBS])
+    assert tokens[GREEDY][-1] == tokens[TEMPERATURE][-1] == logits[-1].argmax()
+
+
+@pytest.mark.parametrize("level", SamplingLevel)
+@pytest.mark.parametrize("row", [[0.0, np.nan, 1.0], [np.inf, 0.0, np.nan], [0.0, np.inf, 1.0], [-np.inf] * 3], ids=str)
+def test_a_row_without_a_distribution_has_no_token(level: SamplingLevel, row: list[float]) -> None:
+    params = SamplingParams() if level == GREEDY else SamplingParams(temperature=1.0, min_p=0.1)
+    logits, seen = np.array([row, [0.0, 9.0, 1.0]], np.float32), np.zeros((2, 3), np.uint32)
+    tokens = jit_sample(logits, level, controls_of([params, SamplingParams()]), np.zeros(2, np.int32), seen)
+    assert tokens.tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "level"),
+    [
+        ({}, GREEDY),
+        ({"temperature": 1.0, "min_p": 0.1, "seed": 3, "n": 2}, TEMPERATURE),
+        ({"temperature": 1.0, "top_k": 5}, FILTERS),
+        ({"temperature": 1.0, "top_p": 0.9}, FILTERS),
+        ({"presence_penalty": 1.0}, FILTERS),
+        ({"logit_bias": ((1, 2.0),)}, FILTERS),
+        ({"logprobs": 0}, LOGPROBS),
+        ({"prompt_logprobs": 1}, GREEDY),
+    ],
+    ids=str,
+)
+def test_the_level_is_the_lowest_that_computes_what_is_asked_for(params: dict, level: SamplingLevel) -> None:
+    assert SamplingParams(**params).level == level
 
 
 def test_a_token_depends_on_seed_completion_and_position_only() -> None:
@@ -157,7 +273,7 @@ def test_a_token_depends_on_seed_completion_and_position_only() -> None:
         params[2] = SamplingParams(temperature=1.0, seed=seed)
         controls = controls_of(params, [0, 0, sample, 0, 0, 0])
         positions = np.arange(20)[:, None] + np.array([5, 9, 0, 1, 1, 3])
-        return [int(jit_sample(logits, seen, controls, at, 0).tokens[2]) for at in positions]
+        return [int(jit_sample(logits, FILTERS, controls, at, seen)[2]) for at in positions]
 
     assert draws(1, 0, others=0) == draws(1, 0, others=7)
     assert draws(1, 0, 0) != draws(2, 0, 0)
@@ -168,8 +284,9 @@ def test_a_token_depends_on_seed_completion_and_position_only() -> None:
 def test_temperature_zero_takes_the_most_probable_token() -> None:
     logits, seen = random_rows(0, ties=True)
     params = [SamplingParams()] * ROWS
-    drawn = jit_sample(logits, seen, controls_of(params), np.zeros(ROWS, np.int32), 0)
-    np.testing.assert_array_equal(drawn.tokens, logits.argmax(-1))
+    for level in SamplingLevel:
+        tokens = jit_sample(logits, level, controls_of(params), np.zeros(ROWS, np.int32), seen)
+        np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 def test_penalties_change_the_most_probable_token() -> None:
@@ -181,7 +298,7 @@ def test_penalties_change_the_most_probable_token() -> None:
         SamplingParams(presence_penalty=1.0),  # applies to tokens of the output only
         SamplingParams(presence_penalty=1.0),
     ]
-    tokens = jit_sample(logits, seen, controls_of(params), np.zeros(3, np.int32), 0).tokens
+    tokens = jit_sample(logits, FILTERS, controls_of(params), np.zeros(3, np.int32), seen)
     assert tokens.tolist() == [1, 0, 1]
 
 
@@ -218,11 +335,9 @@ def test_greedy_tokens_follow_biases_and_counts(data: st.DataObject) -> None:
         seen.append(count_tokens(np.array(prompt, int), np.array(output, int), VOCAB))
         expected.append(changed_logits(row, prompt, output, params[-1]))
     bias = LogitBias(*map(np.stack, zip(*map(LogitBias.row, params), strict=True)))
-    drawn = jit_sample(logits, np.stack(seen), controls_of(params), np.zeros(ROWS, np.int32), 2, bias)
-    for token, changed in zip(np.asarray(drawn.tokens), expected, strict=True):
+    drawn = jit_sample(logits, FILTERS, controls_of(params), np.zeros(ROWS, np.int32), np.stack(seen), bias)
+    for token, changed in zip(np.asarray(drawn), expected, strict=True):
         assert changed[token] >= changed.max() - 1e-4
-    # Log probabilities are those of the model.
-    np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :2])
 
 
 def test_counts_are_exact_beyond_a_million() -> None:
@@ -234,7 +349,8 @@ def test_counts_are_exact_beyond_a_million() -> None:
         seen = count_tokens(np.array([2]), output, 3)[None]
         assert seen[0, 2] == IN_PROMPT
         assert seen[0, :2].tolist() == [2 * (2**21 + more), 2 * (2**21 + 1 - more)]
-        assert jit_sample(logits, seen, controls_of([params]), np.zeros(1, np.int32), 0).tokens.tolist() == [more]
+        tokens = jit_sample(logits, FILTERS, controls_of([params]), np.zeros(1, np.int32), seen)
+        assert tokens.tolist() == [more]
 
 
 def test_a_bias_bans_a_token_or_forces_it() -> None:
@@ -247,15 +363,15 @@ def test_a_bias_bans_a_token_or_forces_it() -> None:
     ]
     bias = LogitBias(*map(np.stack, zip(*map(LogitBias.row, params), strict=True)))
     seen = np.zeros((4, 4), np.uint32)
-    drawn = jit_sample(logits, seen, controls_of(params), np.zeros(4, np.int32), 0, bias)
-    assert drawn.tokens.tolist() == [0, 1, 3, 3]
+    drawn = jit_sample(logits, FILTERS, controls_of(params), np.zeros(4, np.int32), seen, bias)
+    assert drawn.tolist() == [0, 1, 3, 3]
 
 
-def test_log_probabilities_ignore_filters_and_penalties() -> None:
-    logits, seen = random_rows(4)
-    drawn = jit_sample(logits, seen, controls_of(random_params(4)), np.zeros(ROWS, np.int32), 3)
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    logits, _ = random_rows(4)
+    tokens = np.arange(ROWS, dtype=np.int32)
+    logprobs, top_tokens, top_logprobs = token_logprobs(logits, tokens, 3)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(drawn.logprobs, expected[np.arange(ROWS), drawn.tokens], atol=1e-5)
-    np.testing.assert_array_equal(drawn.top_tokens, np.argsort(-logits, -1)[:, :3])
-    np.testing.assert_allclose(drawn.top_logprobs, -np.sort(-expected, -1)[:, :3], atol=1e-5)
-    np.testing.assert_array_equal(drawn.logprobs, token_logprobs(logits, drawn.tokens, 3)[0])
+    np.testing.assert_allclose(logprobs, expected[tokens, tokens], atol=1e-5)
+    np.testing.assert_array_equal(top_tokens, np.argsort(-logits, -1)[:, :3])
+    np.testing.assert_allclose(top_logprobs, -np.sort(-expected, -1)[:, :3], atol=1e-5)

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from abstract_step import CONFIG, LAYER, NUM_PAGES, PAGE_SIZE, SLOTS, abstract_state, compile_step, make_shape
+from abstract_step import (
+    CONFIG,
+    LAYER,
+    NUM_PAGES,
+    PAGE_SIZE,
+    SLOTS,
+    abstract_state,
+    compile_sampling,
+    compile_step,
+    make_shape,
+)
 from hlo import IN_PLACE, collectives, opcodes_of_size
 
 from longctx.models.footprint import cache_bytes
@@ -76,16 +86,16 @@ def test_the_programs_of_a_deeper_model_are_no_larger(dtype: object, layered: bo
     np.testing.assert_allclose(*sizes, rtol=0.02)
 
 
-@pytest.mark.parametrize(("dtype", "layered"), [(jnp.float32, True), (jnp.bfloat16, False)])
-def test_the_step_counts_tokens_in_place(dtype: object, layered: bool) -> None:
-    """Of as many counts as there are slots times tokens, a step changes one for each token that it samples."""
-    compiled = compiled_step(dtype, layered)
-    program = compiled.sample if layered else compiled
+def test_sampling_counts_tokens_in_place() -> None:
+    """Of as many counts as there are slots times tokens, each program changes one for each token that it samples."""
+    mesh, config = make_mesh(), dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE)
     counts = f"u32[{SLOTS},{VOCAB_SIZE}]"
-    opcodes = set(re.findall(rf"= {re.escape(counts)}\S* ([a-z\-]+)\(", program.as_text()))
-    assert "scatter" in opcodes
-    assert opcodes <= IN_PLACE
-    assert program.memory_analysis().alias_size_in_bytes >= SLOTS * VOCAB_SIZE * 4
+    for program in compile_sampling(mesh, make_shape(mesh), jnp.float32, config).values():
+        opcodes = set(re.findall(rf"= {re.escape(counts)}\S* ([a-z\-]+)\(", program.as_text()))
+        assert "scatter" in opcodes
+        assert opcodes <= IN_PLACE
+        assert program.memory_analysis().alias_size_in_bytes >= SLOTS * VOCAB_SIZE * 4
+        assert not re.search(r" (sort|conditional|while)\(", program.as_text().replace("TopK", ""))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

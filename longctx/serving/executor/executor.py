@@ -29,7 +29,7 @@ from longctx.serving.executor.step_shapes import Rows, StepShapes
 from longctx.serving.kv_cache.connector import TIERS, Loaded, PageKeeper, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
 from longctx.serving.runner.model_runner import MeshModelRunner, ModelRunner
 from longctx.serving.runner.sampler import Controls, LogitBias, count_tokens
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
@@ -90,7 +90,7 @@ class DeviceExecutor:
         self.sources: dict[str, PageSource] = {}
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
         self._controls = np.zeros((slots, len(Controls._fields)), np.int32)
-        self._plain = np.ones(slots, bool)
+        self._levels = np.zeros(slots, np.int32)  # a `SamplingLevel` each
         self._biased = np.zeros(slots, bool)  # whether the devices have biases for the slot
         self._stages: deque[Pending] = deque(maxlen=plan.stage)  # the batch in each, the first stage's last
 
@@ -153,9 +153,14 @@ class DeviceExecutor:
             self.mover.warm_up()
         self.runner.set_seen(0, np.zeros(self._vocab_size, np.uint32))
         self.runner.set_bias(0, LogitBias.row(SamplingParams()))
+        warm: set[Shape] = set()
         for rows, samples, shape in self._empty_steps():
-            drawn, hidden = self.runner.step(rows, samples, shape)
-            jax.device_get(drawn)
+            # The program of a level is the same for all steps that sample as many tokens.
+            for level in SamplingLevel if shape.of_samples not in warm else (SamplingLevel.GREEDY,):
+                SampleInputs.views(samples, shape).level[:] = level
+                drawn, hidden = self.runner.step(rows, samples, shape)
+                jax.device_get(drawn)
+            warm.add(shape.of_samples)
             targets = np.zeros((self._plan.context, shape.rows), np.int32)
             jax.device_get(self.runner.prompt_logprobs(hidden, targets, shape))
 
@@ -200,7 +205,7 @@ class DeviceExecutor:
         self._tables.clear(slot)
         params, tokens, num_prompt = completion.params, completion.tokens, completion.num_prompt
         self._controls[slot] = Controls.row(params, completion.seed, completion.index)
-        self._plain[slot] = params.is_plain
+        self._levels[slot] = params.level
         if params.has_penalties:
             # A preempted sequence comes with its output so far, all of it: it waits for tokens in flight.
             self.runner.set_seen(slot, count_tokens(tokens[:num_prompt], tokens[num_prompt:], self._vocab_size))
@@ -220,7 +225,7 @@ class DeviceExecutor:
         RowInputs.views(rows, shape).message_rounds[:] = Message(shape.message, shape.rounds).rounds_for(pages)
         samples = SampleInputs.empty(shape)[0]
         if not empty:
-            samples = self._stages[0].layout.pack_samples(shape, self._controls, self._plain)
+            samples = self._stages[0].layout.pack_samples(shape, self._controls, self._levels)
         return rows, samples, shape
 
     def _shape(self) -> Shape:
@@ -258,4 +263,4 @@ class DeviceExecutor:
         nothing = RowLayout(Batch(0), self._plan.context, self._num_pages, self._config.page_size)
         for shape in self.shapes:
             rows = np.stack([nothing.pack_rows(shape)] * self._plan.stage)
-            yield rows, nothing.pack_samples(shape, self._controls, self._plain), shape
+            yield rows, nothing.pack_samples(shape, self._controls, self._levels), shape

@@ -210,8 +210,8 @@ class RowLayout:
             asking = sorted({slot for rows in self._rows[SHARDED] for slot in rows.slots if slot >= 0})
             plan.message_slots[:, : len(asking)] = asking
 
-    def pack_samples(self, shape: Shape, controls: np.ndarray, plain: np.ndarray) -> np.ndarray:
-        """A `SampleInputs`, int32 `[length]`; controls and plain are the slots'."""
+    def pack_samples(self, shape: Shape, controls: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        """A `SampleInputs`, int32 `[length]`; controls and levels of sampling are those of the slots."""
         packed, plan = SampleInputs.empty(shape)
         if self.sampled:
             firsts = self._firsts(shape)
@@ -222,7 +222,7 @@ class RowLayout:
             plan.slots[at] = slot
             plan.positions[at] = [chunk.start + chunk.num_tokens for chunk in chunks]
             plan.controls[at] = controls[slot]
-            plan.plain[0] = plain[slot].all()
+            plan.level[0] = levels[slot].max()
         return packed
 
     def rows_of(self, chunk: Chunk, shape: Shape) -> list[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 from longctx.serving.validation import MAX_INT32, check_bool, check_integer, check_real, check_text, shown
 
@@ -18,6 +19,22 @@ _REALS: dict[str, tuple[float, float]] = {
 
 MAX_LOGIT_BIAS = 300
 """Tokens that a request may have biases for; the devices hold so many for each slot."""
+
+
+class SamplingLevel(IntEnum):
+    """The computations that a row needs to sample its token; each level includes those below it.
+
+    A step samples with the program of its highest row, and a token is the same at every level that its row may have.
+    """
+
+    GREEDY = 0
+    """The most likely token."""
+    TEMPERATURE = 1
+    """A random token, by temperature and min_p."""
+    FILTERS = 2
+    """Biases, penalties, top_k and top_p."""
+    LOGPROBS = 3
+    """Log probabilities of the token and of the most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +70,8 @@ class SamplingParams:
     Examples:
       >>> from longctx.serving import SamplingParams
       >>> creative = SamplingParams(max_tokens=200, temperature=0.8, top_p=0.95, seed=1, stop=("\n\n",))
-      >>> creative.is_plain, SamplingParams().is_plain
-      (False, True)
+      >>> creative.level.name, SamplingParams().level.name
+      ('FILTERS', 'GREEDY')
       >>> SamplingParams(top_p=1.5)
       Traceback (most recent call last):
           ...
@@ -111,9 +128,13 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the most likely token is all that is asked for."""
-        return self.temperature == 0 and not (self.has_penalties or self.logit_bias) and self.logprobs is None
+    def level(self) -> SamplingLevel:
+        """The lowest level of sampling that computes what is asked for."""
+        if self.logprobs is not None:
+            return SamplingLevel.LOGPROBS
+        if self.top_k is not None or self.top_p < 1 or self.has_penalties or self.logit_bias:
+            return SamplingLevel.FILTERS
+        return SamplingLevel.TEMPERATURE if self.temperature > 0 else SamplingLevel.GREEDY
 
 
 def _check_logit_bias(value: object) -> Iterator[tuple[int, float]]:

@@ -1,12 +1,10 @@
-"""The step on CPUs, as four small programs, of which the one that runs a layer is called for each layer.
+"""The step on CPUs, as three small programs, of which the one that runs a layer is called for each layer.
 
 XLA's CPU backend copies weights that a scan slices out of a stack, and a program with all layers in it takes as many
-times longer to compile as there are layers. So each layer's weights are arrays and arguments of their own. Sampling is
-apart from what comes before it, as its program is the same for all numbers of rows.
+times longer to compile as there are layers. So each layer's weights are arrays and arguments of their own.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,13 +23,12 @@ from longctx.parallel.mesh import named_sharding, shard_map
 from longctx.parallel.tensor import psum
 from longctx.serving.runner.attention import PagedAttend
 from longctx.serving.runner.paged_cache import PagedCache, PageTables
-from longctx.serving.runner.sampler import LogitBias, SampledTokens
+from longctx.serving.runner.sample_step import outer_params
 from longctx.serving.runner.step import (
     DeviceState,
     begin_step,
     end_layers,
     rows_to_sample,
-    sample_step,
     state_shardings,
     state_specs,
 )
@@ -44,7 +41,6 @@ _UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 # Where 32 programs are in flight, the launch of one more waits in a thread of each CPU device. If there are no more
 # threads than devices, none is left for the programs that it waits for.
 _AHEAD = 8  # layers
-_SAMPLING = threading.Lock()  # so that threads that compile do not compile the same program twice
 
 
 class Programs(NamedTuple):
@@ -53,15 +49,13 @@ class Programs(NamedTuple):
     begin: Any
     layer: Any
     end: Any
-    sample: Any
 
 
 @functools.cache
 def programs(mesh: Mesh, is_fp8: bool) -> Programs:
     """The programs of a mesh, for FP8 pages or others. Of the state each donates what it returns."""
-    each, ranks, replicated = (named_sharding(mesh, spec) for spec in (_EACH, P("context"), P()))
-    state = state_shardings(mesh, is_fp8)
-    tokens = (state.last_token, state.seen)
+    each, ranks = named_sharding(mesh, _EACH), named_sharding(mesh, P("context"))
+    cache = state_shardings(mesh, is_fp8).cache
     return Programs(
         jax.jit(
             _begin_step,
@@ -70,9 +64,8 @@ def programs(mesh: Mesh, is_fp8: bool) -> Programs:
             out_shardings=each,
             compiler_options=_UNOPTIMISED,
         ),
-        jax.jit(_step_layer, static_argnums=(0, 1), donate_argnums=(4, 7), out_shardings=(each, state.cache)),
+        jax.jit(_step_layer, static_argnums=(0, 1), donate_argnums=(4, 7), out_shardings=(each, cache)),
         jax.jit(_end_layers, static_argnums=(0, 1, 2, 3), donate_argnums=5, out_shardings=(each, each, ranks)),
-        jax.jit(_sample_step, static_argnums=(0, 1, 2), donate_argnums=4, out_shardings=(replicated, tokens)),
     )
 
 
@@ -85,10 +78,10 @@ def layered_step(
     samples: Any,
     shape: Shape,
     sections: tuple[int, int],
-) -> tuple[DeviceState, SampledTokens, Float[Array, "stages_ranks rows D"]]:
+) -> tuple[DeviceState, Float[Array, "stages_ranks rows D"], Float[Array, "R D"]]:
     """`step.step` for parameters whose `layers` are a tuple, with the same arguments and results; donates the state."""
-    begin, layer, end, sample = programs(mesh, state.cache.is_fp8)
-    outer, static, cache = params | {"layers": ()}, (model, mesh, shape, sections), state.cache
+    begin, layer, end = programs(mesh, state.cache.is_fp8)
+    outer, static, cache = outer_params(params), (model, mesh, shape, sections), state.cache
     tables = PageTables(state.table, state.page_index)
     x, rope, attend = begin(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
     for number, (index, weights) in enumerate(
@@ -98,10 +91,9 @@ def layered_step(
         if mesh.size > 1 and number % _AHEAD == _AHEAD - 1:
             x.block_until_ready()
     stage_rows, hidden, last_rows = end(*static, outer, state.rows, x, samples)
-    kept = (state.last_token, state.seen), state.bias
-    sampled, (last_token, seen) = sample(model, mesh, shape.of_samples, outer, *kept, last_rows, samples)
     table, page_index = attend.tables.table, attend.tables.page_index
-    return DeviceState(cache, table, page_index, stage_rows, last_token, seen, state.bias), sampled, hidden
+    state = state._replace(cache=cache, table=table, page_index=page_index, rows=stage_rows)
+    return state, hidden, last_rows
 
 
 def compile_layered_step(
@@ -125,19 +117,15 @@ def compile_layered_step(
         compiled()
         return program
 
-    begin, layer, end, sample = programs(mesh, state.cache.is_fp8)
-    outer, static = params | {"layers": ()}, (model, mesh, shape, sections)
-    tables, tokens = PageTables(state.table, state.page_index), (state.last_token, state.seen)
+    begin, layer, end = programs(mesh, state.cache.is_fp8)
+    outer, static = outer_params(params), (model, mesh, shape, sections)
+    tables = PageTables(state.table, state.page_index)
     first = begin.lower(*static, _pool(state), outer, tables, state.rows, state.last_token, rows)
     x, rope, attend = _arrays(first, mesh, _EACH)
     index = _indices(mesh, len(params["layers"]))[0]
     middle = layer.lower(model, mesh, params["layers"][0], index, x, rope, attend, state.cache)
     last = end.lower(*static, outer, state.rows, x, samples)
-    last_rows = _arrays(last, mesh, P("context"))[2]
-    with _SAMPLING:
-        arguments = outer, tokens, state.bias, last_rows, samples
-        sampling = compile_program(sample.lower(model, mesh, shape.of_samples, *arguments))
-    return Programs(compile_program(first), compile_program(middle), compile_program(last), sampling)
+    return Programs(*map(compile_program, (first, middle, last)))
 
 
 def _arrays(lowered: Any, mesh: Mesh, spec: P) -> Any:
@@ -203,25 +191,6 @@ def _end_layers(
 
     specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P()
     return shard_map(on_device, mesh, specs, (_EACH, _EACH, P("context")))(outer, stage_rows, x, samples)
-
-
-def _sample_step(
-    model: Llama,
-    mesh: Mesh,
-    shape: Shape,
-    outer: Params,
-    tokens: tuple[Array, Array],
-    bias: LogitBias,
-    last_rows: Array,
-    samples: Array,
-) -> tuple[SampledTokens, tuple[Array, Array]]:
-    def on_device(params: Params, tokens: tuple[Array, Array], bias: Any, last_rows: Array, samples: Array) -> Any:
-        inputs = SampleInputs.views(samples, shape)
-        sampled, last_token, seen = sample_step(model, mesh, shape, params, *tokens, bias, last_rows[0], inputs)
-        return sampled, (last_token, seen)
-
-    specs = sharded_specs(outer, model.config, mesh), P(), P(), P("context"), P()
-    return shard_map(on_device, mesh, specs, P())(outer, tokens, bias, last_rows, samples)
 
 
 def _expand(tree: Any) -> Any:

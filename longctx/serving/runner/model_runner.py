@@ -19,11 +19,12 @@ from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
 from longctx.serving.kv_cache.connector import PageBlock, PageRead
 from longctx.serving.kv_cache.page_layout import PageLayout
-from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.request.sampling_params import SamplingLevel, SamplingParams
 from longctx.serving.runner import state_updates
 from longctx.serving.runner.layered_step import Programs, compile_layered_step, layered_step
 from longctx.serving.runner.page_transfer import DevicePageRead, PageTransfer, PlacedBlock
 from longctx.serving.runner.paged_cache import PagedCache
+from longctx.serving.runner.sample_step import compile_samplers, outer_params, sample_program
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
 from longctx.serving.runner.step import DeviceState, state_shardings, state_specs, step_program
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
@@ -59,7 +60,7 @@ class ModelRunner(Protocol):
 
     @property
     def num_programs(self) -> int:
-        """Programs of a step."""
+        """Programs of a shape of steps, those of all levels of sampling included."""
         ...
 
     def compile(
@@ -191,7 +192,7 @@ class MeshModelRunner:
 
     @property
     def num_programs(self) -> int:
-        return len(Programs._fields) if self.run_step is layered_step else 1
+        return (len(Programs._fields) if self.run_step is layered_step else 1) + len(SamplingLevel)
 
     def compile(
         self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
@@ -203,14 +204,22 @@ class MeshModelRunner:
         else:
             self.run_step.lower(*arguments).compile()
             compiled()
+        for _ in compile_samplers(self.model, self.mesh, shape, self.params, self.state, inputs[1]):
+            compiled()
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
         inputs = self._to_devices(rows, samples)
-        self.state, sampled, hidden = self.run_step(
+        state, hidden, last_rows = self.run_step(
             self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections
         )
-        plain = SampleInputs.views(samples, shape).plain[0]
-        for x in sampled[: 1 if plain else None]:
+        level = SamplingLevel(int(SampleInputs.views(samples, shape).level[0]))
+        static = self.model, self.mesh, shape.of_samples, level
+        tokens, outer = (state.last_token, state.seen), outer_params(self.params)
+        sampled, (last_token, seen) = sample_program(self.mesh)(
+            *static, outer, tokens, state.bias, last_rows, inputs[1]
+        )
+        self.state = state._replace(last_token=last_token, seen=seen)
+        for x in jax.tree.leaves(sampled):
             x.copy_to_host_async()
         return sampled, hidden
 

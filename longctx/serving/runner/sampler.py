@@ -8,7 +8,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from longctx.parallel.mesh import index_of
+from longctx.parallel.tensor import argmax, pmax
+from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS, SamplingLevel, SamplingParams
 
 IN_PROMPT, IN_OUTPUT = 1, 2
 """What `seen` has of a token: `IN_PROMPT` if it occurs in the prompt, and `IN_OUTPUT` as often as in the output. In 32
@@ -73,37 +75,59 @@ class LogitBias(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens, and the L most probable tokens of each row. Log probabilities are natural logs."""
+    """Sampled tokens, and the L most probable tokens of each row. Log probabilities are natural logs.
+
+    Below `SamplingLevel.LOGPROBS` there are tokens alone.
+    """
 
     tokens: Int[Array, "R"]  # -1: a logit is NaN or +inf, or all are -inf
-    logprobs: Float[Array, "R"]
-    top_tokens: Int[Array, "R L"]
-    top_logprobs: Float[Array, "R L"]
+    logprobs: Float[Array, "R"] | None = None
+    top_tokens: Int[Array, "R L"] | None = None
+    top_logprobs: Float[Array, "R L"] | None = None
 
 
 def sample_tokens(
-    logits: Float[Array, "R V"],
-    seen: UInt32[Array, "R V"],
+    logits: Float[Array, "R V_local"],
+    level: SamplingLevel,
     controls: Controls,
     positions: Int[Array, "R"],
-    num_top: int,
+    seen: UInt32[Array, "R V"] | None = None,
     bias: LogitBias | None = None,
-) -> SampledTokens:
-    """Sample the next token of every row.
+    axes: tuple[str, ...] = (),
+) -> Int[Array, "R"]:
+    """Sample the next token of every row, with no sort and no branch.
+
+    A token is the argmax of its logits, divided by the temperature, plus Gumbel noise. The noise depends on the row's
+    seed, completion and position, and on the token. So a row gets the same token in any batch, at any level that
+    computes what it asks for, and on any mesh.
 
     Args:
-      logits: float32 `[R, V]`.
-      seen: uint32 `[R, V]`, how often each token occurs in prompt and output, see `count_tokens`.
+      logits: float32 `[R, V]`, or this device's shard of it, by vocabulary over `axes`.
+      level: static; what is computed.
       controls: parameters of each row.
-      positions: int32 `[R]`, positions of the new tokens. The random number of a row depends on its seed, completion
-        and position only, so a token does not depend on the batch that it is sampled in.
-      num_top: L, how many of the most probable tokens to return.
-      bias: of each row. Log probabilities are those without biases and penalties.
+      positions: int32 `[R]`, positions of the new tokens.
+      seen: uint32 `[R, V]`, how often each token occurs in prompt and output, see `count_tokens`; read from
+        `SamplingLevel.FILTERS` on.
+      bias: of each row, likewise.
+      axes: mesh axes over which the vocabulary is sharded, the slowest first; none from `FILTERS` on.
+
+    Returns:
+      The tokens; -1 for a row with a logit that is NaN or +inf, or with no finite one.
     """
-    is_finite = jnp.isfinite(jnp.max(logits, -1))
-    biased = logits if bias is None else bias.add_to(logits)
-    tokens = jnp.where(is_finite, _sample_rows(biased, seen, controls, positions), -1)
-    return SampledTokens(tokens, *token_logprobs(logits, tokens, num_top))
+    if level >= SamplingLevel.FILTERS:
+        assert not axes, "biases, penalties, top_k and top_p take logits of the whole vocabulary"
+        logits = logits if bias is None else bias.add_to(logits)
+        logits = logits if seen is None else _penalise(logits, seen, controls)
+    if level == SamplingLevel.GREEDY:
+        return argmax(logits, *axes)
+    is_random = (controls.temperature > 0)[:, None]
+    # Subtract the maximum first: large logits over a very low temperature would overflow.
+    relative = logits - pmax(jnp.max(logits, -1, keepdims=True), *axes)
+    scaled = relative / jnp.where(is_random, controls.temperature[:, None], 1)
+    tokens = index_of(*axes) * logits.shape[1] + jnp.arange(logits.shape[1], dtype=jnp.int32)
+    scores = jnp.where(_kept(scaled, controls, level), scaled + _gumbel(controls, positions, tokens), -jnp.inf)
+    # A NaN stays one, so that `argmax` finds it: `where` could hide it.
+    return argmax(jnp.where(is_random & ~jnp.isnan(scaled), scores, logits), *axes)
 
 
 def token_logprobs(
@@ -113,23 +137,6 @@ def token_logprobs(
     logprobs = jax.nn.log_softmax(logits, -1)
     top_logprobs, top_tokens = lax.top_k(logprobs, num_top)
     return jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], top_tokens.astype(jnp.int32), top_logprobs
-
-
-def _sample_rows(logits: Array, seen: Array, controls: Controls, positions: Array) -> Array:
-    logits = _penalise(logits, seen, controls)
-    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
-    warm = controls.temperature > 0
-    # Subtract the maximum first: large logits over a very low temperature would overflow.
-    logits = (logits - jnp.max(logits, -1, keepdims=True)) / jnp.where(warm, controls.temperature, 1)[:, None]
-    weights = jnp.where(_kept(logits, controls), jnp.exp(logits), 0)
-    # Inversion in vocabulary order takes one random number a row, and near ties don't change the result.
-    cumulative = jnp.cumsum(weights, -1)
-    threshold = _uniform(controls, positions) * cumulative[:, -1]
-    # Prefix sums may round differently, so only tokens with a weight count, and the last such token is the fallback.
-    beyond = (cumulative > threshold[:, None]) & (weights > 0)
-    last = logits.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, -1)
-    sampled = jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
-    return jnp.where(warm, sampled.astype(jnp.int32), greedy)
 
 
 def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:
@@ -142,27 +149,49 @@ def _penalise(logits: Array, seen: Array, controls: Controls) -> Array:
     return logits - jnp.where(count > 0, presence, 0) - count.astype(jnp.float32) * frequency
 
 
-def _kept(logits: Array, controls: Controls) -> Array:
+def _kept(logits: Array, controls: Controls, level: SamplingLevel) -> Array:
     """Mask of the tokens that top_k, then top_p, then min_p keep, ties with the last one included.
 
     `logits` `[R, V]` have a maximum of 0.
     """
-    vocab = logits.shape[1]
-    ordered = jnp.sort(logits, -1, descending=True)
-    num_kept = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, vocab), vocab)
-    weights = jnp.where(jnp.arange(vocab)[None] < num_kept[:, None], jnp.exp(ordered), 0)
-    # A token is kept while the tokens before it stay below top_p, so the most probable one always is.
-    before = jnp.cumsum(weights, -1) - weights
-    limit = controls.top_p * jnp.sum(weights, -1)
-    below_limit = jnp.sum((before < limit[:, None]) & (weights > 0), -1)
-    num_kept = jnp.where(controls.top_p < 1, jnp.minimum(num_kept, jnp.maximum(below_limit, 1)), num_kept)
-    least = jnp.take_along_axis(ordered, num_kept[:, None] - 1, 1)
-    return (logits >= least) & (logits >= jnp.log(controls.min_p)[:, None])
+    kept = logits >= jnp.log(controls.min_p)[:, None]
+    if level < SamplingLevel.FILTERS:
+        return kept
+    # Of floats that are not negative, the bits are in the order of the values.
+    distance = lax.bitcast_convert_type(jnp.abs(logits), jnp.uint32)
+    top_k = jnp.where(controls.top_k > 0, controls.top_k.astype(jnp.float32), jnp.inf)
+    kept &= (in_top_k := distance <= _farthest(distance, jnp.ones_like(logits), top_k)[:, None])
+    weights = jnp.where(in_top_k, jnp.exp(logits), 0)
+    top_p = jnp.where(controls.top_p < 1, controls.top_p * jnp.sum(weights, -1), jnp.inf)
+    return kept & (distance <= _farthest(distance, weights, top_p)[:, None])
 
 
-def _uniform(controls: Controls, positions: Array) -> Array:
-    def one(seed: Array, completion: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), completion), position)
-        return jax.random.uniform(key)
+def _farthest(distance: UInt32[Array, "R V"], weights: Float[Array, "R V"], limit: Float[Array, "R"]) -> Array:
+    """The largest distance of each row such that the weights of all tokens nearer than it sum to less than the limit.
 
-    return jax.vmap(one)(controls.seed, controls.completion, positions)
+    So a token is kept while what is before it stays below the limit. The search takes two bits of the result a pass,
+    and each pass sums the weights in the same order: rounded sums grow with the distance, as exact ones do.
+    """
+    farthest = jnp.zeros(len(distance), jnp.uint32)
+    for shift in range(30, -1, -2):
+        more = farthest[:, None] + (jnp.arange(1, 4, dtype=jnp.uint32)[None] << shift)
+        nearer = jnp.where(distance[:, None] < more[:, :, None], weights[:, None], 0)
+        is_below = jnp.sum(nearer, -1) < limit[:, None]
+        farthest += jnp.sum(is_below, -1, dtype=jnp.uint32) << shift
+    return farthest
+
+
+def _gumbel(controls: Controls, positions: Array, tokens: Int[Array, "V"]) -> Float[Array, "R V"]:
+    """Gumbel noise: the negative log of an exponential variate for each row and token."""
+
+    def bits(seed: Array, completion: Array, position: Array) -> Array:
+        # With each fold, a key is hashed together with a number: what comes of a token's are 64 random bits.
+        key = jax.random.key(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
+        return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, tokens))
+
+    high, low = jnp.moveaxis(jax.vmap(bits)(controls.seed, controls.completion, positions), -1, 0).astype(jnp.float32)
+    # Between 0 and 1, both excluded. The lower bits count where the higher ones are few: the most probable outcome is
+    # decided by the smallest numbers, so these must be as precise as others.
+    uniform = jnp.minimum((high + (low + 0.5) * 2.0**-32) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))

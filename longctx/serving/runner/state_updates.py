@@ -17,15 +17,9 @@ from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
 from longctx.parallel.mesh import shard_map
 from longctx.parallel.tensor import all_gather_vocabulary
+from longctx.serving.runner.sample_step import VOCABULARY_AXES, all_gather, from_last_stage, local_logits
 from longctx.serving.runner.sampler import LogitBias, token_logprobs
-from longctx.serving.runner.step import (
-    VOCABULARY_AXES,
-    DeviceState,
-    all_gather,
-    from_last_stage,
-    local_logits,
-    state_shardings,
-)
+from longctx.serving.runner.step import DeviceState, state_shardings
 
 _BLOCK = 64  # rows whose logits are computed at a time
 

@@ -1,6 +1,7 @@
-"""The compiled step: one donated program over the mesh `(stage, context, tensor)`, with the sampling inside.
+"""The compiled step: one donated program over the mesh `(stage, context, tensor)`, up to the rows that are sampled.
 
-In step t, stage s computes the batch that began in step t - s, and tokens are sampled for the batch in the last stage.
+In step t, stage s computes the batch that began in step t - s, and tokens are sampled for the batch in the last stage,
+by a program of their own (`sample_step.py`).
 The host sends two int32 arrays, whose sizes depend on the bucket only. `DeviceState` stays on the devices. Of the page
 tables the host sends only new entries, and it can plan the next step before it knows the last sampled tokens, as the
 devices keep these.
@@ -13,28 +14,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, Shaped, UInt32
+from jaxtyping import Float, Int, UInt32
 
-from longctx.kernels.attention.operands import match_varying
 from longctx.models import Llama
 from longctx.models.llama import Rope
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
-from longctx.parallel.mesh import index_of, named_sharding, present, shard_map, size_of
+from longctx.parallel.mesh import index_of, named_sharding, shard_map
 from longctx.parallel.pipeline import enter_stage
-from longctx.parallel.tensor import all_gather_vocabulary, argmax, embed_tokens, pmax, psum
+from longctx.parallel.tensor import embed_tokens, pmax, psum
 from longctx.serving.runner.attention import PagedAttend
 from longctx.serving.runner.paged_cache import PagedCache, PageTables
-from longctx.serving.runner.sampler import IN_OUTPUT, Controls, LogitBias, SampledTokens, sample_tokens
+from longctx.serving.runner.sample_step import from_last_stage, padding_out_of_bounds
+from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 _CUBLASLT: Any = {"xla_gpu_enable_triton_gemm": False}
-
-VOCABULARY_AXES = ("tensor", "stage")
-"""Mesh axes that the head's vocabulary is sharded over, the slowest first."""
 
 
 class DeviceState(NamedTuple):
@@ -78,7 +76,7 @@ def state_shardings(mesh: Mesh, is_fp8: bool) -> DeviceState:
 @functools.cache
 def step_program(mesh: Mesh, is_quantized: bool = False, is_fp8: bool = False) -> Any:
     """`step`, jitted for a mesh; `is_quantized`: for a model with FP8 weights; `is_fp8`: for FP8 pages."""
-    outputs = named_sharding(mesh, P()), named_sharding(mesh, P(("stage", "context")))
+    outputs = named_sharding(mesh, P(("stage", "context"))), named_sharding(mesh, P("context"))
     shardings = (state_shardings(mesh, is_fp8), *outputs)
     return jax.jit(
         step,
@@ -99,8 +97,8 @@ def step(
     samples: Int[Array, "length"],
     shape: Shape,
     sections: tuple[int, int],
-) -> tuple[DeviceState, SampledTokens, Float[Array, "stages_ranks rows D"]]:
-    """Run one step of all stages.
+) -> tuple[DeviceState, Float[Array, "stages_ranks rows D"], Float[Array, "R D"]]:
+    """Run one step of all stages, up to the rows that tokens are sampled for.
 
     Args:
       rows: a packed `RowInputs` for each stage and rank, int32 `[stage, context, length]`.
@@ -109,15 +107,15 @@ def step(
       sections: where replicated and local rows begin in `state.rows`, which has room for each kind's largest bucket.
 
     Returns:
-      (state; sampled tokens, ranks one after another; hidden states `[stage * context, rows, D]` after the last norm,
-      valid in the last stage only).
+      (state; hidden states `[stage * context, rows, D]` after the last norm, valid in the last stage only; of these
+      the rows to sample from, ranks one after another).
     """
     specs = state_specs(mesh.shape["stage"], mesh.shape["context"], state.cache.is_fp8)
     return shard_map(
         functools.partial(_step_on_device, model, mesh, shape, sections),
         mesh,
         in_specs=(sharded_specs(params, model.config, mesh), specs, P("stage", "context"), P()),
-        out_specs=(specs, P(), P(("stage", "context"))),
+        out_specs=(specs, P(("stage", "context")), P("context")),
     )(params, state, rows, samples)
 
 
@@ -130,17 +128,15 @@ def _step_on_device(
     state: DeviceState,
     rows: Array,
     samples: Array,
-) -> tuple[DeviceState, SampledTokens, Array]:
+) -> tuple[DeviceState, Array, Array]:
     x, rope, attend = begin_step(model, mesh, shape, sections, params["embed"], state, rows)
     reductions = (lambda x: psum(x, "tensor")), (lambda x: pmax(x, "tensor"))
     x, cache = model.run_layers(params["layers"], x, rope, attend, state.cache, *reductions)
     stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
-    inputs = SampleInputs.views(samples, shape)
-    last_rows = rows_to_sample(inputs, hidden)
-    kept = state.last_token, state.seen, state.bias
-    sampled, last_token, seen = sample_step(model, mesh, shape, params, *kept, last_rows, inputs)
+    last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
     table, page_index = jax.tree.map(lambda x: x[None], attend.tables)
-    return DeviceState(cache, table, page_index, stage_rows, last_token, seen, state.bias), sampled, hidden[None]
+    state = state._replace(cache=cache, table=table, page_index=page_index, rows=stage_rows)
+    return state, hidden[None], last_rows
 
 
 def begin_step(
@@ -172,7 +168,7 @@ def rows_to_sample(inputs: SampleInputs, hidden: Float[Array, "rows D"]) -> Floa
 
 def _update_tables(state: DeviceState, inputs: RowInputs) -> PageTables:
     def update(table: Array, values: Array) -> Array:
-        at = _padding_out_of_bounds(inputs.table_slots, table[0])
+        at = padding_out_of_bounds(inputs.table_slots, table[0])
         return table[0].at[at, inputs.table_entries].set(values, mode="drop")
 
     page_index = None if state.page_index is None else update(state.page_index, inputs.table_page_index)
@@ -190,67 +186,3 @@ def _write_rows(rows: Array, x: Array, shape: Shape, sections: tuple[int, int]) 
         rows = rows.at[0, start : start + count].set(x[at : at + count])
         at += count
     return rows
-
-
-def sample_step(
-    model: Llama,
-    mesh: Mesh,
-    shape: Shape,
-    params: Params,
-    last_token: Int[Array, "slots"],
-    seen: UInt32[Array, "slots vocab"],
-    bias: LogitBias,
-    rows: Float[Array, "samples D"],
-    inputs: SampleInputs,
-) -> tuple[SampledTokens, Int[Array, "slots"], UInt32[Array, "slots vocab"]]:
-    """Sample on each rank for its own rows, over the vocabulary's shards; then gather the tokens of all ranks."""
-    rank = index_of("context")
-    local = inputs._replace(**{name: getattr(inputs, name)[rank] for name in inputs._fields[:-1]})
-    logits = local_logits(model, mesh, params, rows)
-
-    def sample_plain(_: None) -> SampledTokens:
-        tokens = argmax(logits, *VOCABULARY_AXES)
-        none = jnp.zeros((shape.samples, shape.num_top))
-        return match_varying(SampledTokens(tokens, jnp.zeros(shape.samples), none.astype(jnp.int32), none))
-
-    def sample_full(_: None) -> SampledTokens:
-        whole = all_gather_vocabulary(logits, *VOCABULARY_AXES)[:, : model.config.vocab_size]
-        controls = Controls.unpack(local.controls)
-        own_seen, *own_bias = (x[jnp.maximum(local.slots, 0)] for x in (seen, *bias))
-        sampled = sample_tokens(whole, own_seen, controls, local.positions, shape.num_top, LogitBias(*own_bias))
-        return match_varying(sampled)
-
-    sampled = lax.cond(inputs.plain[0] > 0, sample_plain, sample_full, None)
-    sampled = SampledTokens(*(all_gather(x, "context") for x in sampled))
-    slots = inputs.slots.reshape(-1)
-    at = _padding_out_of_bounds(slots, last_token)
-    tokens = jnp.maximum(sampled.tokens, 0)
-    seen = seen.at[at, tokens].add(jnp.uint32(IN_OUTPUT), mode="drop")
-    return sampled, last_token.at[at].set(tokens, mode="drop"), seen
-
-
-def all_gather(x: Shaped[Array, "n *rest"], axis: str) -> Shaped[Array, "m *rest"]:
-    """Concatenate the arrays of a mesh axis's devices; the result is the same on all of them."""
-    return lax.all_gather(x, axis, tiled=True, to="invarying") if present(axis) else x
-
-
-def from_last_stage(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """Broadcast the last stage's array to all stages."""
-    is_last = index_of("stage") == size_of("stage") - 1
-    return psum(jnp.where(is_last, x, jnp.zeros_like(x)), "stage")
-
-
-def local_logits(model: Llama, mesh: Mesh, params: Params, rows: Float[Array, "R D"]) -> Float[Array, "R shard"]:
-    """Logits of this device's shard of the vocabulary; those of padding are -inf."""
-    logits = model.logits(params, rows)
-    parts = mesh.shape["tensor"] * mesh.shape["stage"]
-    if logits.shape[1] * parts == model.config.vocab_size:
-        return logits
-    first = index_of(*VOCABULARY_AXES) * logits.shape[1]
-    token = first + jnp.arange(logits.shape[1], dtype=jnp.int32)
-    return jnp.where((token < model.config.vocab_size)[None], logits, -jnp.inf)
-
-
-def _padding_out_of_bounds(slots: Array, x: Array) -> Array:
-    """Indices along the first axis of x, with padding beyond its end: `mode="drop"` would wrap negative ones round."""
-    return jnp.where(slots < 0, x.shape[0], slots)

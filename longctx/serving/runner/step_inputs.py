@@ -131,7 +131,7 @@ class _SampleInputs(NamedTuple):
     slots: Any  # [ranks, samples]
     positions: Any  # [ranks, samples], of the sampled tokens
     controls: Any  # [ranks, samples, fields], `Controls` as bits
-    plain: Any  # [1], 1 if every row takes the argmax and returns no log probabilities
+    level: Any  # [1], the highest `SamplingLevel` of the rows; the host reads it to choose a program
 
 
 class SampleInputs(_SampleInputs, Packed):
@@ -148,5 +148,4 @@ class SampleInputs(_SampleInputs, Packed):
         packed = np.zeros(cls.length(shape), np.int32)
         inputs = cls.views(packed, shape)
         inputs.slots.fill(-1)
-        inputs.plain.fill(1)
         return packed, inputs
