@@ -7,6 +7,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+_MEMORY = 84942979072  # bytes
 # H100 SXM, 80 GB: compute capability 9.0, 132 multiprocessors of 228 KiB, 50 MiB of L2, 3.35 TB/s.
 _TARGET = """
 gpu_device_info {
@@ -39,14 +40,15 @@ dnn_version_info { major: 9 minor: 10 }
 """
 
 
-def h100_devices(hosts: int, each: int) -> list[jax.Device]:
-    """Devices of `hosts` hosts with `each` GPUs; every host is a process."""
-    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x{hosts}x{each}", target_config=_TARGET)
+def h100_devices(hosts: int, each: int, memory: int = _MEMORY) -> list[jax.Device]:
+    """Devices of `hosts` hosts with `each` GPUs of so many bytes of memory; every host is a process."""
+    target = _TARGET.replace(str(_MEMORY), str(memory))
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x{hosts}x{each}", target_config=target)
     return list(topology.devices)
 
 
-def h100_mesh(**sizes: int) -> Mesh:
+def h100_mesh(memory: int = _MEMORY, **sizes: int) -> Mesh:
     """A mesh with these axes and sizes, all on one host."""
     shape = tuple(sizes.values())
-    devices = np.array(h100_devices(1, math.prod(shape)))
+    devices = np.array(h100_devices(1, math.prod(shape), memory))
     return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))

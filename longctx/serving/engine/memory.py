@@ -52,12 +52,14 @@ class MemoryEstimate(NamedTuple):
         limit = available_bytes(device)
         if limit is None or self.total <= limit:
             return limit
-        largest = max(lower, key=lambda name: getattr(self, name))
+        helpful = [max(lower, key=lambda name: getattr(self, name))]
+        if "steps" not in helpful and self.steps >= self.total - limit:
+            helpful.append("steps")
         fit = max(0, limit - self.params - self.steps) // self.page
         where = "the host" if device.platform == "cpu" else str(device)
         raise ValueError(
             f"{in_units(self.total)} of memory are needed ({self}), and {where} has {in_units(limit)}: "
-            + lower[largest].format(fit=fit)
+            + "; or ".join(lower[name].format(fit=fit) for name in helpful)
         )
 
     @property

@@ -1,13 +1,12 @@
 """Memory of accelerators: what JAX may take of it, what the programs of a step need, and how many pages are left."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 
-_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_JAX_FRACTION = 0.75  # of a GPU's memory, which JAX takes unless it is told otherwise
+from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction
+
 # Where arguments, outputs and 1 / 0.95 of the temporaries exceed 80 % of a GPU, XLA computes values twice to save
 # memory, and copies weights.
 _XLA_SHARE, _XLA_SLACK = 0.8, 0.95
@@ -32,10 +31,8 @@ class DeviceMemory(NamedTuple):
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> Self | None:
         """The memory of devices; None: of CPUs, or unknown."""
-        return None if devices[0].platform == "cpu" else cls.of_statistics(devices)
-
-    @classmethod
-    def of_statistics(cls, devices: Sequence[jax.Device]) -> Self | None:
+        if devices[0].platform == "cpu":
+            return None
         statistics = [device.memory_stats() or {} for device in devices]
         if not all("bytes_limit" in each for each in statistics):
             return None
@@ -45,14 +42,6 @@ class DeviceMemory(NamedTuple):
             return cls(limit, limit - free, limit, limit)
         physical = int(limit / memory_fraction())
         return cls(limit, limit - free, physical, int(_XLA_SHARE * physical))
-
-
-def memory_fraction() -> float:
-    """The share of a GPU's memory that JAX takes, as the environment says."""
-    for name in _FRACTION_VARIABLES:
-        if os.environ.get(name):
-            return min(1.0, float(os.environ[name]))
-    return _JAX_FRACTION
 
 
 class ProgramMemory(NamedTuple):
@@ -161,7 +150,7 @@ class MemoryUse(NamedTuple):
         }
         helpful = [text for name, text in advice.items() if getattr(self, name) >= missing] or [*advice.values()]
         if self.device.limit < 0.85 * self.device.physical:
-            helpful.append(f"{_FRACTION_VARIABLES[0]} must be larger, of which JAX takes {memory_fraction():.0%} of it")
+            helpful.append(f"{MEMORY_VARIABLES[0]} must be larger, as JAX takes {memory_fraction():.0%} of the device")
         gib = missing / 2**30
         raise ValueError(f"{gib:,.2f} GiB of memory are missing on the device: {'; or '.join(helpful)}\n{self}")
 
