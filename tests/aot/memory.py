@@ -56,7 +56,7 @@ def test_8b_fits_or_is_refused_before_it_is_loaded(
     needed = memory.estimate(Llama(LLAMA), config, mesh, jnp.bfloat16, pages, LLAMA.max_positions)
     assert needed.total <= found.limit
     assert needed.params + needed.pages <= found.program_limit
-    assert pages * config.page_size > (8192 if physical == 24 * GIB else 100_000)
+    assert pages * config.page_size > (100_000 if physical == 80 * GIB else 8192 if share == 0.9 else 3000)
     assert "by estimation" in capsys.readouterr().err
 
 
@@ -75,7 +75,9 @@ def compile_step(llama: LlamaConfig, config: EngineConfig, mesh: Mesh, pages: in
     return programs
 
 
-def check_fit(llama: LlamaConfig, config: EngineConfig, physical: int, length: int) -> None:
+def check_fit(
+    llama: LlamaConfig, config: EngineConfig, physical: int, length: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     mesh, rounds = h100_mesh(physical, stage=1, context=1, tensor=1), []
     params = memory.param_bytes(Llama(llama), mesh, jnp.bfloat16)
     found = device_memory(physical, 0.9, params)
@@ -86,27 +88,28 @@ def check_fit(llama: LlamaConfig, config: EngineConfig, physical: int, length: i
     )
 
     def compile_largest(pages: int) -> list[Any]:
+        capfd.readouterr()
         rounds.append((pages, compile_step(llama, config, mesh, pages, length)))
         return rounds[-1][1]
 
     pages = fit.choose(None, compile_largest)
     assert pages == rounds[-1][0]
     assert len(rounds) <= 2
+    assert "rematerialization" not in capfd.readouterr().err  # XLA had no need to save memory
     assert fit.use is not None
     for program in rounds[-1][1]:
         about = program.memory_analysis()
         assert about.alias_size_in_bytes >= fit.use.pages
         assert about.argument_size_in_bytes + about.temp_size_in_bytes / 0.95 <= 0.8 * physical
         assert about.argument_size_in_bytes + about.temp_size_in_bytes <= found.limit
-    print(fit.use, len(rounds), pages)
 
 
-def test_pages_leave_room_for_the_programs_of_a_small_device() -> None:
+def test_pages_leave_room_for_the_programs_of_a_small_device(capfd: pytest.CaptureFixture[str]) -> None:
     llama = LlamaConfig(1024, 512, 1024, 2, 8, 2, 128, max_positions=8192)
-    check_fit(llama, EngineConfig(token_budget=128, max_running=16, max_logprobs=0), GIB // 4, 8192)
+    check_fit(llama, EngineConfig(token_budget=128, max_running=16, max_logprobs=0), GIB // 4, 8192, capfd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("physical", [24 * GIB, 80 * GIB])
-def test_pages_leave_room_for_the_programs_of_8b(physical: int) -> None:
-    check_fit(dataclasses.replace(LLAMA, max_positions=131_072), EngineConfig(), physical, 131_072)
+def test_pages_leave_room_for_the_programs_of_8b(physical: int, capfd: pytest.CaptureFixture[str]) -> None:
+    check_fit(dataclasses.replace(LLAMA, max_positions=131_072), EngineConfig(), physical, 131_072, capfd)

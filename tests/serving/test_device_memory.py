@@ -60,7 +60,7 @@ def test_as_many_pages_fit_as_leave_room_for_all_else(
         return
     total = weights + others + slots + count * page + sum(more.values()) + use.reserve
     assert found.unused == limit - total >= 0
-    fast = max(arguments, weights + slots) + outputs + temporaries / 0.95
+    fast = max(arguments, weights + slots) + outputs + 1.5 * temporaries / 0.95
     if fast + page <= 0.8 * physical - 2:
         assert fast + count * page <= 0.8 * physical
     found.check()

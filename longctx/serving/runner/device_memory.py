@@ -7,9 +7,9 @@ import jax
 
 from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction
 
-# Where arguments, outputs and 1 / 0.95 of the temporaries exceed 80 % of a GPU, XLA computes values twice to save
-# memory, and copies weights.
-_XLA_SHARE, _XLA_SLACK = 0.8, 0.95
+# Where temporaries exceed 95 % of what arguments and outputs leave of 80 % of a GPU, XLA computes values twice to save
+# memory, and copies weights. It counts up to half as many temporaries again as it then allocates.
+_XLA_SHARE, _XLA_TEMPORARIES = 0.8, 1.5 / 0.95
 _RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays, and small programs
 
 
@@ -117,7 +117,7 @@ class MemoryUse(NamedTuple):
     def num_fitting(self) -> int:
         """Pages for which there is room, and no more than leave programs fast, unless those are none."""
         arguments = max(self.arguments, self.weights + self.slots) + self.outputs
-        fast = self.device.program_limit - arguments - int(self.temporaries / _XLA_SLACK)
+        fast = self.device.program_limit - arguments - int(self.temporaries * _XLA_TEMPORARIES)
         fitting, fast = max(0, self.unused + self.pages) // self.page, max(0, fast) // self.page
         return min(fitting, fast) or fitting
 
