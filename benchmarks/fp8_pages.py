@@ -33,7 +33,8 @@ def logits_by_chunk(
     """Logits `[CHUNK, vocab]` of each part of a text, prefilled in chunks of `rows`."""
     model, params = load_checkpoint(file, dtype=dtype)
     num_pages = -(-len(tokens) // PAGE_SIZE)
-    cache = PagedCache.empty(model.config, num_pages, PAGE_SIZE, kv_dtype or dtype)
+    shapes = PagedCache.abstract(model.config, num_pages, PAGE_SIZE, kv_dtype or dtype)
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     run = functools.partial(_run_chunk, model, num_pages)
     for start in range(0, len(tokens), CHUNK):
         parts = []

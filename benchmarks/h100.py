@@ -60,9 +60,12 @@ dnn_version_info {{ major: 9 minor: 10 }}
 """
 
 
-def gpu_devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
-    """Devices of `hosts` hosts with `each` GPUs of a kind, one of `TARGETS`; every host is a process."""
-    target = TARGETS[kind]
+def gpu_devices(kind: str, hosts: int, each: int, memory: int | None = None) -> list[jax.Device]:
+    """Devices of `hosts` hosts with `each` GPUs of a kind, one of `TARGETS`; every host is a process.
+
+    `memory` is bytes of each, by default as many as the kind has.
+    """
+    target = TARGETS[kind] if memory is None else TARGETS[kind]._replace(memory=memory)
     description = _DESCRIPTION.format(
         target=target,
         core_bytes=target.shared_memory * 1024,
@@ -73,10 +76,10 @@ def gpu_devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
     return list(topology.devices)
 
 
-def gpu_mesh(kind: str, **sizes: int) -> Mesh:
-    """A mesh of GPUs of a kind with these axes and sizes, all on one host."""
+def gpu_mesh(kind: str, memory: int | None = None, **sizes: int) -> Mesh:
+    """A mesh of GPUs of a kind with these axes and sizes, all on one host; `memory` as in `gpu_devices`."""
     shape = tuple(sizes.values())
-    devices = np.array(gpu_devices(kind, 1, math.prod(shape)))
+    devices = np.array(gpu_devices(kind, 1, math.prod(shape), memory))
     return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
@@ -85,6 +88,6 @@ def h100_devices(hosts: int, each: int) -> list[jax.Device]:
     return gpu_devices("H100", hosts, each)
 
 
-def h100_mesh(**sizes: int) -> Mesh:
-    """A mesh of H100s."""
-    return gpu_mesh("H100", **sizes)
+def h100_mesh(memory: int | None = None, **sizes: int) -> Mesh:
+    """A mesh of H100s; `memory` as in `gpu_devices`."""
+    return gpu_mesh("H100", memory, **sizes)

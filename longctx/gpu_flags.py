@@ -1,4 +1,4 @@
-"""Flags for XLA on GPUs, with which a step is captured in command buffers (CUDA graphs).
+"""What the environment tells XLA on GPUs: flags with which a step is captured in command buffers (CUDA graphs), memory.
 
 A captured kernel costs the host nothing: it launches one graph for all of them. Source: context parallelism paper,
 section 4.3, and Mnemosyne, section 5, which run decodes and mixed batches as CUDA graphs. docs/command_buffers.md has
@@ -21,6 +21,10 @@ _FLAGS = {
 # A collective inside a conditional node can't be instantiated (github.com/NVIDIA/nccl, issue 1986), and the sampler's
 # branches have collectives. So the branch is outside, and what is in it is captured.
 _COLLECTIVES = "+COLLECTIVES,-CONDITIONAL"
+MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables of the share of a GPU's memory that JAX takes, the second one deprecated."""
+_MEMORY = "0.9"  # CUDA, NCCL and CUDA graphs need some beside JAX
+_JAX_MEMORY = 0.75
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The shared libraries that read XLA_FLAGS, by package: jaxlib's own, and those of CUDA plugins.
 _LIBRARIES = {
@@ -69,14 +73,34 @@ def set_xla_flags() -> None:
     given = os.environ.get("XLA_FLAGS", "").strip()
     if given and not given.startswith("--"):
         return  # the name of a file of flags
-    platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
-    if platforms != [""] and not {"cuda", "gpu"} & {*platforms}:
-        return
-    if not any(map(importlib.util.find_spec, _PLUGINS)) or not all(map(xla_knows, _FLAGS)):
+    if not _may_have_gpus() or not all(map(xla_knows, _FLAGS)):
         return
     own = {flag.partition("=")[0].lstrip("-") for flag in given.split()}
     missing = _text({name: value for name, value in _FLAGS.items() if name not in own})
     os.environ["XLA_FLAGS"] = f"{missing} {given}".strip()
+
+
+def set_memory_fraction() -> None:
+    """Let JAX take 90 % of a GPU's memory and not 75 %, if it has a CUDA plugin and the environment does not say.
+
+    It has no effect once JAX has made its devices.
+    """
+    if _may_have_gpus() and not any(map(os.environ.get, MEMORY_VARIABLES)):
+        os.environ[MEMORY_VARIABLES[0]] = _MEMORY
+
+
+def memory_fraction() -> float:
+    """Return the share of a GPU's memory that JAX takes, as the environment says or by default."""
+    given = next(filter(None, map(os.environ.get, MEMORY_VARIABLES)), None)
+    return _JAX_MEMORY if given is None else min(1.0, float(given))
+
+
+def _may_have_gpus() -> bool:
+    """Whether JAX has a CUDA plugin, and may use it."""
+    platforms = os.environ.get("JAX_PLATFORMS", "").lower().split(",")
+    if platforms != [""] and not {"cuda", "gpu"} & {*platforms}:
+        return False
+    return any(map(importlib.util.find_spec, _PLUGINS))
 
 
 def xla_knows(flag: str) -> bool:

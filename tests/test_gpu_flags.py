@@ -9,7 +9,7 @@ import pytest
 
 import longctx
 from longctx.cli import main
-from longctx.gpu_flags import set_xla_flags, xla_knows
+from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction, set_memory_fraction, set_xla_flags, xla_knows
 from longctx.models.builtin import TINY
 
 COMMANDS, UNROLL = "--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_command_buffer_unroll_loops=true"
@@ -19,6 +19,8 @@ COMMANDS, UNROLL = "--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_command_
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")  # which it has again after the test, whatever the test sets
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for name in MEMORY_VARIABLES:
+        monkeypatch.setenv(name, "")
 
 
 @pytest.fixture
@@ -46,6 +48,7 @@ def test_flags_do_no_harm_on_a_cpu(collectives: bool) -> None:
 def test_the_command_line_sets_them_where_jax_has_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(TINY)]) == 0
     assert os.environ["XLA_FLAGS"] == longctx.xla_flags()
+    assert memory_fraction() == 0.9
 
 
 @pytest.mark.usefixtures("cuda")
@@ -101,3 +104,19 @@ def test_a_flag_is_known_if_and_only_if_jax_starts_with_it(flag: str) -> None:
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert xla_knows(flag) == (result.returncode == 0), result.stderr
     assert result.returncode == 0 or "Unknown flag" in result.stderr
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", MEMORY_VARIABLES)
+def test_ones_own_share_of_memory_wins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX refuses to start where both of its variables are set."""
+    monkeypatch.setenv(name, ".5")
+    set_memory_fraction()
+    assert [os.environ[other] for other in MEMORY_VARIABLES if other != name] == [""]
+    assert memory_fraction() == 0.5
+
+
+def test_jax_takes_its_own_share_of_memory_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory_fraction()
+    assert not any(map(os.environ.get, MEMORY_VARIABLES))
+    assert memory_fraction() == 0.75

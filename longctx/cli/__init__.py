@@ -10,7 +10,7 @@ from typing import NoReturn
 from longctx import __version__
 from longctx.cli.arguments.engine import PRESETS, flag
 from longctx.cli.terminal import FAILED, INTERRUPTED, WRONG, interrupts, report_error, stdout_is_ours
-from longctx.gpu_flags import set_xla_flags
+from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
 COMMANDS = (
     *("bench", "chat", "demo", "doctor", "generate", "group-secret", "kv-index", "plan", "profile", "quantize"),
@@ -59,6 +59,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         parsers[name] = sub
     options = _parse(parser, parsers, sys.argv[1:] if arguments is None else list(arguments))
     set_xla_flags()  # before JAX starts
+    set_memory_fraction()
     # Only now, so that `--help` doesn't wait for JAX.
     command = importlib.import_module(f"longctx.cli.{options.command}")
     if hasattr(options, "no_compile_cache"):

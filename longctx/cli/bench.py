@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
         engine.follow()
         return 0
 
-    show_compiling(engine.warm_up, console)
+    show_compiling(engine.warm_up, console, engine)
     is_complete = False
     interrupts.leave_to_python()
     try:

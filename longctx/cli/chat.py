@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options, console, model, plan, mesh, dtype)
     model, params = load_checkpoint(options.model, mesh, dtype)
     engine = Engine(model, params, config, mesh, tokenizer, plan=plan, topology=given_topology(options))
-    prompt_progress.show_compiling(engine.compile, console)
+    prompt_progress.show_compiling(engine.compile, console, engine)
 
     history = None if options.no_history else _history_file()
     loop = ChatLoop(engine, conversation, sampling, console, open_reader(COMMANDS, history))

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
     model, params = load_checkpoint(TINY)
     engine = Engine(model, params, config, tokenizer=tokenizer)
-    compiling = prompt_progress.show_compiling(engine.compile, console)
+    compiling = prompt_progress.show_compiling(engine.compile, console, engine)
     conversation = _Conversation(engine, questions, notes, console)
     conversation.run()
     if failures := conversation.failures:

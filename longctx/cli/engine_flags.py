@@ -88,7 +88,8 @@ def check_memory(
         needed = estimate(model, config, mesh, dtype, num_pages, max_length)
         available = needed.check(device, lower)
     there = "" if available is None else f" of {in_units(available)}"
-    console.note(f"memory   {in_units(needed.total)}{there}: {needed}")
+    about = "" if config.num_pages or device.platform == "cpu" else " by estimation"
+    console.note(f"memory   {in_units(needed.total)}{there}{about}: {needed}")
     return num_pages
 
 

@@ -57,7 +57,7 @@ def _generate(
     if not group.is_first:
         engine.follow()
         return 0
-    compiling = prompt_progress.show_compiling(engine.compile, console)
+    compiling = prompt_progress.show_compiling(engine.compile, console, engine)
 
     request_id = engine.submit(Request(tokens, sampling))
     printer = _Printer(sampling.n)

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--max-context must be at most {room}, the longest sequence of the engine, got {context}")
 
     if plan.context == 1:
-        show_compiling(engine.warm_up, console)  # on several ranks there are more programs than are measured
+        show_compiling(engine.warm_up, console, engine)  # on several ranks there are more programs than are measured
     with console.bar(desc="measuring", unit="batch") as bar:
 
         def progress(done: int, total: int) -> None:

@@ -8,8 +8,12 @@ from longctx.serving import Engine, Event, Output
 from longctx.serving.executor.interface import Progress
 
 
-def show_compiling(compile_steps: Callable[[Progress], None], console: Console) -> float:
-    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took."""
+def show_compiling(compile_steps: Callable[[Progress], None], console: Console, engine: Engine | None = None) -> float:
+    """Call an engine's `compile` or `warm_up` and show a bar that counts programs; returns the seconds that it took.
+
+    Args:
+      engine: of which is printed, after it, where the memory of accelerators goes.
+    """
     start = time.perf_counter()
     with console.bar(desc="compiling", unit="program") as bar:
         if bar.disable:  # in a log, minutes of silence look like a hang
@@ -22,6 +26,8 @@ def show_compiling(compile_steps: Callable[[Progress], None], console: Console) 
         compile_steps(show)
     seconds = time.perf_counter() - start
     console.note(f"compiled in {seconds:.1f} s")
+    if engine is not None and engine.memory is not None:
+        console.note(f"memory\n{engine.memory}")
     return seconds
 
 

@@ -111,7 +111,7 @@ def _serve(
         return _follow(engine, settings.shutdown_timeout)
 
     def warm_up(engine: Engine) -> None:
-        show_compiling(engine.warm_up, console)
+        show_compiling(engine.warm_up, console, engine)
         console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
 
     chat_template = None if template is None else ChatTemplate(options.chat_template, template)
@@ -172,8 +172,11 @@ def _num_pages(
     config: EngineConfig,
     mesh: Mesh | None,
     dtype: np.dtype[Any],
-) -> int:
-    """Pages on each context rank: as given, or as many as fit, but on CPUs no more than a small part of memory."""
+) -> int | None:
+    """Pages on each context rank: as given, or on CPUs as many as fit into a small part of memory.
+
+    None: as many as fit into accelerators beside the programs of the engine, which finds them.
+    """
     plan = parallel_plan(options)
     if config.num_pages is None and jax.default_backend() == "cpu":
         page = page_bytes(model, config, mesh or make_mesh(), dtype)
@@ -182,4 +185,5 @@ def _num_pages(
         fit = check_memory(Console(True), model, config, plan, mesh, dtype)
         options.num_pages = min(fit, most)
         config = serve_config(options)
-    return check_memory(console, model, config, plan, mesh, dtype)
+    check_memory(console, model, config, plan, mesh, dtype)
+    return options.num_pages

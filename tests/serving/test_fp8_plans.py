@@ -67,7 +67,7 @@ def test_bytes_by_arithmetic_are_those_of_the_arrays(modules: str | None, tied: 
         local = device_config(config, mesh)
         for kv_dtype in (None, "float8_e4m3fn"):
             of = kv_dtype or dtype
-            cache = jax.eval_shape(lambda: PagedCache.empty(local, 3, 10, of, num_stages=stage))  # noqa: B023
+            cache = PagedCache.abstract(local, 3, 10, of, num_stages=stage)
             assert cache_bytes(config, 30, stage, tensor, size, kv_dtype) == _bytes(cache) // (stage * tensor)
 
 

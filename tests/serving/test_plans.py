@@ -24,7 +24,6 @@ from longctx.serving.executor import messages
 from longctx.serving.kv_cache.placement import Grown
 from longctx.serving.parallel_plan import EXCHANGES
 from longctx.serving.predictor import CurvePredictor
-from longctx.serving.runner.paged_cache import default_num_pages
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import StepBudget
@@ -294,15 +293,6 @@ def test_tied_embeddings_are_one_array_on_one_device() -> None:
     loaded = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(tied.abstract_params()))
     assert param_bytes(tied, make_mesh(context=2), np.float32) == loaded
     assert param_bytes(tied, make_mesh(tensor=2), np.float32) > loaded / 2
-
-
-def test_default_num_pages_leaves_room_for_reserved_bytes() -> None:
-    page = 256
-    for reserved_bytes, pages in ((0, 81), (100 * page // 2, 36)):
-        assert default_num_pages(page, Gpu(100 * page), 1000, reserved_bytes) == pages  # type: ignore[arg-type]
-    assert default_num_pages(page, Gpu(100 * page), 7) == 7  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no memory left for a page of 256 bytes"):
-        default_num_pages(page, Gpu(100 * page), 7, 95 * page)  # type: ignore[arg-type]
 
 
 def test_a_rank_has_room_beside_rows_on_other_ranks() -> None:

@@ -26,6 +26,7 @@ from longctx.serving.engine.resolve import resolve
 from longctx.serving.engine.step_driver import StepDriver
 from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
+from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
@@ -35,6 +36,7 @@ from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Event, Output
 from longctx.serving.request.request import PreparedRequest, Prompt, Request, read_requests
 from longctx.serving.request.sampling_params import SamplingParams
+from longctx.serving.runner.device_memory import MemoryUse
 from longctx.serving.scheduler.look_ahead import copy_scheduler
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.slo import check_possible
@@ -52,6 +54,9 @@ class Engine(StepDriver):
     (`finish_reason="error"`), and from then on every call raises RuntimeError. Ctrl-C waits for the end of a step: it
     ends the call that it interrupts, whose requests are cancelled. Ctrl-C twice does not wait, and ends the engine, and
     so may an exception that another signal's handler raises.
+
+    On accelerators an engine without `num_pages` has as many as fit into memory beside the programs of the largest
+    steps, which it compiles when it is made.
 
     Args:
       model, params: as from `load_checkpoint`.
@@ -119,7 +124,8 @@ class Engine(StepDriver):
         resolved = resolve(model, params, config, mesh, plan, tokenizer, predictor, process_group, topology)
         self.page_identity = resolved.identify_pages(params)
         store = store or resolved.open_store(self.page_identity)
-        executor = executor or resolved.make_executor(params, store)
+        if executor is None:
+            executor, resolved = resolved.make_executor(params, store, process_group)
         if not self._lockstep.leads:
             clock = lambda: self._lockstep.now  # noqa: E731
         self._resolved = resolved
@@ -239,6 +245,15 @@ class Engine(StepDriver):
                 with self._failing():
                     yield self._executor
             self._monitor.catch_up()
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """Where the memory of an accelerator goes, also as text; of the largest programs, until all are compiled.
+
+        None: the engine runs on CPUs, or the memory is not known.
+        """
+        fit = self._executor.fit if isinstance(self._executor, DeviceExecutor) else None
+        return None if fit is None else fit.use
 
     # Piece by piece.
 

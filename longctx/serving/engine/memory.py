@@ -14,8 +14,11 @@ from longctx.models import Llama
 from longctx.models.footprint import cache_bytes
 from longctx.models.sharded_params import abstract_sharded_params
 from longctx.serving.config import EngineConfig
+from longctx.serving.executor.executor import read_bytes
+from longctx.serving.executor.page_mover import PLACED_BYTES
 from longctx.serving.request.sampling_params import MAX_LOGIT_BIAS
-from longctx.serving.runner.paged_cache import default_num_pages
+from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
+from longctx.serving.runner.page_transfer import MAX_BUCKET_BYTES
 
 LOWER = {
     "params": "give plan a larger stage or tensor, or the parameters a smaller dtype",
@@ -49,12 +52,14 @@ class MemoryEstimate(NamedTuple):
         limit = available_bytes(device)
         if limit is None or self.total <= limit:
             return limit
-        largest = max(lower, key=lambda name: getattr(self, name))
+        helpful = [max(lower, key=lambda name: getattr(self, name))]
+        if "steps" not in helpful and self.steps >= self.total - limit:
+            helpful.append("steps")
         fit = max(0, limit - self.params - self.steps) // self.page
         where = "the host" if device.platform == "cpu" else str(device)
         raise ValueError(
             f"{in_units(self.total)} of memory are needed ({self}), and {where} has {in_units(limit)}: "
-            + lower[largest].format(fit=fit)
+            + "; or ".join(lower[name].format(fit=fit) for name in helpful)
         )
 
     @property
@@ -83,7 +88,7 @@ def estimate(
       is_loaded: whether the parameters are loaded already; what a CPU's host has available excludes them then.
     """
     page = page_bytes(model, config, mesh, dtype)
-    params, steps = param_bytes(model, mesh, dtype), _step_bytes(model, config, mesh, max_length)
+    params, steps = param_bytes(model, mesh, dtype), _step_bytes(model, config, mesh, dtype, max_length)
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         page, params, steps = (x * len(devices) for x in (page, params, steps))
@@ -95,7 +100,9 @@ def estimate(
 def default_pages(
     model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int, reserved_bytes: int
 ) -> int:
-    """Pages on each context rank: as many as all that may run could ever need, if there is room.
+    """Pages on each context rank: as many as all that may run could ever need, if there is room by estimation.
+
+    There is room for what fits into 1 GiB of a CPU's host, or into the memory that an accelerator has beside all else.
 
     Args:
       reserved_bytes: memory of a device that is free now, and that arrays still to be placed will take.
@@ -103,18 +110,93 @@ def default_pages(
     Raises:
       ValueError: there is no room for one.
     """
-    most = config.max_running * -(-max_length // config.page_size)
-    return default_num_pages(page_bytes(model, config, mesh, dtype), mesh.local_devices[0], most, reserved_bytes)
+    device, page = DeviceMemory.of(mesh.local_devices), page_bytes(model, config, mesh, dtype)
+    if device is None:
+        fit = (1 << 30) // page
+        if not fit:
+            raise ValueError(f"num_pages: there is no room for a page of {page:,} bytes in 1 GiB")
+    else:
+        device = device._replace(used=device.used + reserved_bytes)
+        use = memory_use(model, config, mesh, dtype, device, max_length)
+        fit = use.num_fitting
+        if not fit:
+            use.check(needed=page)
+    return min(fit, most_pages(config, max_length))
 
 
-def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, max_length: int) -> int:
-    """Bytes of a step's temporaries, roughly: activations of a layer, or all logits as they are sorted; and slots."""
+def most_pages(config: EngineConfig, max_length: int) -> int:
+    """Pages that all that may run could ever need."""
+    return config.max_running * -(-max_length // config.page_size)
+
+
+def memory_use(
+    model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, device: DeviceMemory, max_length: int
+) -> MemoryUse:
+    """What an engine takes of an accelerator's memory beside its pages; of a step, by estimation.
+
+    Args:
+      device: with the parameters among what is used.
+    """
+    page = page_bytes(model, config, mesh, dtype)
+    return MemoryUse(
+        device,
+        weights=param_bytes(model, mesh, dtype),
+        slots=_slot_bytes(model, config, mesh, dtype, max_length),
+        pages=0,
+        page=page,
+        page_tokens=config.page_size,
+        temporaries=_temporary_bytes(model, config, mesh),
+        outputs=steps_in_flight(config) * config.token_budget * model.config.hidden_size * np.dtype(dtype).itemsize,
+        autotuning=_autotuning_bytes(model, config, mesh, dtype),
+        transfers=_transfer_bytes(config, mesh, page),
+    )
+
+
+def steps_in_flight(config: EngineConfig) -> int:
+    """Steps whose outputs are on the devices at a time: those that run, and one whose results are read."""
+    return config.run_ahead + 1
+
+
+def _autotuning_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike) -> int:
+    """Bytes of the operands and the result of a step's largest product."""
+    local, tensor, rows, itemsize = model.config, mesh.shape["tensor"], config.token_budget, np.dtype(dtype).itemsize
+    hidden, heads, ffn = (
+        local.hidden_size,
+        local.num_heads * local.head_dim // tensor,
+        local.intermediate_size // tensor,
+    )
+    vocab = -(-local.vocab_size // (tensor * mesh.shape["stage"]))
+    products = [(rows, hidden, ffn, itemsize), (rows, hidden, heads, itemsize), (config.max_running, hidden, vocab, 4)]
+    return max(itemsize * (n + out) * hidden + size * n * out for n, hidden, out, size in products)
+
+
+def _transfer_bytes(config: EngineConfig, mesh: Mesh, page: int) -> int:
+    """Bytes of pages on their way between a device and other memory, and of what the programs that move them take."""
+    if config.tiers is None and not config.transfers:
+        return 0
+    return read_bytes(config, mesh.shape["context"], page) + PLACED_BYTES + 2 * MAX_BUCKET_BYTES
+
+
+def _step_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
+    return _temporary_bytes(model, config, mesh) + _slot_bytes(model, config, mesh, dtype, max_length)
+
+
+def _temporary_bytes(model: Llama, config: EngineConfig, mesh: Mesh) -> int:
+    """Bytes of a step's temporaries, roughly: activations of a layer, or all logits as they are sorted."""
     local, tensor = model.config, mesh.shape["tensor"]
     wide = 3 * local.intermediate_size // tensor + 3 * local.num_heads * local.head_dim // tensor
     activations = 4 * config.token_budget * (4 * local.hidden_size + wide)
-    logits = 32 * config.max_running * local.vocab_size
-    slots = config.max_running * (4 * local.vocab_size + 8 * MAX_LOGIT_BIAS + 8 * -(-max_length // config.page_size))
-    return max(activations, logits) + slots
+    return max(activations, 32 * config.max_running * local.vocab_size)
+
+
+def _slot_bytes(model: Llama, config: EngineConfig, mesh: Mesh, dtype: DTypeLike, max_length: int) -> int:
+    """Bytes that a step keeps for sequences beside their pages, and of the rows that go from stage to stage."""
+    stages, ranks = mesh.shape["stage"], mesh.shape["context"]
+    tables = 8 if ranks > 1 else 4  # for each entry
+    slot = 4 * model.config.vocab_size + 8 * MAX_LOGIT_BIAS + tables * -(-max_length // config.page_size)
+    rows = 3 * config.token_budget if ranks > 1 else config.token_budget
+    row = model.config.hidden_size * np.dtype(dtype).itemsize
+    return config.max_running * slot + (rows * row if stages > 1 else 0)
 
 
 def param_bytes(model: Llama, mesh: Mesh, dtype: DTypeLike) -> int:

@@ -1,10 +1,11 @@
 """What an engine is made of: its mesh, its plan, how many pages each rank has room for, its predictor."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.typing import DTypeLike
 
 from longctx.models import Llama, Tokenizer
 from longctx.models.params import Params
@@ -15,16 +16,25 @@ from longctx.serving.distributed.config_check import check_config
 from longctx.serving.distributed.mesh import make_process_mesh
 from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.engine.build import Built, build_core
-from longctx.serving.engine.memory import default_pages, estimate, head_bytes, param_bytes
+from longctx.serving.engine.memory import (
+    default_pages,
+    estimate,
+    head_bytes,
+    memory_use,
+    most_pages,
+    param_bytes,
+    steps_in_flight,
+)
 from longctx.serving.engine.page_fingerprint import page_fingerprint
 from longctx.serving.executor.executor import DeviceExecutor
-from longctx.serving.executor.interface import Executor
+from longctx.serving.executor.page_fit import PageFit
 from longctx.serving.kv_cache.connector import PageKeeper
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.store import open_store
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
+from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_parts import process_part
 from longctx.serving.scheduler.slo import check_slo
 
@@ -73,20 +83,46 @@ class Resolved(NamedTuple):
         part = None if self.mesh is None else process_part(self.mesh, self.model.config)
         return open_store(self.config.tiers, *pages, part=part)
 
-    def make_executor(self, params: Params | None, store: PageKeeper | None = None) -> Executor:
-        """The executor that runs batches on the mesh; ValueError without parameters."""
+    def make_executor(
+        self, params: Params | None, store: PageKeeper | None = None, group: ProcessGroup | None = None
+    ) -> tuple[DeviceExecutor, Self]:
+        """The executor that runs batches on the mesh, and these arguments with its number of pages.
+
+        On accelerators these are as many as fit beside the largest programs of a step, which are compiled to find out.
+
+        Raises:
+          ValueError: there are no parameters, or there is no room for a page.
+        """
         if params is None or self.mesh is None:
             raise ValueError("params must be given, unless an executor is")
-        return DeviceExecutor.on_mesh(
+        fit = self._page_fit(params["embed"].dtype, group)
+        executor = DeviceExecutor.on_mesh(
             self.model,
             params,
             self.config,
             self.plan,
             self.mesh,
-            self.num_pages,
+            self.num_pages if fit is None else self.config.num_pages,
             self.max_length,
             store,
+            fit,
         )
+        return executor, self._replace(num_pages=executor.num_pages)
+
+    def _page_fit(self, dtype: DTypeLike, group: ProcessGroup | None) -> PageFit | None:
+        """What finds how many pages fit into an accelerator's memory; None for CPUs."""
+        mesh, most = self.mesh, most_pages(self.config, self.max_length)
+        if mesh is None or DeviceMemory.of(mesh.local_devices) is None:
+            return None
+
+        def measure() -> MemoryUse:
+            memory = DeviceMemory.of(mesh.local_devices)
+            assert memory is not None
+            return memory_use(self.model, self.config, mesh, dtype, memory, self.max_length)
+
+        if group is None or group.num_processes == 1:
+            return PageFit(measure, most, steps_in_flight(self.config))
+        return PageFit(measure, most, steps_in_flight(self.config), lambda pages: min(group.gather("pages", pages)))
 
     def make_core(self) -> Built:
         return build_core(
@@ -217,7 +253,7 @@ def resolve_num_pages(
       ValueError: there is no room, with the numbers.
     """
     if params is None or mesh is None:
-        return config.num_pages or config.max_running * -(-max_length // config.page_size)
+        return config.num_pages or most_pages(config, max_length)
     dtype = params["embed"].dtype
     needed = estimate(model, config, mesh, dtype, config.num_pages or 0, max_length, is_loaded=True)
     needed.check(mesh.local_devices[0])

@@ -1,14 +1,10 @@
 """The executor that computes batches on devices."""
 
 import functools
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Self
 
 import jax
@@ -21,6 +17,7 @@ from longctx.models.params import Params
 from longctx.serving.config import EngineConfig
 from longctx.serving.executor.interface import Progress, Results, ignore_progress
 from longctx.serving.executor.messages import Message
+from longctx.serving.executor.page_fit import PageFit, compile_shapes
 from longctx.serving.executor.page_mover import PageMover
 from longctx.serving.executor.page_tables import PageTables
 from longctx.serving.executor.read_out import ReadOut
@@ -38,7 +35,12 @@ from longctx.serving.scheduler.rank_work import keys_by_rank
 from longctx.serving.scheduler.sequence import Sequence, completion_of
 
 _READ_BYTES = 256 << 20  # of pages that are stored, at least
-_MAX_COMPILING = 4  # programs at a time: compiling takes memory
+
+
+def read_bytes(config: EngineConfig, ranks: int, page_bytes: int) -> int:
+    """Bytes of pages that are read at a time to be stored, at most: those of two steps of all context ranks."""
+    step_pages = -(-config.token_budget // config.page_size) * ranks
+    return max(_READ_BYTES, 2 * step_pages * page_bytes)
 
 
 @dataclass
@@ -68,6 +70,8 @@ class DeviceExecutor:
       element_bytes: of a number of keys and values.
 
     Attributes:
+      num_pages: as given; with a `fit`, as many as fit.
+      fit: where the memory of accelerators goes; None on CPUs.
       mover: moves pages beyond the devices and back; None: they stay there.
       sources: where it gets pages from, by name.
     """
@@ -82,10 +86,11 @@ class DeviceExecutor:
         make_runner: Callable[[int, int, Rows], ModelRunner],
         element_bytes: float = 4,
     ) -> None:
-        self._config, self._plan, self._num_pages, self._vocab_size = config, plan, num_pages, model.vocab_size
+        self._config, self._plan, self.num_pages, self._vocab_size = config, plan, num_pages, model.vocab_size
         entries, slots = -(-max_length // config.page_size), config.max_running
         self.shapes = StepShapes(model, config, plan, num_pages, entries, element_bytes)
         self.runner = make_runner(slots, entries, self.shapes.largest)
+        self.fit: PageFit | None = None
         self.mover: PageMover | None = None
         self.sources: dict[str, PageSource] = {}
         self._tables = PageTables(self.runner, plan.context, slots, num_pages)
@@ -102,50 +107,47 @@ class DeviceExecutor:
         config: EngineConfig,
         plan: ParallelPlan,
         mesh: Mesh,
-        num_pages: int,
+        num_pages: int | None,
         max_length: int,
         store: PageKeeper | None = None,
+        fit: PageFit | None = None,
     ) -> Self:
-        make = functools.partial(
-            MeshModelRunner, model, params, mesh, num_pages, config.page_size, kv_dtype=config.kv_dtype
-        )
-        head_dim = model.config.head_dim
+        """The executor of a mesh's devices.
+
+        Args:
+          num_pages: of each rank; None: as many as `fit` finds, which compiles the largest steps for it.
+          store: keeps pages beyond the devices.
+          fit: keeps account of the memory of accelerators.
+        """
+        head_dim, entries = model.config.head_dim, -(-max_length // config.page_size)
         element_bytes = kv_row_bytes(head_dim, params["embed"].dtype.itemsize, config.kv_dtype) / head_dim
-        executor = cls(model.config, config, plan, num_pages, max_length, make, element_bytes)
+        shapes = functools.partial(StepShapes, model.config, config, plan, entries=entries, element_bytes=element_bytes)
+        slots, largest = config.max_running, shapes(num_pages=1).largest
+        runner = MeshModelRunner(model, params, mesh, None, config.page_size, slots, entries, largest, config.kv_dtype)
+        if fit is not None:
+            num_pages = fit.choose(
+                num_pages, lambda pages: compile_shapes(runner, shapes(num_pages=pages).largest_shapes())
+            )
+        assert num_pages is not None
+        runner.allocate(num_pages)
+        executor = cls(model.config, config, plan, num_pages, max_length, lambda *sizes: runner, element_bytes)
+        executor.fit = fit
         executor.move_pages(store)
         return executor
 
     def move_pages(self, store: PageKeeper | None = None) -> None:
         """Let pages move to a store and back, and come from `sources`."""
-        step_pages = -(-self._config.token_budget // self._config.page_size) * self._plan.context
-        read_bytes = max(_READ_BYTES, 2 * step_pages * self.runner.page_layout.page_bytes)
-        self.mover = PageMover(self.runner, store, self.sources, read_bytes=read_bytes)
+        most_read = read_bytes(self._config, self._plan.context, self.runner.page_layout.page_bytes)
+        self.mover = PageMover(self.runner, store, self.sources, read_bytes=most_read)
         if store is not None:
             self.sources[TIERS] = store
 
     def compile(self, progress: Progress = ignore_progress) -> None:
-        steps, compiled = list(self._empty_steps()), SimpleQueue[BaseException | None]()
-
-        def compile_step(step: tuple[np.ndarray, np.ndarray, Shape]) -> None:
-            try:
-                self.runner.compile(*step, lambda: compiled.put(None))
-            except BaseException as error:
-                compiled.put(error)
-
-        total = len(steps) * self.runner.num_programs
         if self._moves_pages:
             self.runner.compile_pages()
-        # XLA compiles without Python's lock, while another thread traces.
-        pool = ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, _MAX_COMPILING))
-        try:
-            for step in steps:
-                pool.submit(copy_context().run, compile_step, step)
-            for done in range(1, total + 1):
-                if (error := compiled.get()) is not None:
-                    raise error
-                progress(done, total)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        programs = compile_shapes(self.runner, list(self.shapes), progress)
+        if self.fit is not None:
+            self.fit.check(programs)
 
     def warm_up(self) -> None:
         self._tables.warm_up()
@@ -241,7 +243,7 @@ class DeviceExecutor:
         return self.shapes.of_step((sharded, replicated, local), exchange, pages)
 
     def _lay_out(self, batch: Batch) -> Pending:
-        layout = RowLayout(batch, self._plan.context, self._num_pages, self._config.page_size)
+        layout = RowLayout(batch, self._plan.context, self.num_pages, self._config.page_size)
         pending = Pending(layout)
         if batch.tables:
             room = self.shapes.holding(layout.counts).entries if any(layout.counts) else 0
@@ -260,7 +262,7 @@ class DeviceExecutor:
         return int(total.max())
 
     def _empty_steps(self) -> Iterator[tuple[np.ndarray, np.ndarray, Shape]]:
-        nothing = RowLayout(Batch(0), self._plan.context, self._num_pages, self._config.page_size)
+        nothing = RowLayout(Batch(0), self._plan.context, self.num_pages, self._config.page_size)
         for shape in self.shapes:
             rows = np.stack([nothing.pack_rows(shape)] * self._plan.stage)
             yield rows, nothing.pack_samples(shape, self._controls, self._levels), shape

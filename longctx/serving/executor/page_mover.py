@@ -27,6 +27,9 @@ from longctx.serving.scheduler.batch import Batch
 
 logger = logging.getLogger(__name__)
 
+PLACED_BYTES = 128 << 20
+"""Of pages that wait on the devices to be written."""
+
 
 @dataclass
 class _Load:
@@ -74,7 +77,7 @@ class PageMover:
         sources: Mapping[str, PageSource] | None = None,
         *,
         step_bytes: int = 64 << 20,
-        placed_bytes: int = 128 << 20,
+        placed_bytes: int = PLACED_BYTES,
         read_bytes: int = 256 << 20,
         deadline: float = 30.0,
         clock: Callable[[], float] = time.monotonic,

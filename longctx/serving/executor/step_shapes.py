@@ -1,6 +1,7 @@
 """The shapes that steps are compiled for, and which of them a step takes."""
 
 import itertools
+import operator
 from collections.abc import Iterator
 
 from longctx.models.config import LlamaConfig
@@ -56,6 +57,16 @@ class StepShapes:
                 for exchange, messages in self._exchanges(rows).items():
                     for message in messages:
                         yield self._shape(rows, exchange, message)
+
+    def largest_shapes(self) -> list[Shape]:
+        """The shapes that no other exceeds in rows and messages: no step takes more memory than the most of theirs."""
+        shapes = [*self]
+
+        def exceeds(other: Shape, shape: Shape) -> bool:
+            mine, theirs = ((*x[:3], x.message) for x in (shape, other))
+            return other.exchange == shape.exchange and mine != theirs and all(map(operator.le, mine, theirs))
+
+        return [shape for shape in shapes if not any(exceeds(other, shape) for other in shapes)]
 
     def holding(self, rows: Rows) -> Shape:
         """The smallest shape with so many rows of each kind."""

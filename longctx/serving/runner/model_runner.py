@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from longctx.kernels.fp8 import E4M3
-from longctx.models import Llama
+from longctx.models import Llama, LlamaConfig
 from longctx.models.params import Params
 from longctx.models.sharded_params import device_config, shard_params
 from longctx.parallel.mesh import named_sharding
@@ -26,8 +26,8 @@ from longctx.serving.runner.page_transfer import DevicePageRead, PageTransfer, P
 from longctx.serving.runner.paged_cache import PagedCache
 from longctx.serving.runner.sample_step import compile_samplers, outer_params, sample_program
 from longctx.serving.runner.sampler import LogitBias, SampledTokens
-from longctx.serving.runner.step import DeviceState, state_shardings, state_specs, step_program
-from longctx.serving.runner.step_inputs import SampleInputs, Shape
+from longctx.serving.runner.step import DeviceState, state_shardings, step_program
+from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 
 class DeviceRead(PageRead, Protocol):
@@ -63,10 +63,8 @@ class ModelRunner(Protocol):
         """Programs of a shape of steps, those of all levels of sampling included."""
         ...
 
-    def compile(
-        self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
-    ) -> None:
-        """Compile the programs that `step` would run; `compiled` is called after each."""
+    def compile(self, shape: Shape, compiled: Callable[[], object] = lambda: None) -> List[Any]:
+        """Compile the programs that `step` runs for a shape, and return them; `compiled` is called after each."""
         ...
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, Any]:
@@ -125,11 +123,45 @@ class ModelRunner(Protocol):
         ...
 
 
+def abstract_state(
+    config: LlamaConfig,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    kv_dtype: DTypeLike,
+    num_pages: int,
+    page_size: int,
+    slots: int,
+    entries: int,
+    rows: int,
+) -> DeviceState:
+    """Shapes, dtypes and shardings of the state of a `MeshModelRunner`.
+
+    Args:
+      dtype: of parameters, and `kv_dtype`: of pages.
+      num_pages: of each rank.
+      slots, entries: sequences that run at a time, and pages of the longest.
+      rows: of each rank, of the largest bucket of each kind.
+    """
+    stages, ranks, is_fp8 = mesh.shape["stage"], mesh.shape["context"], jnp.dtype(kv_dtype) == E4M3
+    each, places, array = stages * ranks, state_shardings(mesh, is_fp8), jax.ShapeDtypeStruct
+    no_bias = LogitBias.row(SamplingParams())
+    state = DeviceState(
+        PagedCache.abstract(device_config(config, mesh), num_pages, page_size, kv_dtype, ranks, stages),
+        array((each, slots, entries), jnp.int32),  # type: ignore[arg-type]
+        array((each, slots, entries), jnp.int32) if ranks > 1 else None,  # type: ignore[arg-type]
+        array((each, rows, config.hidden_size), dtype) if stages > 1 else None,  # type: ignore[arg-type]
+        array((slots,), jnp.int32),  # type: ignore[arg-type]
+        array((slots, config.vocab_size), jnp.uint32),  # type: ignore[arg-type]
+        jax.tree.map(lambda row: array((slots, *row.shape), row.dtype), no_bias),
+    )
+    return jax.tree.map(lambda x, place: array(x.shape, x.dtype, sharding=place), state, places)
+
+
 class MeshModelRunner:
     """Runs the devices of a mesh.
 
     Args:
-      num_pages: pages of each rank.
+      num_pages: pages of each rank. None: `allocate` is called before the first step.
       slots, entries: sequences that run at a time, and pages of the longest.
       sections: the largest bucket of each kind of rows.
       kv_dtype: dtype of the cache, float8_e4m3fn for FP8 pages; None: the parameters'.
@@ -140,7 +172,7 @@ class MeshModelRunner:
         model: Llama,
         params: Params,
         mesh: Mesh,
-        num_pages: int,
+        num_pages: int | None,
         page_size: int,
         slots: int,
         entries: int,
@@ -148,31 +180,44 @@ class MeshModelRunner:
         kv_dtype: DTypeLike | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh
-        self._num_pages, self._page_size = num_pages, page_size
-        self._sections = (sections[0], sections[0] + sections[1])
+        self._page_size, self._slots, self._entries = page_size, slots, entries
+        self._sections, self._num_rows = (sections[0], sections[0] + sections[1]), sum(sections)
         self.params = shard_params(params, model.config, mesh)
         dtype = self.params["embed"].dtype
         self._kv_dtype = jnp.dtype(dtype if kv_dtype is None else kv_dtype)
         is_fp8 = self._kv_dtype == E4M3
         program = step_program(mesh, model.config.quantization is not None, is_fp8)
         self.run_step: Any = layered_step if isinstance(self.params["layers"], tuple) else program
-        stages, ranks = mesh.shape["stage"], mesh.shape["context"]
-        each, specs = stages * ranks, cast(Any, state_specs(stages, ranks, is_fp8))
-        page_index = np.full((each, slots, entries), state_updates.unused_page_index(page_size), np.int32)
-        pools, places = device_config(model.config, mesh), state_shardings(mesh, is_fp8).cache
-        no_bias = LogitBias.row(SamplingParams())
+        if num_pages is not None:
+            self.allocate(num_pages)
+
+    def allocate(self, num_pages: int) -> None:
+        """Make the arrays of the state, with so many pages of each rank; once."""
+        self._num_pages, state = num_pages, self.abstract_state(num_pages)
+        page_index, no_bias = state_updates.unused_page_index(self._page_size), LogitBias.row(SamplingParams())
+
+        def fill(x: Any, value: Any) -> jax.Array:
+            return self._put(np.broadcast_to(np.asarray(value, x.dtype), x.shape), x.sharding.spec)
+
+        def zeros(x: Any) -> jax.Array:
+            return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+
         # All arrays are committed to devices: an uncommitted one would compile the first step twice.
         self.state = DeviceState(
-            PagedCache.empty(pools, num_pages, page_size, self._kv_dtype, places, ranks, stages),
-            self._put(np.zeros((each, slots, entries), np.int32), specs.table),
-            None if specs.page_index is None else self._put(page_index, specs.page_index),
-            None
-            if specs.rows is None
-            else self._put(np.zeros((each, sum(sections), model.config.hidden_size), dtype), specs.rows),
-            self._put(np.zeros(slots, np.int32), specs.last_token),
-            self._put(np.zeros((slots, model.config.vocab_size), np.uint32), specs.seen),
-            jax.tree.map(lambda x, spec: self._put(np.tile(x, (slots, 1)), spec), no_bias, specs.bias),
+            jax.tree.map(zeros, state.cache),
+            fill(state.table, 0),
+            None if state.page_index is None else fill(state.page_index, page_index),
+            None if state.rows is None else fill(state.rows, 0),
+            fill(state.last_token, 0),
+            fill(state.seen, 0),
+            jax.tree.map(fill, state.bias, no_bias),
         )
+
+    def abstract_state(self, num_pages: int) -> DeviceState:
+        """Shapes, dtypes and shardings of the state with so many pages of each rank; no array is made."""
+        dtype = self.params["embed"].dtype
+        sizes = num_pages, self._page_size, self._slots, self._entries, self._num_rows
+        return abstract_state(self.model.config, self.mesh, dtype, self._kv_dtype, *sizes)
 
     def clear_slot(self, slot: int) -> None:
         self._update(state_updates.clear_slot, np.int32(slot), page_size=self._page_size)
@@ -194,18 +239,21 @@ class MeshModelRunner:
     def num_programs(self) -> int:
         return (len(Programs._fields) if self.run_step is layered_step else 1) + len(SamplingLevel)
 
-    def compile(
-        self, rows: np.ndarray, samples: np.ndarray, shape: Shape, compiled: Callable[[], object] = lambda: None
-    ) -> None:
-        inputs = self._to_devices(rows, samples)
-        arguments = (self.model, self.mesh, self.params, self.state, *inputs, shape, self._sections)
+    def compile(self, shape: Shape, compiled: Callable[[], object] = lambda: None) -> List[Any]:
+        rows = np.stack([RowInputs.empty(shape)[0]] * self.mesh.shape["stage"])
+        inputs = self._to_devices(rows, SampleInputs.empty(shape)[0])
+        # JAX finds the program again when `step` calls it with arrays: only what is abstract of them is in its key.
+        state = self.abstract_state(shape.num_pages)
+        arguments = (self.model, self.mesh, self.params, state, *inputs, shape, self._sections)
         if self.run_step is layered_step:
-            compile_layered_step(*arguments, compiled)
+            programs = [*compile_layered_step(*arguments, compiled)]
         else:
-            self.run_step.lower(*arguments).compile()
+            programs = [self.run_step.lower(*arguments).compile()]
             compiled()
-        for _ in compile_samplers(self.model, self.mesh, shape, self.params, self.state, inputs[1]):
+        for sampler in compile_samplers(self.model, self.mesh, shape, self.params, state, inputs[1]).values():
+            programs.append(sampler)
             compiled()
+        return programs
 
     def step(self, rows: np.ndarray, samples: np.ndarray, shape: Shape) -> tuple[SampledTokens, jax.Array]:
         inputs = self._to_devices(rows, samples)

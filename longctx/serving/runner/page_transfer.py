@@ -29,7 +29,7 @@ from longctx.serving.runner.page_programs import PoolShape, compile_read, compil
 from longctx.serving.runner.paged_cache import PagedCache
 
 _BUCKETS = (1, 8, 64)  # pages
-_MAX_BUCKET_BYTES = 64 << 20  # of a program's rows on a device
+MAX_BUCKET_BYTES = 64 << 20  # of a program's rows on a device
 
 
 class _Part(NamedTuple):
@@ -105,7 +105,7 @@ class PageTransfer:
         heads = next(iter(parts.values())).part.heads
         row_bytes = 2 * page_size * (heads[1] - heads[0]) * self.layout.row_size * self.layout.bits.itemsize
         rows = [pages * self._layers for pages in _BUCKETS]
-        self._buckets = [*reversed([n for n in rows if n == rows[0] or n * row_bytes <= _MAX_BUCKET_BYTES])]
+        self._buckets = [*reversed([n for n in rows if n == rows[0] or n * row_bytes <= MAX_BUCKET_BYTES])]
         self._programs: dict[Any, Any] = {}
         self._compiling = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The paged cache on devices, and how many pages fit into their memory."""
+"""The paged cache on devices."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -43,29 +43,26 @@ class PagedCache(NamedTuple):
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     @classmethod
-    def empty(
+    def abstract(
         cls,
         config: LlamaConfig,
         num_pages: int,
         page_size: int,
         dtype: DTypeLike,
-        devices: "PagedCache | None" = None,
         num_ranks: int = 1,
         num_stages: int = 1,
     ) -> Self:
-        """Zeros, with `num_pages` on each of `num_ranks` ranks of each stage.
+        """Shapes and dtypes, with `num_pages` on each of `num_ranks` ranks of each stage.
 
         Args:
           dtype: of keys and values; float8_e4m3fn for FP8 pages.
-          devices: the sharding of each array; None: the default device.
         """
         layers = num_stages * layers_per_stage(config.num_layers, num_stages)
         shape = (layers * num_ranks * num_pages, page_size, config.num_kv_heads, config.head_dim)
-        types: list[tuple[tuple[int, ...], jnp.dtype]] = [(shape, bits_dtype(dtype))] * 2
+        arrays = [jax.ShapeDtypeStruct(shape, bits_dtype(dtype))] * 2
         if jnp.dtype(dtype) == E4M3:
-            types += [((shape[0], shape[2], shape[1]), jnp.dtype(jnp.float32))] * 2
-        places = (None,) * 4 if devices is None else devices
-        return cls(*(jnp.zeros(*each, device=place) for each, place in zip(types, places, strict=False)))
+            arrays += [jax.ShapeDtypeStruct((shape[0], shape[2], shape[1]), jnp.float32)] * 2
+        return cls(*arrays)  # type: ignore[arg-type]
 
     def read_pages(self, pages: Int[Array, "n"]) -> Shaped[Array, "2 n page_size K width"]:
         """Keys and values of some pages as they travel: the bits of 16-bit floats, packed rows of FP8 pages."""
@@ -136,21 +133,3 @@ class PageTables(NamedTuple):
         if self.page_index is not None:
             return self.page_index
         return jnp.broadcast_to(jnp.arange(self.table.shape[1], dtype=jnp.int32)[None], self.table.shape)
-
-
-def default_num_pages(page_bytes: int, device: jax.Device, max_pages: int, reserved_bytes: int = 0) -> int:
-    """How many pages fit into 1 GiB on a CPU, or nine tenths of an accelerator's free memory; at most `max_pages`.
-
-    Args:
-      page_bytes: of the keys and values of a page on the device.
-      reserved_bytes: memory that is free now, and that arrays still to be placed will take.
-
-    Raises:
-      ValueError: not one page fits.
-    """
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    free = (1 << 30) if memory is None else int(0.9 * (memory["bytes_limit"] - memory["bytes_in_use"] - reserved_bytes))
-    fit = free // page_bytes
-    if fit < 1:
-        raise ValueError(f"num_pages: {device} has no memory left for a page of {page_bytes:,} bytes")
-    return min(fit, max_pages)

@@ -1,0 +1,169 @@
+"""Memory of accelerators: what JAX may take of it, what the programs of a step need, and how many pages are left."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction
+
+# Where temporaries exceed 95 % of what arguments and outputs leave of 80 % of a GPU, XLA computes values twice to save
+# memory, and copies weights. It counts up to half as many temporaries again as it then allocates.
+_XLA_SHARE, _XLA_TEMPORARIES = 0.8, 1.5 / 0.95
+_RESERVE = 0.02  # of what JAX may take: what the allocator loses between arrays, and small programs
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of an accelerator, in bytes; of several, the least.
+
+    Attributes:
+      limit: that JAX may take.
+      used: that arrays take now.
+      physical: that the device has.
+      program_limit: for the arguments, outputs and temporaries of one program, beyond which it becomes slow.
+    """
+
+    limit: int
+    used: int
+    physical: int
+    program_limit: int
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> Self | None:
+        """The memory of devices; None: of CPUs, or unknown."""
+        if devices[0].platform == "cpu":
+            return None
+        statistics = [device.memory_stats() or {} for device in devices]
+        if not all("bytes_limit" in each for each in statistics):
+            return None
+        limit = min(each["bytes_limit"] for each in statistics)
+        free = min(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in statistics)
+        if devices[0].platform not in ("gpu", "cuda", "rocm"):
+            return cls(limit, limit - free, limit, limit)
+        physical = int(limit / memory_fraction())
+        return cls(limit, limit - free, physical, int(_XLA_SHARE * physical))
+
+
+class ProgramMemory(NamedTuple):
+    """What programs take on a device, in bytes; of several programs, the most.
+
+    Attributes:
+      temporaries: while one runs.
+      outputs: that are not written over arguments.
+      arguments: parameters, pages and all else that is there before and after.
+    """
+
+    temporaries: int = 0
+    outputs: int = 0
+    arguments: int = 0
+
+    @classmethod
+    def of(cls, programs: Iterable[Any]) -> Self:
+        """Of compiled programs, as XLA says."""
+        found = [program.memory_analysis() for program in programs]
+        temporaries = max((each.temp_size_in_bytes for each in found), default=0)
+        outputs = max((each.output_size_in_bytes - each.alias_size_in_bytes for each in found), default=0)
+        return cls(temporaries, max(0, outputs), max((each.argument_size_in_bytes for each in found), default=0))
+
+    def union(self, other: "ProgramMemory") -> "ProgramMemory":
+        return ProgramMemory(*map(max, zip(self, other, strict=True)))
+
+
+class MemoryUse(NamedTuple):
+    """Where the memory of an accelerator goes, in bytes, as its text shows line by line.
+
+    Attributes:
+      device: its memory; `used` counts the weights, and arrays that are not the engine's.
+      weights: parameters.
+      slots: what a step keeps for sequences beside their pages: page tables, counts of tokens, outputs of a stage.
+      pages: of the KV cache.
+      page: one page.
+      page_tokens: of the KV cache, in a page.
+      temporaries, outputs: of the largest program, and of the steps in flight.
+      autotuning: operands with which XLA tries ways to compute a product, when it compiles a program.
+      transfers: pages on their way to and from other memory.
+      arguments: of the largest program, beside pages; weights and slots at least.
+    """
+
+    device: DeviceMemory
+    weights: int
+    slots: int
+    pages: int
+    page: int
+    page_tokens: int
+    temporaries: int = 0
+    outputs: int = 0
+    autotuning: int = 0
+    transfers: int = 0
+    arguments: int = 0
+
+    @property
+    def others(self) -> int:
+        """Arrays that are not the engine's."""
+        return max(0, self.device.used - self.weights)
+
+    @property
+    def reserve(self) -> int:
+        """What the allocator loses between arrays, and small programs."""
+        return int(_RESERVE * self.device.limit)
+
+    @property
+    def unused(self) -> int:
+        """What is left; negative: what is missing."""
+        parts = (self.weights, self.slots, self.pages, self.temporaries, self.outputs, self.autotuning, self.transfers)
+        return self.device.limit - sum(parts) - self.others - self.reserve
+
+    @property
+    def num_fitting(self) -> int:
+        """Pages for which there is room, and no more than leave programs fast, unless those are none."""
+        arguments = max(self.arguments, self.weights + self.slots) + self.outputs
+        fast = self.device.program_limit - arguments - int(self.temporaries * _XLA_TEMPORARIES)
+        fitting, fast = max(0, self.unused + self.pages) // self.page, max(0, fast) // self.page
+        return min(fitting, fast) or fitting
+
+    def with_programs(self, programs: ProgramMemory, in_flight: int) -> Self:
+        """With programs that were compiled for as many pages, of which so many are in flight at a time."""
+        arguments = max(0, programs.arguments - self.pages)
+        outputs = programs.outputs * in_flight
+        return self._replace(temporaries=programs.temporaries, outputs=outputs, arguments=arguments)
+
+    def with_pages(self, num_pages: int) -> Self:
+        return self._replace(pages=num_pages * self.page)
+
+    def check(self, needed: int = 0) -> None:
+        """Check that what is there, and what the largest program takes beside it, fit.
+
+        Args:
+          needed: bytes for which there must be room besides.
+
+        Raises:
+          ValueError: they do not; the message has the numbers and the arguments to change.
+        """
+        missing = needed - self.unused - (0 if needed else self.autotuning + self.transfers + self.reserve)
+        if missing <= 0:
+            return
+        advice = {
+            "pages": f"num_pages must be at most {self.num_fitting:,}",
+            "temporaries": "token_budget or max_running must be smaller",
+            "others": "other arrays must be deleted",
+            "weights": "plan must have a larger stage or tensor, or the parameters a smaller dtype",
+        }
+        helpful = [text for name, text in advice.items() if getattr(self, name) >= missing] or [*advice.values()]
+        if self.device.limit < 0.85 * self.device.physical:
+            helpful.append(f"{MEMORY_VARIABLES[0]} must be larger, as JAX takes {memory_fraction():.0%} of the device")
+        gib = missing / 2**30
+        raise ValueError(f"{gib:,.2f} GiB of memory are missing on the device: {'; or '.join(helpful)}\n{self}")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        gib, tokens = 2**30, self.page / self.page_tokens
+        yield f"{'':<12} {'GiB':>7}  as tokens of KV cache"
+        rows = ("weights", "pages", "slots", "temporaries", "outputs", "autotuning", "transfers", "others", "reserve")
+        for name in (*rows, "unused"):
+            count = getattr(self, name)
+            if count or name in ("weights", "pages", "temporaries", "unused"):
+                yield f"{name:<12} {count / gib:>7.2f}  {count / tokens:>12,.0f}"
+        share = self.device.limit / self.device.physical
+        yield f"{'for JAX':<12} {self.device.limit / gib:>7.2f}  {share:.0%} of {self.device.physical / gib:.2f} GiB"
