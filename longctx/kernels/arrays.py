@@ -8,6 +8,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from longctx.annotations import Nested
+
 
 def check_array(name: str, x: ArrayLike) -> Array:
     """A NumPy array as JAX holds it (float64 is float32 unless x64 is on), a JAX array as it is.
@@ -30,7 +32,7 @@ def check_floating(name: str, dtype: DTypeLike) -> None:
         raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
-def check_int32(name: str, x: ArrayLike) -> Any:
+def check_int32(name: str, x: ArrayLike | Nested) -> Any:
     """Convert integers to int32, those of NumPy on the host.
 
     Raises:

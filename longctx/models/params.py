@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from longctx.annotations import Real
 from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import PartlyQuantized, RowQuantized
@@ -134,7 +135,7 @@ def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32, stages:
 
 
 def init_params(
-    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02
+    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02
 ) -> Params:
     """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
 

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from longctx.annotations import Integer, Real
 from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, as_float, check_count, predict_times
 from longctx.parallel.topology import Topology
 
@@ -42,9 +42,9 @@ class EmpiricalRule:
       'pass_q'
     """
 
-    alpha: float
-    beta: float
-    gamma: float
+    alpha: Real
+    beta: Real
+    gamma: Real
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -55,7 +55,7 @@ class EmpiricalRule:
             object.__setattr__(self, field.name, number)
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> "EmpiricalRule":
         """A rule from `"ALPHA,BETA,GAMMA"`.
 
         Raises:
@@ -72,7 +72,7 @@ class EmpiricalRule:
         """`"empirical:ALPHA,BETA,GAMMA"`, as a plan's `exchange` has it."""
         return f"empirical:{self.alpha!r},{self.beta!r},{self.gamma!r}"
 
-    def h(self, new_tokens: int, cached_tokens: int) -> float:
+    def h(self, new_tokens: Integer, cached_tokens: Integer) -> float:
         """The value of h for T new and P cached tokens.
 
         Args:
@@ -85,7 +85,7 @@ class EmpiricalRule:
         new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
         return self.alpha * math.log(new) + self.beta * math.log(new / (new + cached)) + self.gamma
 
-    def prefers_pass_kv(self, new_tokens: int, cached_tokens: int) -> bool:
+    def prefers_pass_kv(self, new_tokens: Integer, cached_tokens: Integer) -> bool:
         """Whether h is positive for T new and P cached tokens, `new_tokens` and `cached_tokens`."""
         return self.h(new_tokens, cached_tokens) > 0
 
@@ -129,7 +129,7 @@ class EmpiricalRule:
         return cls(alpha, beta, offset - float(np.array([alpha, beta]) @ center))
 
 
-def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: float = 1e-5) -> np.ndarray:
+def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: Real = 1e-5) -> np.ndarray:
     """The minimum over c of `weights @ log(1 + exp(-signed @ c)) + ridge / 2 * c @ c`, by damped Newton steps."""
     c = np.zeros(signed.shape[1])
     for _ in range(200):
@@ -203,7 +203,7 @@ class Choice:
     new_tokens: int
     cached_tokens: int
     num_ranks: int
-    h: float
+    h: Real
 
     def __str__(self) -> str:
         return self.explain()
@@ -236,13 +236,13 @@ class Choice:
 
 
 def choose_ring(
-    new_tokens: int,
-    cached_tokens: int,
-    num_ranks: int,
+    new_tokens: Integer,
+    cached_tokens: Integer,
+    num_ranks: Integer,
     model: ModelShape,
     hardware: Hardware | Topology,
     rule: str | EmpiricalRule = "predicted",
-    fullest: int | None = None,
+    fullest: Integer | None = None,
 ) -> Choice:
     """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode
     (T = 1).

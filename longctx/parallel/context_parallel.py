@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype
 from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
@@ -25,15 +26,15 @@ def context_parallel_attention(
     mesh: Mesh | AbstractMesh | None = None,
     method: str = "auto",
     layout: str = "zigzag",
-    q_positions: Int[ArrayLike, "... T"] | None = None,
-    kv_positions: Int[ArrayLike, "... S"] | None = None,
-    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
-    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     hardware: Hardware = H100_RDMA,

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from numbers import Integral, Real
+
+from longctx.annotations import Integer, Real
 
 
-def check_count(name: str, value: int, least: int) -> int:
+def check_count(name: str, value: Integer, least: int) -> int:
     """The value as a Python int, which can't overflow; ValueError if it is no integer of at least `least`."""
-    if not isinstance(value, Integral) or value < least:
+    if not isinstance(value, Integer) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 
@@ -109,16 +110,16 @@ class Hardware:
       'pass_kv'
     """
 
-    peak_flops: float
-    bandwidth: float
-    bytes_per_element: float = 2
-    latency: float = 0.0
-    memory_bandwidth: float = math.inf
-    partial_bytes: float = 4
-    collective_bandwidth: float | None = None
-    collective_latency: float | None = None
-    contention: float = 0.0
-    key_bytes_per_element: float | None = None
+    peak_flops: Real
+    bandwidth: Real
+    bytes_per_element: Real = 2
+    latency: Real = 0.0
+    memory_bandwidth: Real = math.inf
+    partial_bytes: Real = 4
+    collective_bandwidth: Real | None = None
+    collective_latency: Real | None = None
+    contention: Real = 0.0
+    key_bytes_per_element: Real | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -129,11 +130,11 @@ class Hardware:
             if math.isnan(number) or not (at_limit or 0 < number < math.inf):
                 raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
 
-    def hop(self, num_bytes: float) -> float:
+    def hop(self, num_bytes: Real) -> float:
         """Seconds of a hop to the next rank."""
         return self.latency + num_bytes / self.bandwidth
 
-    def collective(self, num_bytes: float, count: int = 1) -> float:
+    def collective(self, num_bytes: Real, count: int = 1) -> float:
         """Seconds of collectives, in each of which a rank sends a part of so many bytes.
 
         Args:
@@ -156,41 +157,41 @@ class LayerCost:
 
     model: ModelShape
     hardware: Hardware
-    num_ranks: int
+    num_ranks: Integer
 
     @functools.cached_property
-    def key_bytes(self) -> float:
+    def key_bytes(self) -> Real:
         element = self.hardware.key_bytes_per_element or self.hardware.bytes_per_element
         return 2 * self.model.num_kv_heads * self.model.head_size * element
 
     @functools.cached_property
-    def query_bytes(self) -> float:
+    def query_bytes(self) -> Real:
         return self.model.num_heads * self.model.head_size * self.hardware.bytes_per_element
 
     @functools.cached_property
-    def state_bytes(self) -> float:
+    def state_bytes(self) -> Real:
         return self.model.num_heads * (self.model.head_size + 1) * self.hardware.partial_bytes
 
-    def hop(self, num_bytes: float) -> float:
+    def hop(self, num_bytes: Real) -> float:
         return 0.0 if self.num_ranks == 1 else self.hardware.hop(num_bytes)
 
-    def collective(self, num_bytes: float, count: int = 1) -> float:
+    def collective(self, num_bytes: Real, count: int = 1) -> float:
         return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
 
-    def ring(self, hop: float, attention: float) -> float:
+    def ring(self, hop: Real, attention: Real) -> float:
         """What N - 1 hops add to N partial attentions of so many seconds each."""
         lost = self.hardware.contention * min(hop, attention)
         return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
 
-    def send_states(self, rows: float) -> float:
+    def send_states(self, rows: Real) -> float:
         """The states of each rank's rows come home from all ranks."""
         return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
 
-    def gather_keys(self, keys: float) -> float:
+    def gather_keys(self, keys: Real) -> float:
         """All ranks get the keys of all, of which each has so many."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
-    def merge(self, rows: float) -> float:
+    def merge(self, rows: Real) -> float:
         """The states of rows that all ranks have are merged, by the cheaper of the two ways of `kvp_attention`."""
         n, results = self.num_ranks, self.query_bytes + 4 * self.model.num_heads
         gather = self.collective((n - 1) * rows * self.state_bytes)
@@ -252,11 +253,11 @@ class Times:
     """
 
     steps: int
-    attention: float
-    send: float
-    collective: float
-    tokens: float
-    contention: float = 0.0
+    attention: Real
+    send: Real
+    collective: Real
+    tokens: Real
+    contention: Real = 0.0
 
     @property
     def compute(self) -> float:
@@ -274,12 +275,12 @@ class Times:
 
 
 def predict_times(
-    new_tokens: int,
-    cached_tokens: int,
-    num_ranks: int,
+    new_tokens: Integer,
+    cached_tokens: Integer,
+    num_ranks: Integer,
     model: ModelShape,
     hardware: Hardware,
-    fullest: int | None = None,
+    fullest: Integer | None = None,
 ) -> dict[str, Times]:
     """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
@@ -313,7 +314,7 @@ def predict_times(
     shard = rows + most
     layer = LayerCost(model, hardware, n)
 
-    def compute(queries: int, cached_keys: float) -> float:
+    def compute(queries: int, cached_keys: Real) -> float:
         """Of some queries to one shard, which has so many cached keys."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
         read = (rows + math.ceil(cached_keys)) * layer.key_bytes
@@ -344,13 +345,13 @@ class Thresholds:
     attention without a causal mask, which is twice the work where P = 0.
     """
 
-    equation_1: float
-    equation_2: float
-    equation_3: float
-    equation_5: float
+    equation_1: Real
+    equation_2: Real
+    equation_3: Real
+    equation_5: Real
 
     @classmethod
-    def of(cls, new_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware) -> "Thresholds":
+    def of(cls, new_tokens: Integer, num_ranks: Integer, model: ModelShape, hardware: Hardware) -> "Thresholds":
         # C * e / BW: operations that the device computes while it sends one element.
         intensity = hardware.peak_flops * hardware.bytes_per_element / hardware.bandwidth
         miss_rate = 2 * model.num_kv_heads / model.num_heads

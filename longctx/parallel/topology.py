@@ -5,8 +5,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from longctx.annotations import Real
 from longctx.parallel.cost import Hardware
 from longctx.parallel.device_tables import DEVICES, FOUND, LINKS, PRESETS, Device, Link
 
@@ -67,7 +68,7 @@ class Topology:
         object.__setattr__(self, "links", dict(self.links))
 
     @classmethod
-    def preset(cls, name: str) -> Self:
+    def preset(cls, name: str) -> "Topology":
         """A topology by its name, one of the presets.
 
         Raises:
@@ -83,7 +84,7 @@ class Topology:
         return cls(DEVICES[device], links, name)
 
     @classmethod
-    def named(cls, text: str) -> Self:
+    def named(cls, text: str) -> "Topology":
         """The preset of a name, or what a file says, as `--topology` takes either.
 
         Raises:
@@ -94,7 +95,7 @@ class Topology:
         return cls.from_file(Path(text)) if is_file else cls.preset(text)
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
+    def from_file(cls, path: Path) -> "Topology":
         """Read a topology: JSON of `device` and `links`, with the attributes of `Device` and `Link` or names of ours.
 
         For example `{"device": "H100", "links": {"tensor": "nvlink-h100", "context": {"bandwidth": 25e9, "latency":
@@ -113,7 +114,7 @@ class Topology:
             raise ValueError(f"{path} is no topology: {error}") from None
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Topology":
         """A topology from plain data, as in a file.
 
         Raises:
@@ -131,7 +132,7 @@ class Topology:
         return dataclasses.asdict(self)
 
     @classmethod
-    def of_hardware(cls, hardware: Hardware, efficiency: float = 1.0) -> Self:
+    def of_hardware(cls, hardware: Hardware, efficiency: Real = 1.0) -> "Topology":
         """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
 
         Bytes of elements are no part of it: give them to `hardware`.
@@ -178,7 +179,7 @@ class Topology:
             if size > 1:
                 self.link(axis)
 
-    def hardware(self, axis: str, element_bytes: float = 2, partial_bytes: float = 4) -> Hardware:
+    def hardware(self, axis: str, element_bytes: Real = 2, partial_bytes: Real = 4) -> Hardware:
         """The device as attention reaches it, and its link along an axis, as `choose_ring` and `predict_times` take it.
 
         Args:

@@ -1,6 +1,6 @@
 """The online softmax of blockwise attention."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,12 +23,14 @@ class OnlineSoftmax(NamedTuple):
     acc: Array  # [R, H], the sum of exp(score - peak) * v
 
     @classmethod
-    def of_state(cls, out: Array, lse: Array) -> Self:
+    def of_state(cls, out: Array, lse: Array) -> "OnlineSoftmax":
         """Continue from the state (out, lse) of other keys: weights that sum to 1 at a peak of lse, or an empty row."""
         seen = lse != -jnp.inf
         return cls(jnp.where(seen, lse, LOWEST), seen.astype(out.dtype), out)
 
-    def absorb(self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None) -> Self:
+    def absorb(
+        self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None
+    ) -> "OnlineSoftmax":
         """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
         everywhere).
 

@@ -2,7 +2,7 @@
 
 import contextvars
 import re
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,7 +33,7 @@ class Device(NamedTuple):
     ptxas: Ptxas = Ptxas()  # what assembles kernels for it, if it is a Hopper
 
     @classmethod
-    def target(cls) -> Self:
+    def target(cls) -> "Device":
         """The device that a program traced now is compiled for."""
         if (interpreter := INTERPRETER.get()) is not None:
             return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
@@ -48,7 +48,7 @@ class Device(NamedTuple):
         return found._replace(cuda_version=int(version[1]) if version else 0)
 
     @classmethod
-    def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> Self:
+    def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> "Device":
         on_gpu = platform in ("gpu", "cuda")
         by_name = any(name in kind.split() for name in _HOPPER)
         is_hopper = on_gpu and (by_name if capability is None else str(capability) == "9.0")

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Self
 
 import jax
 import numpy as np
@@ -105,7 +104,7 @@ class DeviceExecutor:
         num_pages: int,
         max_length: int,
         store: PageKeeper | None = None,
-    ) -> Self:
+    ) -> "DeviceExecutor":
         make = functools.partial(
             MeshModelRunner, model, params, mesh, num_pages, config.page_size, kv_dtype=config.kv_dtype
         )

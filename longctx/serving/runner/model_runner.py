@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from longctx.serving.runner.step import DeviceState, state_shardings, state_spec
 from longctx.serving.runner.step_inputs import SampleInputs, Shape
 
 
+@runtime_checkable
 class DeviceRead(PageRead, Protocol):
     """Pages that are being copied from devices to the host."""
 
@@ -38,6 +39,7 @@ class DeviceRead(PageRead, Protocol):
         ...
 
 
+@runtime_checkable
 class ModelRunner(Protocol):
     """Runs steps on devices. Calls take effect in their order, in all stages. Each rank numbers its own pages."""
 
