@@ -98,8 +98,8 @@ def _layer_table(config: LlamaConfig, run: Run) -> Params:
         outputs, inputs = axes[split:], axes[1:split]
         is_partly = name in run.partly
         return (PartlyQuantized if is_partly else RowQuantized)(
-            Param(("layer", *outputs, *inputs), run.layers, None if is_partly else BITS),  # type: ignore[arg-type]
-            Param(("layer", *outputs), run.layers, np.float32),  # type: ignore[arg-type]
+            Param(("layer", *outputs, *inputs), run.layers, None if is_partly else BITS),
+            Param(("layer", *outputs), run.layers, np.float32),
             config.quantization.activation_scale_ub,
         )
 
@@ -181,9 +181,9 @@ def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
 
     Examples:
       >>> from longctx.models import LlamaConfig, param_specs
-      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> from longctx.parallel import make_mesh, use_devices
       >>> config = LlamaConfig.preset("llama-3.2-1b")
-      >>> cpu_devices(8)  # where there are no accelerators
+      >>> use_devices(8)
       >>> specs = param_specs(config, make_mesh(context=4, tensor=2))
       >>> specs["layers"]["wq"]  # layers, hidden, heads, head size
       P('stage', None, 'tensor', None)

@@ -63,8 +63,8 @@ def attention_fn(
       >>> from flax import nnx
       >>> import jax.numpy as jnp
       >>> from longctx.nnx import attention_fn
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> _ = cpu_devices(8)
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> layer = nnx.MultiHeadAttention(
       ...     num_heads=4, in_features=16, attention_fn=attention_fn(make_mesh(context=8)), decode=False,
       ...     rngs=nnx.Rngs(0))

@@ -71,8 +71,8 @@ class ContextParallelAttention(nnx.Module):
       >>> import jax.numpy as jnp
       >>> from longctx.models import RopeConfig
       >>> from longctx.nnx import ContextParallelAttention
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> _ = cpu_devices(8)
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> layer = ContextParallelAttention(
       ...     16, num_heads=4, num_kv_heads=2, rope=RopeConfig(), mesh=make_mesh(context=4), rngs=nnx.Rngs(0))
       >>> x = jnp.linspace(-1, 1, 9 * 16).reshape(1, 9, 16)

@@ -167,6 +167,7 @@ class Choice:
       answers: the method that each rule chooses.
       thresholds: of the paper's equations.
       new_tokens, cached_tokens, num_ranks: T, P and N.
+      hardware: the device and link that times were predicted for, in words.
       h: the value of the given `EmpiricalRule`, or else of the one that is fitted to the paper's table 4.
 
     Source:
@@ -180,6 +181,7 @@ class Choice:
       ('pass_q', 1243)
       >>> print(choice)  # what it was compared with
       pass_q, by algorithm_5: 1,280 new and 126,720 cached tokens on 4 ranks
+      hardware: H100 (500 W), RDMA: 800 TFLOP/s, 50 GB/s to the next rank
       predicted, us      compute     exposed       total
       pass_kv              417.3       825.4     1,242.7
       pass_q               417.3       228.7       646.0
@@ -203,6 +205,7 @@ class Choice:
     new_tokens: int
     cached_tokens: int
     num_ranks: int
+    hardware: str
     h: Real
 
     def __str__(self) -> str:
@@ -214,6 +217,7 @@ class Choice:
         eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         lines = [
             f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}",
+            f"hardware: {self.hardware}",
             f"{'predicted, us':14}{'compute':>12}{'exposed':>12}{'total':>12}",
         ]
         for method, times in self.times.items():
@@ -299,4 +303,6 @@ def choose_ring(
     answers = {"predicted": min(times, key=lambda method: times[method].total)}
     answers |= {name: "pass_kv" if passes else "pass_q" for name, passes in passes_kv.items()}
     name = rule if isinstance(rule, str) else "empirical"
-    return Choice(answers[name], name, times, answers, eq, new, cached, num_ranks, empirical.h(new, cached))
+    return Choice(
+        answers[name], name, times, answers, eq, new, cached, num_ranks, str(hardware), empirical.h(new, cached)
+    )

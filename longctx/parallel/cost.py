@@ -94,9 +94,11 @@ class Hardware:
         of a hop.
       contention: which share of the seconds of a hop the attention that hides it loses to it.
       key_bytes_per_element: of keys and values, where they are not those of queries.
+      name: what explanations call it; it does not count in comparisons.
 
     Raises:
-      ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite).
+      ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite),
+        or the name is no string.
 
     Source:
       Context parallelism paper, 3.4 and table 1, whose symbols are in capitals.
@@ -120,15 +122,22 @@ class Hardware:
     collective_latency: Real | None = None
     contention: Real = 0.0
     key_bytes_per_element: Real | None = None
+    name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a string, got {self.name!r}")
+        for field in dataclasses.fields(self)[:-1]:
             name, value = field.name, getattr(self, field.name)
             if value is None and field.default is None:
                 continue
             number, at_limit = as_float(value), (name, value) in _LIMITS
             if math.isnan(number) or not (at_limit or 0 < number < math.inf):
                 raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+
+    def __str__(self) -> str:
+        rates = f"{self.peak_flops / 1e12:,.4g} TFLOP/s, {self.bandwidth / 1e9:,.4g} GB/s to the next rank"
+        return f"{self.name}: {rates}" if self.name else rates
 
     def hop(self, num_bytes: Real) -> float:
         """Seconds of a hop to the next rank."""
@@ -213,7 +222,7 @@ Examples:
 
 # One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
 # of a few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us, of one 32.3); over TCP it isn't given.
-H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12)
+H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12, name="H100 (500 W), RDMA")
 """A GPU of Meta's hosts whose ring is over RDMA of 400 Gb/s a GPU: peaks, which are never all reached.
 
 Source:
@@ -224,7 +233,7 @@ Examples:
   >>> H100_RDMA.peak_flops / 1e12, H100_RDMA.bandwidth / 1e9  # TFLOP/s, GB/s of its link
   (800.0, 50.0)
 """
-H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
+H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9, name="H100 (500 W), TCP")
 """A GPU of Meta's hosts whose ring is over TCP of 100 Gb/s a GPU.
 
 Source:
@@ -239,8 +248,10 @@ Examples:
 # Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
 # from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of
 # a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
-H100_RDMA_ACHIEVED = dataclasses.replace(H100_RDMA, peak_flops=502e12, bandwidth=26.5e9)
-H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9)
+H100_RDMA_ACHIEVED = dataclasses.replace(
+    H100_RDMA, peak_flops=502e12, bandwidth=26.5e9, name=f"{H100_RDMA.name}, achieved"
+)
+H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9, name=f"{H100_TCP.name}, achieved")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,8 +75,8 @@ def kvp_attention(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, kvp_attention, make_mesh
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import kvp_attention, make_mesh, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
       >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))  # the token that is decoded, on all devices
@@ -145,8 +145,8 @@ def merge_over_ranks(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, merge_over_ranks
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, merge_over_ranks, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
       >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))

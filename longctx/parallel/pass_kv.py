@@ -69,9 +69,9 @@ def ring_pass_kv(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_kv
+      >>> from longctx.parallel import make_mesh, ring_pass_kv, use_devices
       >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 32, 2, 16))  # 32 tokens, 2 heads
       >>> positions, _ = shard_positions(32, 4)  # in the order of the shards

@@ -69,8 +69,8 @@ def ring_pass_q(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_q
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, ring_pass_q, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 tokens, 8 a device, most of them cached
       >>> q = jax.random.normal(jax.random.key(1), (4, 2, 16))  # the last 4 tokens, one a device
