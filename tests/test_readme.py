@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # A command of pip or uv that names `longctx`, with or without extras.
-_INSTALLS = re.compile(rb"""\b(pip3?|uv|uvx|pipx) (add|install|run)\b[^\n|;]*?[ '"]longctx(\[[\w,]+\])?(?![\w/.*-])""")
+_INSTALLS = re.compile(rb"""\b(pip3?|uv|uvx|pipx) (add|install|run)\b[^\n|;#]*?[ '"]longctx(\[[\w,]+\])?(?![\w/.*-])""")
 
 
 def badge(subject: str) -> str:
@@ -64,8 +64,8 @@ def test_no_text_installs_the_package_of_the_same_name() -> None:
     """`longctx` on the package index is another project, and ours is called `longctx-jax`."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     files = [ROOT / name for name in listed.stdout.splitlines()] if listed.returncode == 0 else [*ROOT.rglob("*.*")]
-    assert _INSTALLS.search(b"pip install 'longctx" + b"[serve]'")
-    assert _INSTALLS.search(b"uv pip install -q longctx" + b" jax")
+    assert _INSTALLS.search(b"pip install 'long" + b"ctx[serve]'")
+    assert _INSTALLS.search(b"uv pip install -q long" + b"ctx jax")
     assert not _INSTALLS.search(b"pip install 'longctx-jax[serve]'")
     texts = [file for file in files if file.is_file() and ".venv" not in file.parts]
     assert len(texts) > 500
