@@ -25,6 +25,7 @@ from longctx.parallel import (
     ModelShape,
     choose_ring,
     context_parallel_attention,
+    cpu_devices,
     layout_shards,
     make_mesh,
     ring_pass_kv,
@@ -32,11 +33,10 @@ from longctx.parallel import (
     shard_positions,
     shard_sequence,
     unshard_sequence,
-    use_devices,
 )
 from longctx.plotting import COLORS, shown
 
-use_devices(8)
+cpu_devices(8)
 RANKS, LAYOUTS = 8, ("contiguous", "zigzag", "striped")
 RANK_COLORS = (*COLORS[:6], "#f0e442", COLORS[7])  # Okabe and Ito's yellow is fine for areas
 

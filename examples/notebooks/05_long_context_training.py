@@ -21,10 +21,10 @@ from longctx.models import passkey
 from longctx.models.builtin import TINY
 from longctx.models.checkpoint import read_model
 from longctx.nnx import from_nnx, to_nnx
-from longctx.parallel import make_mesh, use_devices
+from longctx.parallel import cpu_devices, make_mesh
 from longctx.plotting import COLORS, shown
 
-use_devices(4)
+cpu_devices(4)
 RANKS, T, STEPS = 4, 1024, 16
 
 # %% [markdown]
