@@ -32,6 +32,11 @@ def explain_with(path: str) -> tuple[str, str]:
 
 
 def check_same(said: str, log: str) -> str:
+    """The version of what assembles; empty where jaxlib has found libnvJitLink, and takes no ptxas."""
+    if "Using libnvjitlink" in log:
+        assert said.splitlines()[-1].startswith("ptxas       of unknown version, for PTX up to ")
+        assert said.startswith("mosaic_gpu  taken")
+        return ""
     used = re.search(r"Using ptxas\(path=([^,]+), version=([\d.]+)\)", log)
     assert said.splitlines()[-1] == f"ptxas       {used[2]} ({used[1]})"
     return used[2]
@@ -47,7 +52,7 @@ if [ "$1" = --version ]; then echo {version}; else exec {right} "$@"; fi
 
 def test_the_first_on_the_path_is_used() -> None:
     said, log = explain_with(os.environ["PATH"])
-    assert check_same(said, log) == cuda_tools.ptxas_version(cuda_tools.ptxas(cuda_tools.OLDEST))
+    assert check_same(said, log) in ("", cuda_tools.ptxas_version(cuda_tools.ptxas(cuda_tools.OLDEST)))
     assert said.startswith("mosaic_gpu  taken")
 
 
@@ -57,8 +62,9 @@ def test_a_broken_one_on_the_path_is_refused(tmp_path: Path) -> None:
     right, program = cuda_tools.ptxas(cuda_tools.OLDEST), tmp_path / "ptxas"
     write_program(program, "V12.9.41", right)
     said, log = explain_with(f"{tmp_path}:{os.environ['PATH']}")
-    assert check_same(said, log) == "12.9.41"
-    assert f"which miscompiles such loops: found 12.9.41 ({program})" in said
+    if version := check_same(said, log):
+        assert version == "12.9.41"
+        assert f"which miscompiles such loops: found 12.9.41 ({program})" in said
 
 
 @pytest.mark.slow
@@ -77,5 +83,5 @@ def test_a_broken_one_on_the_path_gives_way_to_that_of_the_packages(
     write_program(tmp_path / "ptxas", "V12.8.93", right)
     monkeypatch.setenv("PYTHONPATH", str(site))
     said, log = explain_with(f"{tmp_path}:{os.defpath}")
-    assert check_same(said, log) == cuda_tools.ptxas_version(right)
+    assert check_same(said, log) in ("", cuda_tools.ptxas_version(right))
     assert said.startswith("mosaic_gpu  taken")

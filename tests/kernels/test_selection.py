@@ -132,8 +132,9 @@ def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pyte
     install(tmp_path / "cuda_sdk_lib/bin", "release 12.9, V12.9.90")
     assert find() == Ptxas(88, (12, 9, 90), "cuda_sdk_lib/bin/ptxas")
     # The first is not what reads PTX of this version: something else assembles.
-    monkeypatch.setattr(adapter, "ptx_version", lambda: 87)
-    assert find() == Ptxas(87)
+    for ptx_version, broken in ((87, True), (90, False), (92, False)):
+        monkeypatch.setattr(adapter, "ptx_version", lambda: ptx_version)  # noqa: B023
+        assert (find(), find().broken) == (Ptxas(ptx_version), broken)
     monkeypatch.setattr(adapter, "ptx_version", lambda: None)
     assert find() == Ptxas()
 

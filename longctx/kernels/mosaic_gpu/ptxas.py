@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The newest PTX that each release of CUDA reads, for the releases that a check below asks for.
-_RELEASES = {87: (12, 8), 88: (12, 9)}
 # XLA passes over assemblers that are older than the first, and over the second.
 _OLDEST, _SKIPPED = (11, 8, 0), (12, 3, 103)
 # JAX's own causal kernel says that the ptxas of CUDA 12.8.0 to below 12.9.1 miscompiles it, and ours has the same
@@ -39,7 +37,7 @@ class Ptxas(NamedTuple):
         """Whether it miscompiles our loops; None if it is not known."""
         if self.version is not None:
             return _BROKEN_FROM <= self.version < _RIGHT_FROM
-        release = _RELEASES.get(self.ptx_version or 0)
+        release = _release_of(self.ptx_version or 0)
         if self.ptx_version is None or release == _RIGHT_FROM[:2]:
             return None
         return release == _BROKEN_FROM
@@ -71,10 +69,18 @@ def ptxas_in_use() -> Ptxas:
     ptx_version = adapter.ptx_version()
     if ptx_version is None:
         return Ptxas()
+    release = _release_of(ptx_version)
     # Another PTX version than this one's: something else assembles.
-    if first is None or first.version is None or _RELEASES.get(ptx_version, first.version[:2]) != first.version[:2]:
+    if first is None or first.version is None or (release is not None and first.version[:2] != release):
         return Ptxas(ptx_version)
     return first._replace(ptx_version=ptx_version)
+
+
+def _release_of(ptx_version: int) -> tuple[int, int] | None:
+    """The release of CUDA whose newest PTX this is, from CUDA 12.8 on; None for older ones."""
+    if ptx_version >= 90:
+        return 13, ptx_version - 90
+    return {87: (12, 8), 88: (12, 9)}.get(ptx_version)
 
 
 def _packages(library: Path) -> Iterator[Path]:
