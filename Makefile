@@ -5,6 +5,8 @@ PYTHON ?= $(or $(wildcard $(VENV)/bin/python),python3)
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# Static type checkers don't see the import hook that an editable install has by default; they see a path.
+EDITABLE := --config-settings editable_mode=compat --editable
 TESTS ?= tests
 
 .PHONY: demo chat serve test test-all check bench docs figures notebooks clean
@@ -18,12 +20,12 @@ $(VENV)/python-$(VERSION):
 $(VENV)/installed: pyproject.toml $(VENV)/python-$(VERSION)
 	@echo 'Installing into $(VENV): a minute or two, of which pip says nothing.'
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet $(EDITABLE) .
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
 	@echo 'Installing what tests need, some 2 GB: minutes, of which pip says nothing.'
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[test]'
 	touch $@
 
 # The CUDA plugin compiles for H100 where there is none. It matches the jaxlib that is there, and lies apart: JAX would
@@ -50,7 +52,7 @@ $(VENV)/installed-model: $(VENV)/installed
 	touch $@
 
 $(VENV)/installed-chat: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[gguf,hub]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[gguf,hub]'
 	touch $@
 
 # Routers that tests put in front of servers (tests/test_routers.py). Each has an environment of its own, as they have
@@ -64,15 +66,15 @@ $(VENV)/installed-routers: $(VENV)/installed
 	touch $@
 
 $(VENV)/installed-serve: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[serve]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[serve]'
 	touch $@
 
 $(VENV)/installed-plot: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[plot]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[plot]'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[docs]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -124,7 +126,7 @@ figures: $(VENV)/installed-plot
 	$(BIN)/python -m longctx.simulation.figures --out docs/results $(if $(DATA),--data $(DATA))
 
 $(VENV)/installed-notebooks: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable '.[notebooks,train]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[notebooks,train]'
 	touch $@
 
 # The notebooks of examples/, run anew and stored with their outputs.

@@ -55,6 +55,7 @@ def test_generate_continues_a_file(checkpoint: Path, tmp_path: Path, capsys: pyt
     assert len(greedy.split()) == 5, "standard output is the text alone"
     for figure in ("compiled in", "prompt   6 tokens", "memory", "TTFT", "prefill", "decode"):
         assert figure in printed.err
+    assert "kernels  xla on cpu: mosaic_gpu needs an NVIDIA GPU of the Hopper generation" in printed.err
     assert "6/6" not in printed.err, "a progress bar is no use off a terminal"
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == printed._replace(err="")

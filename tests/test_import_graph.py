@@ -9,7 +9,7 @@ import longctx
 ROOT = Path(longctx.__file__).parent
 # Packages from the bottom up: each may import itself and those of lower layers.
 LAYERS = [
-    ["extras", "gpu_flags"],
+    ["annotations", "extras", "gpu_flags"],
     ["plotting"],
     ["kernels"],
     ["parallel"],

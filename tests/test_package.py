@@ -176,6 +176,36 @@ def test_required_packages_are_all_that_the_doctor_needs() -> None:
     assert json.loads(done.stdout)["problems"] == []
 
 
+def test_static_checkers_find_the_types_of_what_make_installs(tmp_path: Path) -> None:
+    """A checker reads the paths of `.pth` files, and runs none of the import hooks that such a file can install."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [(name, value)] = re.findall(r"^EDITABLE := --config-settings (\w+)=(\w+) --editable$", makefile, re.MULTILINE)
+    installs = re.findall(r"pip install .*'?\.(?:\[[\w,]+\]'|$)", makefile, re.MULTILINE)
+    assert len(installs) > 5
+    assert [line for line in installs if "$(EDITABLE)" not in line] == []
+    source, site = tmp_path / "source", tmp_path / "env/lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    source.mkdir()
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "longctx"):
+        (source / file).symlink_to(ROOT / file)
+    build = (
+        f"from setuptools import build_meta; print(build_meta.build_editable({str(tmp_path)!r}, { ({name: value})!r}))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", build]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=tmp_path, check=True)
+    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        archive.extractall(site)
+    [pth] = site.glob("*longctx*.pth")
+    assert Path(pth.read_text().strip()) == source
+    (tmp_path / "user.py").write_text("from longctx.parallel import choose_ring\nreveal_type(choose_ring)\n")
+    checker = [sys.executable, "-m", "mypy", "--python-executable", "env/bin/python", "--cache-dir", "cache", "user.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(checker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"def \(new_tokens: .* -> longctx\.parallel\.choose\.Choice", done.stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_wheel_runs_in_an_empty_environment(built: Path, tmp_path: Path, python: str) -> None:

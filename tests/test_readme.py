@@ -1,6 +1,7 @@
 """README.md and its neighbours say what is so: badges, the lines before the links, files that are named."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import longctx
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# A command of pip or uv that names `longctx`, with or without extras.
+_INSTALLS = re.compile(rb"""\b(pip3?|uv|uvx|pipx) (add|install|run)\b[^\n|;#]*?[ '"]longctx(\[[\w,]+\])?(?![\w/.*-])""")
 
 
 def badge(subject: str) -> str:
@@ -56,6 +60,19 @@ def test_steps_that_install_take_a_clone() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     by_name = rf"^pip install .*{PROJECT['name']}"
     assert [page.name for page in pages if re.search(by_name, page.read_text(encoding="utf-8"), re.MULTILINE)] == []
+
+
+def test_no_text_installs_the_package_of_the_same_name() -> None:
+    """`longctx` on the package index is another project, and ours is called `longctx-jax`."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.splitlines()] if listed.returncode == 0 else [*ROOT.rglob("*.*")]
+    assert _INSTALLS.search(b"pip install 'long" + b"ctx[serve]'")
+    assert _INSTALLS.search(b"uv pip install -q long" + b"ctx jax")
+    assert not _INSTALLS.search(b"pip install 'longctx-jax[serve]'")
+    texts = [file for file in files if file.is_file() and ".venv" not in file.parts]
+    assert len(texts) > 500
+    found = [str(file.relative_to(ROOT)) for file in texts if _INSTALLS.search(file.read_bytes())]
+    assert found == []
 
 
 def test_changelog_begins_with_this_version() -> None:

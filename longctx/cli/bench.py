@@ -11,6 +11,7 @@ from longctx.cli.engine_flags import (
     check_memory,
     engine_config,
     make_engine,
+    note_kernels,
     parallel_plan,
 )
 from longctx.cli.files import check_input
@@ -47,6 +48,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> int:
     check_memory(console, model, config, plan, mesh, dtype, least_pages=least_pages)
 
     model, params = load_checkpoint(options.model, mesh, dtype)
+    note_kernels(console, model, config, dtype)
     record = Record()
     engine = make_engine(options, model, params, config, mesh=mesh, monitor=record.steps.append, process_group=group)
     if not group.is_first:

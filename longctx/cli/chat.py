@@ -13,7 +13,15 @@ from longctx.cli import prompt_progress
 from longctx.cli.arguments.engine import flag
 from longctx.cli.chat_loop import COMMANDS, ChatLoop
 from longctx.cli.conversation import Conversation
-from longctx.cli.engine_flags import LOWER, check_memory, given_topology, parallel_plan, plan_mesh, sampling_params
+from longctx.cli.engine_flags import (
+    LOWER,
+    check_memory,
+    given_topology,
+    note_kernels,
+    parallel_plan,
+    plan_mesh,
+    sampling_params,
+)
 from longctx.cli.files import check_prompt
 from longctx.cli.line_reader import open_reader
 from longctx.cli.terminal import Console, interrupts
@@ -42,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     mesh = plan_mesh(plan)
     config = _config(options, console, model, plan, mesh, dtype)
     model, params = load_checkpoint(options.model, mesh, dtype)
+    note_kernels(console, model, config, dtype)
     engine = Engine(model, params, config, mesh, tokenizer, plan=plan, topology=given_topology(options))
     prompt_progress.show_compiling(engine.compile, console, engine)
 

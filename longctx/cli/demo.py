@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from longctx.cli import prompt_progress
 from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import LOWER, check_memory, naming_flags
+from longctx.cli.engine_flags import LOWER, check_memory, naming_flags, note_kernels
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, load_checkpoint, load_tokenizer, passkey
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"A document of {len(document.text):,} bytes hides {len(questions)} pass keys,", end=" ")
         print(f"a note of {len(note.text):,} bytes {len(notes)}.", flush=True)
     model, params = load_checkpoint(TINY)
+    note_kernels(console, model, config, dtype)
     engine = Engine(model, params, config, tokenizer=tokenizer)
     compiling = prompt_progress.show_compiling(engine.compile, console, engine)
     conversation = _Conversation(engine, questions, notes, console)

@@ -17,6 +17,7 @@ from longctx.cli.config_flags import sampling_params as sampling_params
 from longctx.cli.naming import naming_flags as naming_flags
 from longctx.cli.naming import prefixing as prefixing
 from longctx.cli.terminal import Console
+from longctx.kernels import explain
 from longctx.models import Llama
 from longctx.models.params import Params
 from longctx.parallel import make_mesh
@@ -91,6 +92,19 @@ def check_memory(
     about = "" if config.num_pages or device.platform == "cpu" else " by estimation"
     console.note(f"memory   {in_units(needed.total)}{there}{about}: {needed}")
     return num_pages
+
+
+def note_kernels(console: Console, model: Llama, config: EngineConfig, dtype: np.dtype[Any]) -> str:
+    """Print which implementation of attention the steps take, and why not another; the line is the result."""
+    heads, kv_heads, size = model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
+    q = jax.ShapeDtypeStruct((1, heads, size), dtype)
+    pages = jax.ShapeDtypeStruct((1, config.page_size, kv_heads, size), config.kv_dtype or dtype)
+    found = explain(q, pages, paged=True)
+    refused = found.refused.get("mosaic_gpu")
+    reason = f"mosaic_gpu {refused}" if refused else f"ptxas {found.ptxas}"
+    line = f"kernels  {found.taken} on {jax.devices()[0].device_kind}: {reason}"
+    console.note(line)
+    return line
 
 
 def make_engine(options: argparse.Namespace, model: Llama, params: Params, config: EngineConfig, **more: Any) -> Engine:

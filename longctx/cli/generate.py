@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from longctx.cli import prompt_progress
-from longctx.cli.engine_flags import LOWER, check_memory, given_topology, parallel_plan, sampling_params
+from longctx.cli.engine_flags import LOWER, check_memory, given_topology, note_kernels, parallel_plan, sampling_params
 from longctx.cli.files import check_prompt, read_text
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
 from longctx.cli.terminal import FAILED, Console, report_error
@@ -51,6 +51,7 @@ def _generate(
     mesh = make_parameter_mesh(options, plan, group, console)
     check_memory(console, model, config, plan, mesh, dtype, _LOWER)
     model, params = load_checkpoint(options.model, mesh, dtype)
+    note_kernels(console, model, config, dtype)
     engine = Engine(
         model, params, config, mesh, tokenizer, plan=plan, process_group=group, topology=given_topology(options)
     )

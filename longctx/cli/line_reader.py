@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, runtime_checkable
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -17,6 +17,7 @@ from prompt_toolkit.output import Output
 MAX_LINE = 2**24  # characters
 
 
+@runtime_checkable
 class LineReader(Protocol):
     """`read` returns the next message, None at the end. `is_terminal` says whether a person waits for it."""
 

@@ -11,6 +11,7 @@ from longctx.cli.engine_flags import (
     check_memory,
     engine_config,
     make_engine,
+    note_kernels,
     parallel_plan,
     plan_mesh,
 )
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     mesh = plan_mesh(plan)
     check_memory(console, model, config, plan, mesh, dtype)
     model, params = load_checkpoint(options.model, mesh, dtype)
+    note_kernels(console, model, config, dtype)
     engine = make_engine(options, model, params, config, mesh=mesh)
     about = subject(model, params, config, plan)
     room = longest_context(engine)

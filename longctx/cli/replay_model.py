@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longctx.cli import compile_cache, prompt_progress
 from longctx.cli.arguments.engine import flag
-from longctx.cli.engine_flags import naming_flags, plan_mesh
+from longctx.cli.engine_flags import naming_flags, note_kernels, plan_mesh
 from longctx.cli.terminal import FAILED, Console, report_error
 from longctx.models import Llama, Tokenizer, checkpoint_fingerprint, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.params import Params
@@ -36,6 +36,7 @@ def replay_on_model(log: RecordedLog, options: argparse.Namespace, console: Cons
         raise ValueError(f"--model: {path} is of another shape than the recorded model, {header.model_name}")
     if header.weights is not None and checkpoint_fingerprint(path) != header.weights:
         console.note(f"weights  of {path} are not those of the recorded model, {header.model_name}")
+    note_kernels(console, model, header.config, params["embed"].dtype)
     tokenizer = _load_tokenizer(path)
     if plan == header.plan:
         replay = ModelReplay(log, model, params, mesh, tokenizer)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from longctx import extras
-from longctx.cli.engine_flags import check_memory, make_engine, naming_flags, parallel_plan
+from longctx.cli.engine_flags import check_memory, make_engine, naming_flags, note_kernels, parallel_plan
 from longctx.cli.files import check_input
 from longctx.cli.join_flags import check_join_flags, joining
 from longctx.cli.process_flags import initialize_processes, make_parameter_mesh
@@ -46,6 +47,8 @@ from longctx.serving.engine.memory import page_bytes
 from longctx.serving.recording.recorder import Recorder, open_recorder
 from longctx.serving.server.settings import ServerSettings
 
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)  # its one line says which kernels serve
 if TYPE_CHECKING:
     from longctx.serving.server.observers import ObserverSettings
 
@@ -103,6 +106,7 @@ def _serve(
     options.num_pages = _num_pages(options, console, model, config, mesh, dtype)
     config = serve_config(options)
     model, params = load_checkpoint(options.model, mesh, dtype)
+    kernels = note_kernels(console, model, config, dtype)
     recorder = None if listener is None else _recorder(options, names[0])
     engine = make_engine(
         options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group, recorder=recorder
@@ -111,6 +115,7 @@ def _serve(
         return _follow(engine, settings.shutdown_timeout)
 
     def warm_up(engine: Engine) -> None:
+        _log.info(kernels)
         show_compiling(engine.warm_up, console, engine)
         console.note(f"ready    {names[0]} at http://{address_text(listener.getsockname())}")
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -53,7 +53,7 @@ class Joining:
             threading.Thread(target=self._run, args=(each,), name="longctx join", daemon=True) for each in self._routers
         ]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Joining":
         for each in self._threads:
             each.start()
         return self

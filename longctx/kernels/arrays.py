@@ -8,6 +8,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from longctx.annotations import Nested
+
 _INT32 = np.iinfo(np.int32)
 
 
@@ -32,35 +34,35 @@ def check_floating(name: str, dtype: DTypeLike) -> None:
         raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
-def check_int32(name: str, x: ArrayLike) -> Any:
+def check_int32(name: str, x: ArrayLike | Nested) -> Any:
     """Convert integers to int32, those of NumPy on the host. Traced ones saturate: their order to int32 stays.
 
     Raises:
       TypeError: x is not of integers.
       ValueError: a value is outside the range of int32; those of a traced array are not known.
     """
-    x = _check_integers(name, x)
-    if _is_unknown(x):
-        x = x.clip(max(_INT32.min, int(jnp.iinfo(x.dtype).min)), _INT32.max)
-    return x.astype(np.int32)
+    values = _check_integers(name, x)
+    if _is_unknown(values):
+        values = values.clip(max(_INT32.min, int(jnp.iinfo(values.dtype).min)), _INT32.max)
+    return values.astype(np.int32)
 
 
-def check_ids(name: str, x: ArrayLike) -> Any:
+def check_ids(name: str, x: ArrayLike | Nested) -> Any:
     """`check_int32` for integers that are compared with each other: traced int64 stay what they are.
 
     Raises:
       TypeError: x is not of integers, or is traced and of a type that neither int32 nor int64 holds.
       ValueError: a value is outside the range of int32; those of a traced array are not known.
     """
-    x = _check_integers(name, x)
-    if not _is_unknown(x):
-        return x.astype(np.int32)
-    if not jnp.can_cast(x.dtype, jnp.int64) or not jax.config.jax_enable_x64:
+    values = _check_integers(name, x)
+    if not _is_unknown(values):
+        return values.astype(np.int32)
+    if not jnp.can_cast(values.dtype, jnp.int64) or jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
         raise TypeError(
-            f"{name} must be int32 or int64 where it is traced, got {x.dtype}, whose values are not known and might "
-            f'not fit: convert it, x.astype("int32"), if they do'
+            f"{name} must be int32 or int64 where it is traced, got {values.dtype}, whose values are not known and "
+            f'might not fit: convert it, x.astype("int32"), if they do'
         )
-    return x.astype(np.int64)
+    return values.astype(np.int64)
 
 
 def _is_unknown(x: Any) -> bool:
@@ -68,13 +70,14 @@ def _is_unknown(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32
 
 
-def _check_integers(name: str, x: ArrayLike) -> Any:
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}")
-    if x.size and not isinstance(x, jax.core.Tracer) and x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+def _check_integers(name: str, x: ArrayLike | Nested) -> Any:
+    values: Any = x if isinstance(x, jax.Array) else np.asarray(x)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
+    is_wide = values.dtype.itemsize >= 4 and values.dtype != jnp.int32
+    if values.size and is_wide and not isinstance(values, jax.core.Tracer):
         with jax.ensure_compile_time_eval():  # the values are known, even where another program is traced
-            low, high = int(x.min()), int(x.max())
+            low, high = int(values.min()), int(values.max())
         if low < _INT32.min or high > _INT32.max:
             raise ValueError(f"{name} must fit into int32, got values from {low} to {high}")
-    return x
+    return values

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from longctx.annotations import Real
+
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of the finite e4m3 values
 BITS = jnp.uint8
@@ -25,7 +27,7 @@ RowMaximum = Callable[[Array], Array]
 
 
 def quantize_rows(
-    x: Array, axes: int = 1, upper_bound: float | None = None, pmax: RowMaximum = lambda x: x
+    x: Array, axes: int = 1, upper_bound: Real | None = None, pmax: RowMaximum = lambda x: x
 ) -> tuple[Array, Array]:
     """Quantise each row, which is the last `axes` axes, by its largest absolute value.
 

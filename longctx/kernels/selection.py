@@ -1,7 +1,7 @@
 """Chooses an implementation for a case and explains the choice."""
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class Case(NamedTuple):
     is_fp8: bool = False  # the pages
 
     @classmethod
-    def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> Self:
+    def of_pages(cls, q_dtype: jnp.dtype, k_pages: Any) -> "Case":
         """For queries of a dtype and pages `[pages, page_size, K, H]`: an array, or its type."""
         _, page_size, _, head_size = k_pages.shape
         return cls(q_dtype, head_size, page_size, k_pages.dtype in (BITS, E4M3))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from longctx.annotations import Real
 from longctx.models.quantization_config import RowwiseFp8
 from longctx.models.rope_config import Llama3Scaling, RopeConfig
 from longctx.models.validation import (
@@ -74,7 +75,7 @@ class LlamaConfig:
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig = field(default_factory=RopeConfig)
-    norm_eps: float = 1e-5
+    norm_eps: Real = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -159,7 +160,7 @@ def _llama3(
     intermediate: int,
     heads: int,
     head_dim: int = 128,
-    stretch: float | None = None,
+    stretch: Real | None = None,
     tied: bool = False,
 ) -> LlamaConfig:
     """Llama 3 (`stretch` None, 8k tokens), or 3.1 to 3.3 (rotary embedding stretched to 128k tokens)."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from longctx.annotations import Real
 from longctx.kernels.fp8 import E4M3, RowMaximum, from_e4m3_bits, quantize_rows
 
 # cuBLASLt multiplies FP8 in multiples of 16 only, else XLA converts the weights to wide floats.
@@ -32,9 +34,9 @@ class RowQuantized:
       upper_bound: see `quantize_rows`; None: no bound.
     """
 
-    values: Array
-    scale: Array
-    upper_bound: float | None = None
+    values: Any  # as JAX maps pytrees, a field may hold what is no array
+    scale: Any
+    upper_bound: Real | None = None
 
     def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
         """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""
@@ -59,9 +61,9 @@ class PartlyQuantized:
       upper_bound: see `quantize_rows`; None: no bound.
     """
 
-    values: Array
-    scale: Array
-    upper_bound: float | None = None
+    values: Any  # as JAX maps pytrees, a field may hold what is no array
+    scale: Any
+    upper_bound: Real | None = None
 
     def product(self, x: Array, in_axes: int, pmax: RowMaximum) -> Array:
         """x `[..., *inputs]` -> float32 `[..., *outputs]`; `pmax` as `quantize_rows` takes it."""

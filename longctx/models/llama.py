@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
+from longctx.annotations import Real
 from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
 from longctx.kernels.bits import widen
@@ -81,7 +82,7 @@ class Llama:
 
     config: LlamaConfig
 
-    def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02) -> Params:
+    def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02) -> Params:
         """Random parameters, normal weights, norms of 1 and biases of 0.
 
         Args:
@@ -398,7 +399,7 @@ def _add_bias(y: Array, bias: Array | None) -> Array:
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, D], eps: Real) -> Float[Array, "*B D"]:
     """Divide `x` by its root mean square over the last axis, in float32, and multiply by `weight` in `x.dtype`."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from longctx.annotations import Real
 from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import PartlyQuantized, RowQuantized
@@ -97,8 +98,8 @@ def _layer_table(config: LlamaConfig, run: Run) -> Params:
         outputs, inputs = axes[split:], axes[1:split]
         is_partly = name in run.partly
         return (PartlyQuantized if is_partly else RowQuantized)(
-            Param(("layer", *outputs, *inputs), run.layers, None if is_partly else BITS),  # type: ignore[arg-type]
-            Param(("layer", *outputs), run.layers, np.float32),  # type: ignore[arg-type]
+            Param(("layer", *outputs, *inputs), run.layers, None if is_partly else BITS),
+            Param(("layer", *outputs), run.layers, np.float32),
             config.quantization.activation_scale_ub,
         )
 
@@ -134,7 +135,7 @@ def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32, stages:
 
 
 def init_params(
-    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: float = 0.02
+    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02
 ) -> Params:
     """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
 
@@ -180,9 +181,9 @@ def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
 
     Examples:
       >>> from longctx.models import LlamaConfig, param_specs
-      >>> from longctx.parallel import cpu_devices, make_mesh
+      >>> from longctx.parallel import make_mesh, use_devices
       >>> config = LlamaConfig.preset("llama-3.2-1b")
-      >>> cpu_devices(8)  # where there are no accelerators
+      >>> use_devices(8)
       >>> specs = param_specs(config, make_mesh(context=4, tensor=2))
       >>> specs["layers"]["wq"]  # layers, hidden, heads, head size
       P('stage', None, 'tensor', None)

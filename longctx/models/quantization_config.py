@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.annotations import Real
 from longctx.models.validation import check_num_layers, check_real, shown
 
 MODULES = {
@@ -66,7 +67,7 @@ class RowwiseFp8:
     """
 
     layers: tuple[tuple[str, ...], ...]
-    activation_scale_ub: float | None = None
+    activation_scale_ub: Real | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not all(_is_names(names) for names in self.layers):
@@ -84,7 +85,7 @@ class RowwiseFp8:
             object.__setattr__(self, "activation_scale_ub", bound)
 
     @staticmethod
-    def of(num_layers: int, modules: str = "ffn", activation_scale_ub: float | None = _DEFAULT_BOUND) -> RowwiseFp8:
+    def of(num_layers: int, modules: str = "ffn", activation_scale_ub: Real | None = _DEFAULT_BOUND) -> RowwiseFp8:
         """Quantise the feed-forward of every layer but the first and the last (`"ffn"`), or all projections (`"all"`).
 
         `"ffn"` is what Meta's 405B model has.

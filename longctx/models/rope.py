@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from longctx.annotations import Real
 from longctx.models.rope_config import RopeConfig
 
 # 2 pi to 60 digits: float64 would limit the fixed point to 53 bits.
@@ -29,7 +30,7 @@ class RopeTable:
 
     hi: np.ndarray
     lo: np.ndarray
-    attention_factor: float
+    attention_factor: Real
 
 
 def rope_table(rope: RopeConfig, head_dim: int) -> RopeTable:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.annotations import Real
 from longctx.models.validation import MAX_INT32, check_bool, check_integer, check_real, shown
 
 # The largest rotary base and scale that are accepted, far above those of published models: frequencies stay finite.
@@ -24,9 +25,9 @@ _MAX_THETA, _MAX_SCALE = 1e15, 1e6
 class LinearScaling:
     """Every frequency divided by `factor` (position interpolation, arXiv 2306.15595)."""
 
-    factor: float
+    factor: Real
 
-    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+    def scale(self, inv_freq: np.ndarray, theta: Real) -> np.ndarray:
         return inv_freq / self.factor
 
     @property
@@ -38,12 +39,12 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by `factor`, high ones kept, and a linear blend between them."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
+    factor: Real
+    low_freq_factor: Real
+    high_freq_factor: Real
     original_max_positions: int
 
-    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+    def scale(self, inv_freq: np.ndarray, theta: Real) -> np.ndarray:
         turns_in_context = self.original_max_positions * inv_freq / (2 * math.pi)
         blend_width = self.high_freq_factor - self.low_freq_factor
         kept = np.clip((turns_in_context - self.low_freq_factor) / blend_width, 0.0, 1.0)
@@ -58,16 +59,16 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071): a blend over the dimensions, and a factor on cosines and sines."""
 
-    factor: float
+    factor: Real
     original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    explicit_attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    beta_fast: Real = 32.0
+    beta_slow: Real = 1.0
+    explicit_attention_factor: Real | None = None
+    mscale: Real | None = None
+    mscale_all_dim: Real | None = None
     truncate: bool = True
 
-    def scale(self, inv_freq: np.ndarray, theta: float) -> np.ndarray:
+    def scale(self, inv_freq: np.ndarray, theta: Real) -> np.ndarray:
         pairs = inv_freq.shape[0]
         low = self._dimension(self.beta_fast, pairs, theta)
         high = self._dimension(self.beta_slow, pairs, theta)
@@ -79,7 +80,7 @@ class YarnScaling:
         stretched = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
         return stretched * inv_freq / self.factor + (1 - stretched) * inv_freq
 
-    def _dimension(self, rotations: float, pairs: int, theta: float) -> float:
+    def _dimension(self, rotations: Real, pairs: int, theta: Real) -> float:
         """The (fractional) frequency index that turns `rotations` times in the original context."""
         return pairs * math.log(self.original_max_positions / (rotations * 2 * math.pi)) / math.log(theta)
 
@@ -91,7 +92,7 @@ class YarnScaling:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
         return self._mscale(1.0)
 
-    def _mscale(self, weight: float) -> float:
+    def _mscale(self, weight: Real) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
@@ -125,7 +126,7 @@ class RopeConfig:
       8.0
     """
 
-    theta: float = 10000.0
+    theta: Real = 10000.0
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.json_file import check_directory, is_file, is_gguf, read_json, read_text
@@ -26,6 +26,7 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 _UNKNOWN = "\U0010fffd"  # a character for private use, which no vocabulary has
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """The interface of a tokenizer that generation and serving need.
 

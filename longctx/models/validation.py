@@ -2,7 +2,9 @@
 
 import math
 import reprlib
-from numbers import Integral, Real
+from numbers import Integral
+
+from longctx.annotations import Real
 
 MAX_INT32 = 2**31 - 1
 MAX_LAYERS = 2**14  # far above those of published models: a file must not ask for endless work
@@ -35,7 +37,7 @@ def check_num_layers(value: object) -> int:
     return check_integer("num_layers", value, 1, MAX_LAYERS)
 
 
-def check_real(name: str, value: object, low: float, high: float = math.inf) -> float:
+def check_real(name: str, value: object, low: Real, high: Real = math.inf) -> float:
     """Check for a finite number from `low` to `high`, and return it as float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {shown(value)}")

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from longctx.annotations import Real
 from longctx.kernels.attention.operands import check_types
 from longctx.nnx.masks import MaskTokens, tokens_of_mask
 from longctx.parallel.context_parallel import context_parallel_attention
@@ -62,8 +63,8 @@ def attention_fn(
       >>> from flax import nnx
       >>> import jax.numpy as jnp
       >>> from longctx.nnx import attention_fn
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> _ = cpu_devices(8)
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> layer = nnx.MultiHeadAttention(
       ...     num_heads=4, in_features=16, attention_fn=attention_fn(make_mesh(context=8)), decode=False,
       ...     rngs=nnx.Rngs(0))
@@ -79,7 +80,7 @@ def attention_fn(
         mask: Array | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Any = None,
-        dropout_rate: float = 0.0,
+        dropout_rate: Real = 0.0,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
         precision: Any = None,
@@ -125,7 +126,7 @@ def attention_fn(
     return attend
 
 
-def _refuse(bias: Any, dropout_rate: float, deterministic: bool, precision: Any, module: Any) -> None:
+def _refuse(bias: Any, dropout_rate: Real, deterministic: bool, precision: Any, module: Any) -> None:
     if bias is not None:
         raise NotImplementedError("bias: scores are never stored, so none can be added; give a mask of what is visible")
     if dropout_rate > 0 and not deterministic:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
+from longctx.annotations import Real
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.models.llama import project, project_together, rms_norm
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
@@ -70,8 +71,8 @@ class ContextParallelAttention(nnx.Module):
       >>> import jax.numpy as jnp
       >>> from longctx.models import RopeConfig
       >>> from longctx.nnx import ContextParallelAttention
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> _ = cpu_devices(8)
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> layer = ContextParallelAttention(
       ...     16, num_heads=4, num_kv_heads=2, rope=RopeConfig(), mesh=make_mesh(context=4), rngs=nnx.Rngs(0))
       >>> x = jnp.linspace(-1, 1, 9 * 16).reshape(1, 9, 16)
@@ -93,7 +94,7 @@ class ContextParallelAttention(nnx.Module):
         use_bias: bool = False,
         qk_norm: bool = False,
         causal: bool = True,
-        norm_eps: float = 1e-6,
+        norm_eps: Real = 1e-6,
         mesh: Mesh | AbstractMesh | None = None,
         method: str = "auto",
         layout: str = "zigzag",
@@ -134,7 +135,7 @@ class ContextParallelAttention(nnx.Module):
         self.wv = nnx.Param(outward(rngs.params(), (hidden_size, num_kv_heads, head_dim), param_dtype))
         self.wo = nnx.Param(inward(rngs.params(), (num_heads, head_dim, hidden_size), param_dtype))
 
-        def constant(is_wanted: bool, value: float, *shape: int) -> nnx.Param | None:
+        def constant(is_wanted: bool, value: Real, *shape: int) -> nnx.Param | None:
             return nnx.data(nnx.Param(jnp.full(shape, value, param_dtype)) if is_wanted else None)
 
         self.bq = constant(use_bias, 0, num_heads, head_dim)

@@ -192,8 +192,8 @@ def to_nnx(
       >>> import jax
       >>> from longctx.models import Llama, LlamaConfig
       >>> from longctx.nnx import to_nnx
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> _ = cpu_devices(8)
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> model = Llama(LlamaConfig(64, 16, 32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8))
       >>> module = to_nnx(model, model.init(jax.random.key(0)), make_mesh(context=4), remat=True, chunk_size=8)
       >>> tokens = jax.random.randint(jax.random.key(1), (1, 50), 0, 64)

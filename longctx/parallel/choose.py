@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from longctx.annotations import Integer, Real
 from longctx.parallel.cost import Hardware, ModelShape, Thresholds, Times, as_float, check_count, predict_times
 from longctx.parallel.topology import Topology
 
@@ -42,9 +42,9 @@ class EmpiricalRule:
       'pass_q'
     """
 
-    alpha: float
-    beta: float
-    gamma: float
+    alpha: Real
+    beta: Real
+    gamma: Real
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -55,7 +55,7 @@ class EmpiricalRule:
             object.__setattr__(self, field.name, number)
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> "EmpiricalRule":
         """A rule from `"ALPHA,BETA,GAMMA"`.
 
         Raises:
@@ -72,7 +72,7 @@ class EmpiricalRule:
         """`"empirical:ALPHA,BETA,GAMMA"`, as a plan's `exchange` has it."""
         return f"empirical:{self.alpha!r},{self.beta!r},{self.gamma!r}"
 
-    def h(self, new_tokens: int, cached_tokens: int) -> float:
+    def h(self, new_tokens: Integer, cached_tokens: Integer) -> float:
         """The value of h for T new and P cached tokens.
 
         Args:
@@ -85,7 +85,7 @@ class EmpiricalRule:
         new, cached = check_count("new_tokens", new_tokens, 1), check_count("cached_tokens", cached_tokens, 0)
         return self.alpha * math.log(new) + self.beta * math.log(new / (new + cached)) + self.gamma
 
-    def prefers_pass_kv(self, new_tokens: int, cached_tokens: int) -> bool:
+    def prefers_pass_kv(self, new_tokens: Integer, cached_tokens: Integer) -> bool:
         """Whether h is positive for T new and P cached tokens, `new_tokens` and `cached_tokens`."""
         return self.h(new_tokens, cached_tokens) > 0
 
@@ -129,7 +129,7 @@ class EmpiricalRule:
         return cls(alpha, beta, offset - float(np.array([alpha, beta]) @ center))
 
 
-def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: float = 1e-5) -> np.ndarray:
+def _logistic(signed: np.ndarray, weights: np.ndarray, ridge: Real = 1e-5) -> np.ndarray:
     """The minimum over c of `weights @ log(1 + exp(-signed @ c)) + ridge / 2 * c @ c`, by damped Newton steps."""
     c = np.zeros(signed.shape[1])
     for _ in range(200):
@@ -167,6 +167,7 @@ class Choice:
       answers: the method that each rule chooses.
       thresholds: of the paper's equations.
       new_tokens, cached_tokens, num_ranks: T, P and N.
+      hardware: the device and link that times were predicted for, in words.
       h: the value of the given `EmpiricalRule`, or else of the one that is fitted to the paper's table 4.
 
     Source:
@@ -180,6 +181,7 @@ class Choice:
       ('pass_q', 1243)
       >>> print(choice)  # what it was compared with
       pass_q, by algorithm_5: 1,280 new and 126,720 cached tokens on 4 ranks
+      hardware: H100 (500 W), RDMA: 800 TFLOP/s, 50 GB/s to the next rank
       predicted, us      compute     exposed       total
       pass_kv              417.3       825.4     1,242.7
       pass_q               417.3       228.7       646.0
@@ -203,7 +205,8 @@ class Choice:
     new_tokens: int
     cached_tokens: int
     num_ranks: int
-    h: float
+    hardware: str
+    h: Real
 
     def __str__(self) -> str:
         return self.explain()
@@ -214,6 +217,7 @@ class Choice:
         eq, ranks = self.thresholds, "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
         lines = [
             f"{self.method}, by {self.rule}: {new:,} new and {self.cached_tokens:,} cached tokens on {ranks}",
+            f"hardware: {self.hardware}",
             f"{'predicted, us':14}{'compute':>12}{'exposed':>12}{'total':>12}",
         ]
         for method, times in self.times.items():
@@ -236,13 +240,13 @@ class Choice:
 
 
 def choose_ring(
-    new_tokens: int,
-    cached_tokens: int,
-    num_ranks: int,
+    new_tokens: Integer,
+    cached_tokens: Integer,
+    num_ranks: Integer,
     model: ModelShape,
     hardware: Hardware | Topology,
     rule: str | EmpiricalRule = "predicted",
-    fullest: int | None = None,
+    fullest: Integer | None = None,
 ) -> Choice:
     """Choose the exchange for new tokens that attend to themselves and to cached tokens, in a prefill or decode
     (T = 1).
@@ -299,4 +303,6 @@ def choose_ring(
     answers = {"predicted": min(times, key=lambda method: times[method].total)}
     answers |= {name: "pass_kv" if passes else "pass_q" for name, passes in passes_kv.items()}
     name = rule if isinstance(rule, str) else "empirical"
-    return Choice(answers[name], name, times, answers, eq, new, cached, num_ranks, empirical.h(new, cached))
+    return Choice(
+        answers[name], name, times, answers, eq, new, cached, num_ranks, str(hardware), empirical.h(new, cached)
+    )

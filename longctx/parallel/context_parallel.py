@@ -1,20 +1,26 @@
 """Context-parallel attention of whole arrays: it applies the layout, the exchange and the sharding of the heads."""
 
 import dataclasses
+import logging
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype
 from longctx.parallel.choose import choose_ring
-from longctx.parallel.cost import H100_RDMA, Hardware, ModelShape
+from longctx.parallel.cost import Hardware, ModelShape
 from longctx.parallel.layout import check_layout
 from longctx.parallel.mesh_attention import METHODS, StaticArguments, mesh_attention
 from longctx.parallel.mesh_axes import check_axes, check_mesh
+from longctx.parallel.topology import hardware_of, is_in_one_host
+
+_log = logging.getLogger("longctx.parallel")
 
 
 def context_parallel_attention(
@@ -25,18 +31,18 @@ def context_parallel_attention(
     mesh: Mesh | AbstractMesh | None = None,
     method: str = "auto",
     layout: str = "zigzag",
-    q_positions: Int[ArrayLike, "... T"] | None = None,
-    kv_positions: Int[ArrayLike, "... S"] | None = None,
-    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
-    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     axis_name: str = "context",
     head_axis: str | None = None,
     batch_axis: str | None = None,
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
-    hardware: Hardware = H100_RDMA,
+    hardware: Hardware | None = None,
 ) -> Float[Array, "*B T N H"]:
     """Exact attention of whole arrays, computed over the mesh: what `attention(q, k, v, ...)[0]` gives.
 
@@ -59,7 +65,8 @@ def context_parallel_attention(
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
       batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: every
         rank computes all of the batch.
-      hardware: what `choose_ring` counts with.
+      hardware: what `choose_ring` counts with. None: the devices of the mesh and their link, as `find_topology` finds
+        them. The choice is logged as `longctx.parallel`, at level INFO: its first line names the hardware.
 
     Returns:
       out `[*B, T, N, H]` in out_dtype. Differentiable in q, k and v.
@@ -74,8 +81,8 @@ def context_parallel_attention(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import context_parallel_attention, cpu_devices, make_mesh
-      >>> cpu_devices(8)  # where there are no accelerators
+      >>> from longctx.parallel import context_parallel_attention, make_mesh, use_devices
+      >>> use_devices(8)
       >>> mesh = make_mesh(context=4, tensor=2)
       >>> q = jax.random.normal(jax.random.key(0), (1, 30, 4, 16))  # 30 tokens, 4 heads; 4 devices don't divide 30
       >>> k, v = jax.random.normal(jax.random.key(1), (2, 1, 30, 2, 16))
@@ -100,7 +107,7 @@ def context_parallel_attention(
             f"the {tensor} ranks of head_axis {head_axis!r} must divide q's {num_heads} heads, and divide or be a "
             f"multiple of k's {num_kv_heads}"
         )
-    if not isinstance(hardware, Hardware):
+    if not isinstance(hardware, Hardware | None):
         raise TypeError(f"hardware must be a longctx.parallel.Hardware, got {type(hardware).__name__}")
     if method not in ["auto", *METHODS]:
         raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
@@ -108,10 +115,20 @@ def context_parallel_attention(
     if 0 in (q.size, kv_length):
         return jnp.zeros(q.shape, out_dtype)
     if method == "auto":
+        if hardware is None:
+            hardware = _find_hardware(mesh, axis_name)
         model = ModelShape(num_heads, num_kv_heads, head_size).split(tensor)
         # All times but latency grow with the batch.
         latency = hardware.latency * replicas / batch
         hardware = dataclasses.replace(hardware, bytes_per_element=q.dtype.itemsize, latency=latency)
-        method = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware).method
+        choice = choose_ring(length, max(0, kv_length - length), num_ranks, model, hardware)
+        _log.info("%s", choice)
+        method = choice.method
     static = StaticArguments(mesh, method, layout, axes, kernel, out_dtype)
     return mesh_attention(static, arguments)
+
+
+def _find_hardware(mesh: Mesh | AbstractMesh, axis_name: str) -> Hardware:
+    if isinstance(mesh, AbstractMesh):  # where its devices are is not known: those of one process are in one host
+        return hardware_of(jax.devices()[0], jax.process_count() == 1)
+    return hardware_of(mesh.devices.flat[0], is_in_one_host(mesh, axis_name))

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from numbers import Integral, Real
+
+from longctx.annotations import Integer, Real
 
 
-def check_count(name: str, value: int, least: int) -> int:
+def check_count(name: str, value: Integer, least: int) -> int:
     """The value as a Python int, which can't overflow; ValueError if it is no integer of at least `least`."""
-    if not isinstance(value, Integral) or value < least:
+    if not isinstance(value, Integer) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return int(value)
 
@@ -93,9 +94,11 @@ class Hardware:
         of a hop.
       contention: which share of the seconds of a hop the attention that hides it loses to it.
       key_bytes_per_element: of keys and values, where they are not those of queries.
+      name: what explanations call it; it does not count in comparisons.
 
     Raises:
-      ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite).
+      ValueError: one of them is not positive and finite (latencies and contention may be 0, memory_bandwidth infinite),
+        or the name is no string.
 
     Source:
       Context parallelism paper, 3.4 and table 1, whose symbols are in capitals.
@@ -109,19 +112,22 @@ class Hardware:
       'pass_kv'
     """
 
-    peak_flops: float
-    bandwidth: float
-    bytes_per_element: float = 2
-    latency: float = 0.0
-    memory_bandwidth: float = math.inf
-    partial_bytes: float = 4
-    collective_bandwidth: float | None = None
-    collective_latency: float | None = None
-    contention: float = 0.0
-    key_bytes_per_element: float | None = None
+    peak_flops: Real
+    bandwidth: Real
+    bytes_per_element: Real = 2
+    latency: Real = 0.0
+    memory_bandwidth: Real = math.inf
+    partial_bytes: Real = 4
+    collective_bandwidth: Real | None = None
+    collective_latency: Real | None = None
+    contention: Real = 0.0
+    key_bytes_per_element: Real | None = None
+    name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"name must be a string, got {self.name!r}")
+        for field in dataclasses.fields(self)[:-1]:
             name, value = field.name, getattr(self, field.name)
             if value is None and field.default is None:
                 continue
@@ -129,11 +135,15 @@ class Hardware:
             if math.isnan(number) or not (at_limit or 0 < number < math.inf):
                 raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
 
-    def hop(self, num_bytes: float) -> float:
+    def __str__(self) -> str:
+        rates = f"{self.peak_flops / 1e12:,.4g} TFLOP/s, {self.bandwidth / 1e9:,.4g} GB/s to the next rank"
+        return f"{self.name}: {rates}" if self.name else rates
+
+    def hop(self, num_bytes: Real) -> float:
         """Seconds of a hop to the next rank."""
         return self.latency + num_bytes / self.bandwidth
 
-    def collective(self, num_bytes: float, count: int = 1) -> float:
+    def collective(self, num_bytes: Real, count: int = 1) -> float:
         """Seconds of collectives, in each of which a rank sends a part of so many bytes.
 
         Args:
@@ -156,41 +166,41 @@ class LayerCost:
 
     model: ModelShape
     hardware: Hardware
-    num_ranks: int
+    num_ranks: Integer
 
     @functools.cached_property
-    def key_bytes(self) -> float:
+    def key_bytes(self) -> Real:
         element = self.hardware.key_bytes_per_element or self.hardware.bytes_per_element
         return 2 * self.model.num_kv_heads * self.model.head_size * element
 
     @functools.cached_property
-    def query_bytes(self) -> float:
+    def query_bytes(self) -> Real:
         return self.model.num_heads * self.model.head_size * self.hardware.bytes_per_element
 
     @functools.cached_property
-    def state_bytes(self) -> float:
+    def state_bytes(self) -> Real:
         return self.model.num_heads * (self.model.head_size + 1) * self.hardware.partial_bytes
 
-    def hop(self, num_bytes: float) -> float:
+    def hop(self, num_bytes: Real) -> float:
         return 0.0 if self.num_ranks == 1 else self.hardware.hop(num_bytes)
 
-    def collective(self, num_bytes: float, count: int = 1) -> float:
+    def collective(self, num_bytes: Real, count: int = 1) -> float:
         return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
 
-    def ring(self, hop: float, attention: float) -> float:
+    def ring(self, hop: Real, attention: Real) -> float:
         """What N - 1 hops add to N partial attentions of so many seconds each."""
         lost = self.hardware.contention * min(hop, attention)
         return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
 
-    def send_states(self, rows: float) -> float:
+    def send_states(self, rows: Real) -> float:
         """The states of each rank's rows come home from all ranks."""
         return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
 
-    def gather_keys(self, keys: float) -> float:
+    def gather_keys(self, keys: Real) -> float:
         """All ranks get the keys of all, of which each has so many."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
-    def merge(self, rows: float) -> float:
+    def merge(self, rows: Real) -> float:
         """The states of rows that all ranks have are merged, by the cheaper of the two ways of `kvp_attention`."""
         n, results = self.num_ranks, self.query_bytes + 4 * self.model.num_heads
         gather = self.collective((n - 1) * rows * self.state_bytes)
@@ -212,7 +222,7 @@ Examples:
 
 # One H100 of the paper's hosts: 800 TFLOP/s at 500 W and 2.4 TB/s of HBM2e (appendix A), 400 or 100 Gb/s (4.1). A hop
 # of a few bytes takes 35 us (table 8, decode: SendRecv of 3 hops is 105.7 us, of one 32.3); over TCP it isn't given.
-H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12)
+H100_RDMA = Hardware(800e12, 50e9, latency=35e-6, memory_bandwidth=2.4e12, name="H100 (500 W), RDMA")
 """A GPU of Meta's hosts whose ring is over RDMA of 400 Gb/s a GPU: peaks, which are never all reached.
 
 Source:
@@ -223,7 +233,7 @@ Examples:
   >>> H100_RDMA.peak_flops / 1e12, H100_RDMA.bandwidth / 1e9  # TFLOP/s, GB/s of its link
   (800.0, 50.0)
 """
-H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9)
+H100_TCP = dataclasses.replace(H100_RDMA, bandwidth=12.5e9, name="H100 (500 W), TCP")
 """A GPU of Meta's hosts whose ring is over TCP of 100 Gb/s a GPU.
 
 Source:
@@ -238,8 +248,10 @@ Examples:
 # Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
 # from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of
 # a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
-H100_RDMA_ACHIEVED = dataclasses.replace(H100_RDMA, peak_flops=502e12, bandwidth=26.5e9)
-H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9)
+H100_RDMA_ACHIEVED = dataclasses.replace(
+    H100_RDMA, peak_flops=502e12, bandwidth=26.5e9, name=f"{H100_RDMA.name}, achieved"
+)
+H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9, name=f"{H100_TCP.name}, achieved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +264,11 @@ class Times:
     """
 
     steps: int
-    attention: float
-    send: float
-    collective: float
-    tokens: float
-    contention: float = 0.0
+    attention: Real
+    send: Real
+    collective: Real
+    tokens: Real
+    contention: Real = 0.0
 
     @property
     def compute(self) -> float:
@@ -274,12 +286,12 @@ class Times:
 
 
 def predict_times(
-    new_tokens: int,
-    cached_tokens: int,
-    num_ranks: int,
+    new_tokens: Integer,
+    cached_tokens: Integer,
+    num_ranks: Integer,
     model: ModelShape,
     hardware: Hardware,
-    fullest: int | None = None,
+    fullest: Integer | None = None,
 ) -> dict[str, Times]:
     """Predict the times of `pass_kv`, `pass_q`, `all_gather` and `kvp`, in this order, for one sequence.
 
@@ -313,7 +325,7 @@ def predict_times(
     shard = rows + most
     layer = LayerCost(model, hardware, n)
 
-    def compute(queries: int, cached_keys: float) -> float:
+    def compute(queries: int, cached_keys: Real) -> float:
         """Of some queries to one shard, which has so many cached keys."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
         read = (rows + math.ceil(cached_keys)) * layer.key_bytes
@@ -344,13 +356,13 @@ class Thresholds:
     attention without a causal mask, which is twice the work where P = 0.
     """
 
-    equation_1: float
-    equation_2: float
-    equation_3: float
-    equation_5: float
+    equation_1: Real
+    equation_2: Real
+    equation_3: Real
+    equation_5: Real
 
     @classmethod
-    def of(cls, new_tokens: int, num_ranks: int, model: ModelShape, hardware: Hardware) -> "Thresholds":
+    def of(cls, new_tokens: Integer, num_ranks: Integer, model: ModelShape, hardware: Hardware) -> "Thresholds":
         # C * e / BW: operations that the device computes while it sends one element.
         intensity = hardware.peak_flops * hardware.bytes_per_element / hardware.bandwidth
         miss_rate = 2 * model.num_kv_heads / model.num_heads

@@ -5,13 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from longctx.annotations import Real
 from longctx.parallel.cost import as_float
 
 _OF_BYTES = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
 DTYPES = ("float8", "bfloat16", "float16", "float32", "float64")
 
 
-def _check(name: str, value: Any, most: float = math.inf, may_be_zero: bool = False) -> float:
+def _check(name: str, value: Any, most: Real = math.inf, may_be_zero: bool = False) -> float:
     number = as_float(value)
     if not (0 < number <= most or (may_be_zero and number == 0)) or number == math.inf:
         kind = "finite number that is not negative" if may_be_zero else "positive, finite number"
@@ -62,19 +63,19 @@ class Device:
     """
 
     name: str
-    flops: Mapping[str, float] = dataclasses.field(hash=False)
-    memory_bandwidth: float
-    memory_bytes: float | None = None
-    flops_share: float = 0.6
-    memory_share: float = 0.6
-    step_seconds: float = 0.0
-    contention: float = 0.0
-    attention_share: float | None = None
-    key_share: float | None = None
-    element_share: float | None = None
-    overlap: float = 1.0
-    attention_overlap: float = 0.0
-    layer_seconds: float = 0.0
+    flops: Mapping[str, Real] = dataclasses.field(hash=False)
+    memory_bandwidth: Real
+    memory_bytes: Real | None = None
+    flops_share: Real = 0.6
+    memory_share: Real = 0.6
+    step_seconds: Real = 0.0
+    contention: Real = 0.0
+    attention_share: Real | None = None
+    key_share: Real | None = None
+    element_share: Real | None = None
+    overlap: Real = 1.0
+    attention_overlap: Real = 0.0
+    layer_seconds: Real = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -98,16 +99,16 @@ class Device:
         for name in ("step_seconds", "contention", "layer_seconds"):
             object.__setattr__(self, name, _check(name, getattr(self, name), may_be_zero=True))
 
-    def reached_flops(self, element_bytes: float = 2) -> float:
+    def reached_flops(self, element_bytes: Real = 2) -> float:
         """FLOP/s that products with weights of so many bytes reach; those of bfloat16 if there is no other number."""
         return self._peak(element_bytes) * self.flops_share
 
-    def reached_attention(self, element_bytes: float = 2) -> float:
+    def reached_attention(self, element_bytes: Real = 2) -> float:
         """FLOP/s that attention's products reach, of elements of so many bytes."""
         share = self.flops_share if self.attention_share is None else self.attention_share
         return self._peak(element_bytes) * share
 
-    def _peak(self, element_bytes: float) -> float:
+    def _peak(self, element_bytes: Real) -> float:
         return self.flops.get(_OF_BYTES.get(int(element_bytes), "bfloat16"), self.flops["bfloat16"])
 
     @property
@@ -146,12 +147,12 @@ class Link:
     """
 
     name: str
-    bandwidth: float
-    latency: float = 0.0
-    share: float = 0.6
-    collective_share: float | None = None
-    collective_latency: float | None = None
-    reduce_latency: float | None = None
+    bandwidth: Real
+    latency: Real = 0.0
+    share: Real = 0.6
+    collective_share: Real | None = None
+    collective_latency: Real | None = None
+    reduce_latency: Real | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name)

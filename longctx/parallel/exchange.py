@@ -5,8 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype, flatten, match_varying
@@ -17,13 +18,13 @@ def check_arguments(
     q: Array,
     k: Array,
     v: Array,
-    q_positions: Array | None,
-    kv_positions: Array | None,
-    q_segment_ids: Array | None,
-    kv_segment_ids: Array | None,
+    q_positions: ArrayLike | Nested | None,
+    kv_positions: ArrayLike | Nested | None,
+    q_segment_ids: ArrayLike | Nested | None,
+    kv_segment_ids: ArrayLike | Nested | None,
     axis_name: str,
     causal: bool,
-    scale: float | None,
+    scale: Real | None,
     implementation: str | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[Kernel, Operands, jnp.dtype]:

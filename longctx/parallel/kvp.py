@@ -6,8 +6,9 @@ from typing import NamedTuple, final
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
@@ -27,16 +28,16 @@ def kvp_attention(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
     v: Float[Array, "*B S K H"],
-    q_positions: Int[Array, "... T"] | None = None,
-    kv_positions: Int[Array, "... S"] | None = None,
-    q_segment_ids: Int[Array, "... T"] | None = None,
-    kv_segment_ids: Int[Array, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
     group_ids: Int[Array, "T"] | Int[Array, "ranks T"] | None = None,
     merge: str = "auto",
     axis_name: str = "context",
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
@@ -74,8 +75,8 @@ def kvp_attention(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, kvp_attention, make_mesh
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import kvp_attention, make_mesh, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
       >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))  # the token that is decoded, on all devices
@@ -144,8 +145,8 @@ def merge_over_ranks(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, merge_over_ranks
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, merge_over_ranks, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 cached tokens, 8 a device
       >>> q = jax.random.normal(jax.random.key(1), (1, 2, 16))

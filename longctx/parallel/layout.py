@@ -2,10 +2,12 @@
 
 import numpy as np
 
+from longctx.annotations import Integer
+
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def layout_shards(length: int, num_shards: int, layout: str) -> list[np.ndarray]:
+def layout_shards(length: Integer, num_shards: Integer, layout: str) -> list[np.ndarray]:
     """The tokens of each shard, ascending. Shards differ by one token at most, and the longer ones come first.
 
     * `contiguous`: each shard has one run of tokens. In a causal sequence the last shard has most keys to attend to.
@@ -49,7 +51,7 @@ def layout_shards(length: int, num_shards: int, layout: str) -> list[np.ndarray]
     return [np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(num_shards)]
 
 
-def check_layout(num_shards: int, layout: str) -> None:
+def check_layout(num_shards: Integer, layout: str) -> None:
     """Raise ValueError for an unknown layout or a wrong number of shards."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -57,7 +59,7 @@ def check_layout(num_shards: int, layout: str) -> None:
         raise ValueError(f"num_shards must be a positive integer, got {num_shards!r}")
 
 
-def shard_order(length: int, num_shards: int, layout: str) -> np.ndarray:
+def shard_order(length: Integer, num_shards: Integer, layout: str) -> np.ndarray:
     """`layout_shards` as one array `[num_shards, ceil(length / num_shards)]`, padded with -1."""
     shards = layout_shards(length, num_shards, layout)
     order = np.full((num_shards, -(-length // num_shards)), -1)
@@ -66,7 +68,7 @@ def shard_order(length: int, num_shards: int, layout: str) -> np.ndarray:
     return order
 
 
-def shard_positions(length: int, num_shards: int, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:
+def shard_positions(length: Integer, num_shards: Integer, layout: str = "zigzag") -> tuple[np.ndarray, np.ndarray]:
     """Positions and segments of one sequence in the order of `shard_sequence`.
 
     Args:

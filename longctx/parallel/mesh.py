@@ -30,8 +30,8 @@ def make_mesh(stage: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
       ValueError: a size is not a positive integer, or there are too few devices.
 
     Examples:
-      >>> from longctx.parallel import cpu_devices, make_mesh
-      >>> cpu_devices(8)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, use_devices
+      >>> use_devices(8)
       >>> mesh = make_mesh(context=4, tensor=2)
       >>> dict(mesh.shape)
       {'stage': 1, 'context': 4, 'tensor': 2}

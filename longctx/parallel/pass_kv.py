@@ -7,8 +7,9 @@ from typing import Any, final
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
 from longctx.parallel.exchange import check_arguments, restore_shape
@@ -19,14 +20,14 @@ def ring_pass_kv(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
     v: Float[Array, "*B S K H"],
-    q_positions: Int[Array, "... T"] | None = None,
-    kv_positions: Int[Array, "... S"] | None = None,
-    q_segment_ids: Int[Array, "... T"] | None = None,
-    kv_segment_ids: Int[Array, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T N"]]:
@@ -68,9 +69,9 @@ def ring_pass_kv(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_kv
+      >>> from longctx.parallel import make_mesh, ring_pass_kv, use_devices
       >>> from longctx.parallel import shard_positions, shard_sequence, unshard_sequence
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 32, 2, 16))  # 32 tokens, 2 heads
       >>> positions, _ = shard_positions(32, 4)  # in the order of the shards

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels import merge_states
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
@@ -20,14 +22,14 @@ def ring_pass_q(
     q: Float[Array, "*B T N H"],
     k: Float[Array, "*B S K H"],
     v: Float[Array, "*B S K H"],
-    q_positions: Int[Array, "... T"] | None = None,
-    kv_positions: Int[Array, "... S"] | None = None,
-    q_segment_ids: Int[Array, "... T"] | None = None,
-    kv_segment_ids: Int[Array, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     *,
     axis_name: str = "context",
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     decode: bool = False,
@@ -67,8 +69,8 @@ def ring_pass_q(
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
       >>> from longctx.kernels import attention
-      >>> from longctx.parallel import cpu_devices, make_mesh, ring_pass_q
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, ring_pass_q, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(context=4)
       >>> k, v = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))  # 32 tokens, 8 a device, most of them cached
       >>> q = jax.random.normal(jax.random.key(1), (4, 2, 16))  # the last 4 tokens, one a device
@@ -97,7 +99,7 @@ def ring_pass_q(
     if decode and (q.ndim != 3 or q_segment_ids is None):
         raise ValueError(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
-            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else q_segment_ids.shape}"
+            f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
     algorithm = kernel if operands.are_empty else PassQ(axis_name, kernel, decode)
     return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)

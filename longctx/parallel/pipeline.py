@@ -37,8 +37,8 @@ def enter_stage(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
-      >>> from longctx.parallel import cpu_devices, enter_stage, make_mesh
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import enter_stage, make_mesh, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(stage=4)
       >>> run = jax.shard_map(enter_stage, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))
       >>> outputs = jnp.array([10, 20, 30, 40])  # of the four stages, in the tick before
@@ -82,8 +82,8 @@ def sequence_pipeline(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
-      >>> from longctx.parallel import cpu_devices, make_mesh, sequence_pipeline
-      >>> cpu_devices(4)  # where there are no accelerators
+      >>> from longctx.parallel import make_mesh, sequence_pipeline, use_devices
+      >>> use_devices(4)
       >>> mesh = make_mesh(stage=4)
       >>> def stage_fn(total, x, chunk):  # a layer that adds up all it has seen, as attention reads all earlier chunks
       ...     seen = total + jnp.where(chunk >= 0, x.sum(), 0.0)

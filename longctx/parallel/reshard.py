@@ -7,11 +7,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Shaped
 
+from longctx.annotations import Integer, Real
 from longctx.parallel.layout import shard_order
 
 
 def shard_sequence(
-    x: Array | np.ndarray, num_shards: int, layout: str = "zigzag", axis: int = 1, pad_value: float = 0
+    x: Array | np.ndarray, num_shards: Integer, layout: str = "zigzag", axis: int = 1, pad_value: Real = 0
 ) -> Array:
     """Reorder a sequence so that its N equal parts along `axis` are the shards of a layout.
 
@@ -45,7 +46,7 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: Array | np.ndarray, num_shards: int, layout: str = "zigzag", axis: int = 1, length: int | None = None
+    x: Array | np.ndarray, num_shards: Integer, layout: str = "zigzag", axis: int = 1, length: int | None = None
 ) -> Array:
     """Undo `shard_sequence`.
 

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from longctx.annotations import Real
 from longctx.parallel.cost import Hardware
 from longctx.parallel.device_tables import DEVICES, FOUND, LINKS, PRESETS, Device, Link
 
@@ -67,7 +69,7 @@ class Topology:
         object.__setattr__(self, "links", dict(self.links))
 
     @classmethod
-    def preset(cls, name: str) -> Self:
+    def preset(cls, name: str) -> "Topology":
         """A topology by its name, one of the presets.
 
         Raises:
@@ -83,7 +85,7 @@ class Topology:
         return cls(DEVICES[device], links, name)
 
     @classmethod
-    def named(cls, text: str) -> Self:
+    def named(cls, text: str) -> "Topology":
         """The preset of a name, or what a file says, as `--topology` takes either.
 
         Raises:
@@ -94,7 +96,7 @@ class Topology:
         return cls.from_file(Path(text)) if is_file else cls.preset(text)
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
+    def from_file(cls, path: Path) -> "Topology":
         """Read a topology: JSON of `device` and `links`, with the attributes of `Device` and `Link` or names of ours.
 
         For example `{"device": "H100", "links": {"tensor": "nvlink-h100", "context": {"bandwidth": 25e9, "latency":
@@ -113,7 +115,7 @@ class Topology:
             raise ValueError(f"{path} is no topology: {error}") from None
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Topology":
         """A topology from plain data, as in a file.
 
         Raises:
@@ -131,7 +133,7 @@ class Topology:
         return dataclasses.asdict(self)
 
     @classmethod
-    def of_hardware(cls, hardware: Hardware, efficiency: float = 1.0) -> Self:
+    def of_hardware(cls, hardware: Hardware, efficiency: Real = 1.0) -> "Topology":
         """A topology whose axes all have the link of a `Hardware`, of which a share is reached.
 
         Bytes of elements are no part of it: give them to `hardware`.
@@ -178,7 +180,7 @@ class Topology:
             if size > 1:
                 self.link(axis)
 
-    def hardware(self, axis: str, element_bytes: float = 2, partial_bytes: float = 4) -> Hardware:
+    def hardware(self, axis: str, element_bytes: Real = 2, partial_bytes: Real = 4) -> Hardware:
         """The device as attention reaches it, and its link along an axis, as `choose_ring` and `predict_times` take it.
 
         Args:
@@ -200,6 +202,7 @@ class Topology:
             link.bandwidth * (link.share if link.collective_share is None else link.collective_share),
             link.latency if link.collective_latency is None else link.collective_latency,
             device.contention,
+            name=f"{device.name}, {link.name}",
         )
 
 
@@ -226,8 +229,9 @@ def _made(kind: type, known: Mapping[str, Any], name: str, value: Any) -> Any:
 def find_topology(mesh: Any) -> Topology:
     """The topology of a mesh, from its devices' kind and from the hosts that they are in.
 
-    An axis whose neighbours are all in one host has that host's link, NVLink; else it has the network's. An accelerator
-    that is not in the tables counts as an H100; None, and anything else, as a CPU.
+    An axis whose neighbours are all in one host has that host's link, NVLink; else it has the network's. None, and
+    anything that is no accelerator, counts as a CPU. An accelerator that is not in the tables counts as an H100, which
+    its device's name says, and a warning.
 
     Args:
       mesh: a `jax.sharding.Mesh` of the axes stage, context and tensor, or some of them.
@@ -236,18 +240,37 @@ def find_topology(mesh: Any) -> Topology:
       The topology, with a link for each axis.
 
     Examples:
-      >>> from longctx.parallel import cpu_devices, find_topology, make_mesh
-      >>> cpu_devices(4)  # where there are no accelerators
-      >>> find_topology(make_mesh(context=4)).device.name
+      >>> from longctx.parallel import find_topology, make_mesh
+      >>> find_topology(make_mesh()).device.name
       'cpu'
     """
-    name = "cpu" if mesh is None else device_name(mesh.devices.flat[0]) or _DEFAULT
-    within, across = FOUND[name]
-    links = {axis: LINKS[within if _is_in_one_host(mesh, axis) else across] for axis in AXES}
-    return Topology(DEVICES["A100" if name == "A800" else name], links, "found")
+    device, within, across = _found(None if mesh is None else mesh.devices.flat[0])
+    links = {axis: LINKS[within if is_in_one_host(mesh, axis) else across] for axis in AXES}
+    return Topology(device, links, "found")
 
 
-def _is_in_one_host(mesh: Any, axis: str) -> bool:
+def hardware_of(device: Any, in_one_host: bool) -> Hardware:
+    """A `jax.Device` and its link to others, within its host or across hosts, as `find_topology` finds them."""
+    found, within, across = _found(device)
+    return Topology(found, {"context": LINKS[within if in_one_host else across]}, "found").hardware("context")
+
+
+def _found(device: Any) -> tuple[Device, str, str]:
+    """What is known of a `jax.Device`, and the links within and across hosts."""
+    name = device_name(device)
+    known = DEVICES["A100" if name == "A800" else name or _DEFAULT]
+    if name is None:
+        kind = device.device_kind
+        warnings.warn(
+            f"no figures of the device {kind!r} are known: costs are predicted as for an {_DEFAULT}; give a Topology "
+            "that has them",
+            stacklevel=3,
+        )
+        known = dataclasses.replace(known, name=f"{_DEFAULT}, assumed for {kind}")
+    return known, *FOUND[name or _DEFAULT]
+
+
+def is_in_one_host(mesh: Any, axis: str) -> bool:
     """Whether all devices that exchange over an axis are in one host, line by line."""
     if mesh is None or axis not in mesh.axis_names:
         return True

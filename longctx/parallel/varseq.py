@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from longctx.annotations import Integer
 from longctx.parallel.layout import check_layout, layout_shards
 
 
@@ -83,9 +84,9 @@ class VarseqPlan:
 
 
 def plan_varseq(
-    new_lengths: Sequence[int],
-    cached_lengths: Sequence[int] | None,
-    num_shards: int,
+    new_lengths: Sequence[int] | np.ndarray,
+    cached_lengths: Sequence[int] | np.ndarray | None,
+    num_shards: Integer,
     layout: str = "zigzag",
     cached_ranks: np.ndarray | None = None,
 ) -> VarseqPlan:
@@ -155,14 +156,17 @@ def plan_varseq(
 
 
 def shard_tokens(
-    new_lengths: Sequence[int], cached_lengths: Sequence[int], num_shards: int, layout: str = "zigzag"
+    new_lengths: Sequence[int] | np.ndarray,
+    cached_lengths: Sequence[int] | np.ndarray,
+    num_shards: Integer,
+    layout: str = "zigzag",
 ) -> list[np.ndarray]:
     """The new tokens of each rank, ascending, as in `plan_varseq`. The work doesn't grow with cached tokens."""
     new, cached = _check_lengths("new_lengths", new_lengths), _check_lengths("cached_lengths", cached_lengths)
     return _assign_tokens(new, cached, num_shards, layout)[0]
 
 
-def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
+def plan_decode(num_sequences: Integer, step: Integer, num_shards: Integer) -> np.ndarray:
     """The rank that computes and keeps the token that each sequence decodes in this step.
 
     Sequence b belongs to rank (b + step) mod N. So the rows of a step are sharded evenly, and over the steps so is the
@@ -198,7 +202,7 @@ def plan_decode(num_sequences: int, step: int, num_shards: int) -> np.ndarray:
 
 
 def _assign_tokens(
-    new: np.ndarray, cached: np.ndarray, num_shards: int, layout: str
+    new: np.ndarray, cached: np.ndarray, num_shards: Integer, layout: str
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Each rank's new tokens, ascending, and its scores.
 
@@ -236,7 +240,7 @@ def _assign_tokens(
     return [np.sort(np.concatenate([np.empty(0, int), *parts])) for parts in by_rank], scores
 
 
-def _check_lengths(name: str, lengths: Sequence[int]) -> np.ndarray:
+def _check_lengths(name: str, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     checked = np.asarray(lengths)
     if checked.ndim != 1 or not (checked.size == 0 or np.issubdtype(checked.dtype, np.integer)) or (checked < 0).any():
         raise ValueError(f"{name} must be non-negative integers, one a sequence, got {lengths!r}")
@@ -248,7 +252,7 @@ def _positions_within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _pad_rows(rows: list[np.ndarray], length: int) -> np.ndarray:
+def _pad_rows(rows: list[np.ndarray], length: Integer) -> np.ndarray:
     """Stack rows, padded to a length with -1."""
     return np.stack([np.pad(row, (0, length - len(row)), constant_values=-1) for row in rows])
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from longctx.models.footprint import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
@@ -138,7 +138,7 @@ class EngineConfig:
             object.__setattr__(self, "buckets", buckets)
 
     @classmethod
-    def medha(cls, **overrides: Any) -> Self:
+    def medha(cls, **overrides: Any) -> "EngineConfig":
         """Medha's scheduling; it goes with `ParallelPlan.medha`. `overrides` are arguments of `EngineConfig`.
 
         Prompts by relative slack, short ones in the steps of long ones (4.2). Adaptive chunks of up to 4,096 tokens
@@ -155,7 +155,7 @@ class EngineConfig:
         return cls(**paper | {"slo": Slo(tpot=0.03, step_seconds=0.03)} | overrides)
 
     @classmethod
-    def sarathi(cls, chunk: int = 512, **overrides: Any) -> Self:
+    def sarathi(cls, chunk: int = 512, **overrides: Any) -> "EngineConfig":
         """Sarathi-Serve's scheduling: first come first served, and `chunk` rows in every step, decodes first.
 
         Medha compares with chunks of 512 and 2,048 (5.1). Its paper has stages and tensor parallelism, no `context`.
@@ -171,7 +171,7 @@ class EngineConfig:
         return cls(**paper | overrides)
 
     @classmethod
-    def meta(cls, chunk: int = 32_768, **overrides: Any) -> Self:
+    def meta(cls, chunk: int = 32_768, **overrides: Any) -> "EngineConfig":
         """The setting of the context parallelism paper; it goes with `ParallelPlan.meta`.
 
         One prompt after the other, each of up to `context * chunk` tokens in one step. The paper prefills whole prompts

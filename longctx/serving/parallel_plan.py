@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from longctx.parallel.choose import EmpiricalRule, paper_rule
 from longctx.serving.kv_cache.placement import Placer
@@ -89,7 +89,7 @@ class ParallelPlan:
             object.__setattr__(self, "rank_tokens", check_integer("rank_tokens", self.rank_tokens, 1))
 
     @classmethod
-    def medha(cls, stage: int = 1, context: int = 1, tensor: int = 1, **overrides: Any) -> Self:
+    def medha(cls, stage: int = 1, context: int = 1, tensor: int = 1, **overrides: Any) -> ParallelPlan:
         """Medha's and Mnemosyne's plan: SPP, KVP and TP. `overrides` are arguments of `ParallelPlan`.
 
         Requests start on one rank and grow to others; the states of their rows are merged (Medha, 3.4 and 3.5).
@@ -104,7 +104,7 @@ class ParallelPlan:
         return cls(stage, context, tensor, **{"exchange": "kvp", "placement": "grow"} | overrides)
 
     @classmethod
-    def meta(cls, context: int = 1, tensor: int = 1, **overrides: Any) -> Self:
+    def meta(cls, context: int = 1, tensor: int = 1, **overrides: Any) -> ParallelPlan:
         """The plan of the context parallelism paper: CP over hosts, TP within them.
 
         Keys and values are spread evenly, those of decodes too (3.6), and algorithm 1 chooses the exchange of each step

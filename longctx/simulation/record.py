@@ -1,7 +1,6 @@
 """What came of a workload: its requests, and each engine after each of its steps."""
 
 from dataclasses import dataclass, field, fields
-from typing import Self
 
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.request.output import Metrics
@@ -41,7 +40,7 @@ class Served:
     instance: str = ""
 
     @classmethod
-    def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> Self:
+    def of(cls, metrics: Metrics, due: float, start: float, number: int = 0, instance: str = "") -> "Served":
         """A request as its engine's metrics have it.
 
         Args:

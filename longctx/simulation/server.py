@@ -1,7 +1,7 @@
 """What requests are simulated on, as a `Simulation` sees it."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
 from longctx.serving.request.output import Metrics
@@ -12,6 +12,7 @@ from longctx.simulation.workloads import WorkloadRequest
 OnEnd = Callable[[WorkloadRequest, Metrics], object]
 
 
+@runtime_checkable
 class Server(Protocol):
     """What requests are simulated on: an `Instance`, or a baseline that is no core of ours.
 

@@ -32,14 +32,27 @@ def explain_with(path: str) -> tuple[str, str]:
 
 
 def check_same(said: str, log: str) -> str:
+    """The version of what assembles; empty where jaxlib has found libnvJitLink, and takes no ptxas."""
+    if "Using libnvjitlink" in log:
+        assert said.splitlines()[-1].startswith("ptxas       of unknown version, for PTX up to ")
+        assert said.startswith("mosaic_gpu  taken")
+        return ""
     used = re.search(r"Using ptxas\(path=([^,]+), version=([\d.]+)\)", log)
     assert said.splitlines()[-1] == f"ptxas       {used[2]} ({used[1]})"
     return used[2]
 
 
+def write_program(path: Path, version: str, right: Path) -> None:
+    """An assembler that gives itself a version, and is the right one otherwise."""
+    path.write_text(f"""#!/bin/sh
+if [ "$1" = --version ]; then echo {version}; else exec {right} "$@"; fi
+""")
+    path.chmod(0o755)
+
+
 def test_the_first_on_the_path_is_used() -> None:
     said, log = explain_with(os.environ["PATH"])
-    assert check_same(said, log) == cuda_tools.ptxas_version(cuda_tools.ptxas(cuda_tools.OLDEST))
+    assert check_same(said, log) in ("", cuda_tools.ptxas_version(cuda_tools.ptxas(cuda_tools.OLDEST)))
     assert said.startswith("mosaic_gpu  taken")
 
 
@@ -47,10 +60,28 @@ def test_the_first_on_the_path_is_used() -> None:
 def test_a_broken_one_on_the_path_is_refused(tmp_path: Path) -> None:
     """It gives itself the version of CUDA 12.9.0, and is the right one otherwise."""
     right, program = cuda_tools.ptxas(cuda_tools.OLDEST), tmp_path / "ptxas"
-    program.write_text(f"""#!/bin/sh
-if [ "$1" = --version ]; then echo V12.9.41; else exec {right} "$@"; fi
-""")
-    program.chmod(0o755)
+    write_program(program, "V12.9.41", right)
     said, log = explain_with(f"{tmp_path}:{os.environ['PATH']}")
-    assert check_same(said, log) == "12.9.41"
-    assert f"which miscompiles such loops: found 12.9.41 ({program})" in said
+    if version := check_same(said, log):
+        assert version == "12.9.41"
+        assert f"which miscompiles such loops: found 12.9.41 ({program})" in said
+
+
+@pytest.mark.slow
+def test_a_broken_one_on_the_path_gives_way_to_that_of_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin lies beside CUDA's packages here, as pip installs them; the first of the path is of CUDA 12.8."""
+    right, site = cuda_tools.ptxas(cuda_tools.OLDEST), tmp_path / "site"
+    installed = Path(os.environ["PYTHONPATH"])
+    for folder in installed.iterdir():
+        (site / folder.name).mkdir(parents=True)  # no link, since its parent has to be ours
+        for path in folder.iterdir():
+            (site / folder.name / path.name).symlink_to(path)
+    (site / "nvidia").mkdir(exist_ok=True)
+    (site / "nvidia/cuda_nvcc").symlink_to(right.parent.parent)
+    write_program(tmp_path / "ptxas", "V12.8.93", right)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    said, log = explain_with(f"{tmp_path}:{os.defpath}")
+    assert check_same(said, log) in ("", cuda_tools.ptxas_version(right))
+    assert said.startswith("mosaic_gpu  taken")

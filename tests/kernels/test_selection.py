@@ -1,5 +1,6 @@
 """The choice of an implementation, and the reasons against the others."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def install(folder: Path, said: str) -> str:
 def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First on PATH, then beside JAX; what can't run, or is too old for XLA, is passed over."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adapter, "ptx_version", lambda: (88, tmp_path / "site/plugin/library.so"))
+    monkeypatch.setattr(adapter, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
+    monkeypatch.setattr(adapter, "ptx_version", lambda: 88)
     monkeypatch.setenv("PATH", f"{tmp_path / 'empty'}:{tmp_path / 'bin'}")
     find = ptxas_in_use.__wrapped__
     (tmp_path / "site/plugin").mkdir(parents=True)
@@ -122,18 +124,43 @@ def test_ptxas_is_looked_for_where_jaxlib_does(tmp_path: Path, monkeypatch: pyte
     if not Path("/usr/local/cuda/bin/ptxas").exists():
         assert find().version == (12, 9, 86)
         assert Path(find().path).resolve() == Path(beside, "ptxas")
-    first = install(tmp_path / "bin", "Cuda compilation tools, release 12.9, V12.9.41")
-    assert find() == Ptxas(88, (12, 9, 41), f"{first}/ptxas")
+    first = install(tmp_path / "bin", "Cuda compilation tools, release 12.9, V12.9.86")
+    assert find() == Ptxas(88, (12, 9, 86), f"{first}/ptxas")
     for skipped in ("release 11.7, V11.7.99", "release 12.3, V12.3.103", "nothing"):
         install(tmp_path / "empty", skipped)
-        assert find() == Ptxas(88, (12, 9, 41), f"{first}/ptxas")
+        assert find() == Ptxas(88, (12, 9, 86), f"{first}/ptxas")
     install(tmp_path / "cuda_sdk_lib/bin", "release 12.9, V12.9.90")
     assert find() == Ptxas(88, (12, 9, 90), "cuda_sdk_lib/bin/ptxas")
     # The first is not what reads PTX of this version: something else assembles.
-    monkeypatch.setattr(adapter, "ptx_version", lambda: (87, tmp_path / "site/plugin/library.so"))
-    assert find() == Ptxas(87)
+    for ptx_version, broken in ((87, True), (90, False), (92, False)):
+        monkeypatch.setattr(adapter, "ptx_version", lambda: ptx_version)  # noqa: B023
+        assert (find(), find().broken) == (Ptxas(ptx_version), broken)
     monkeypatch.setattr(adapter, "ptx_version", lambda: None)
     assert find() == Ptxas()
+
+
+@pytest.mark.parametrize("broken", ["release 12.8, V12.8.93", "release 12.9, V12.9.41"])
+def test_a_toolkit_that_would_miscompile_gives_way_to_the_package(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapter, "mosaic_library", lambda: tmp_path / "site/plugin/library.so")
+    monkeypatch.setattr(adapter, "ptx_version", lambda: 88)
+    toolkit = install(tmp_path / "cuda-12.8/bin", broken)
+    monkeypatch.setenv("PATH", toolkit)
+    (tmp_path / "site/plugin").mkdir(parents=True)
+    find = ptxas_in_use.__wrapped__
+    beside = tmp_path / "site/nvidia/cuda_nvcc/bin"
+    install(beside, broken)  # no better: PATH stays as it is
+    find()
+    assert os.environ["PATH"] == toolkit
+    install(beside, "release 12.9, V12.9.86")
+    found = find()
+    assert (found.version, Path(found.path).resolve()) == ((12, 9, 86), beside / "ptxas")
+    first, rest = os.environ["PATH"].split(os.pathsep)
+    assert (Path(first).resolve(), rest) == (beside, toolkit)
+    assert find() == found  # and PATH does not grow
+    assert os.environ["PATH"].split(os.pathsep)[1:] == [toolkit]
 
 
 def test_explain_refuses() -> None:

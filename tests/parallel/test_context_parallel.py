@@ -1,6 +1,7 @@
 """Context-parallel attention of whole arrays on all kinds of meshes, against the oracle."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels import attention
-from longctx.parallel import context_parallel_attention, make_mesh, shard_sequence
+from longctx.parallel import H100_RDMA, context_parallel_attention, make_mesh, shard_sequence
 from longctx.parallel.reshard import padded_length, reshard_to_contiguous, reshard_to_layout
+from longctx.parallel.topology import hardware_of
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "kvp")
 
@@ -49,6 +51,28 @@ def test_one_axis_and_a_cached_prefix(method: str) -> None:
     """37 new tokens, of which 5 ranks get 8 at most, after 21 cached ones."""
     positions = {"q_positions": 21 + np.arange(37), "kv_positions": np.arange(58)}
     compare(make_mesh(context=5), *arrays(4, 2, 37, 21), method=method, layout="zigzag", **positions)
+
+
+def test_the_choice_is_for_the_devices_of_the_mesh(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is logged names the hardware that was found, an unknown one with a warning, or the one that was given."""
+    mesh, (q, k, v) = make_mesh(context=2), arrays(4, 2, 8, 0)
+    caplog.set_level("INFO", "longctx.parallel")
+
+    def hardware(**arguments: object) -> str:
+        caplog.clear()
+        jax.eval_shape(lambda: context_parallel_attention(q, k, v, mesh=mesh, **arguments))
+        return caplog.messages[-1].splitlines()[1]
+
+    assert hardware().startswith("hardware: cpu, memory: ")
+    assert hardware(hardware=H100_RDMA).startswith("hardware: H100 (500 W), RDMA: ")
+    of_kind = lambda kind: lambda *_: hardware_of(SimpleNamespace(platform="gpu", device_kind=kind), True)  # noqa: E731
+    monkeypatch.setattr("longctx.parallel.context_parallel.hardware_of", of_kind("NVIDIA A100-SXM4-80GB"))
+    assert hardware().startswith("hardware: A100, nvlink-a100: ")
+    monkeypatch.setattr("longctx.parallel.context_parallel.hardware_of", of_kind("NVIDIA L4"))
+    with pytest.warns(UserWarning, match="no figures of the device 'NVIDIA L4' are known"):
+        assert hardware().startswith("hardware: H100, assumed for NVIDIA L4, nvlink-h100: ")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Topologies: what is found from devices and hosts, presets, files, and what is refused."""
 
+import dataclasses
 import json
 import pickle
 import tempfile
@@ -59,12 +60,14 @@ def test_processes_of_one_host_are_found_where_devices_tell() -> None:
 def test_cpus_and_unknown_devices() -> None:
     assert find_topology(None) == find_topology(make_mesh(context=2))
     assert find_topology(None).device.name == "cpu"
-    unknown = find_topology(mesh_of("some accelerator", np.zeros((1, 1, 2), int)))
-    assert unknown.device.name == "H100"
     # A GH200's memory and links are not an H200's.
     for kind in ("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A1000"):
         assert device_name(SimpleNamespace(platform="gpu", device_kind=kind)) is None
-        assert find_topology(mesh_of(kind, np.zeros((1, 1, 2), int))).device.name == "H100"
+        with pytest.warns(UserWarning, match=rf"no figures of the device '{kind}' are known.*as for an H100"):
+            found = find_topology(mesh_of(kind, np.zeros((1, 1, 2), int)))
+        assert found.device == dataclasses.replace(DEVICES["H100"], name=f"H100, assumed for {kind}")
+        choice = choose_ring(10, 20, 2, GPU, found)
+        assert choice.explain().splitlines()[1].startswith(f"hardware: H100, assumed for {kind}, nvlink-h100: ")
     known = {
         "NVIDIA H200": "H200",
         "NVIDIA H100 PCIe": "H100",

@@ -9,7 +9,7 @@ the request got.
 import threading
 from collections import OrderedDict, deque
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
 from longctx.cluster.conductor.request import ClusterRequest
@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
     others_broken: int = 0
 
 
+@runtime_checkable
 class Forward(Protocol):
     """Runs a snapshot forward."""
 

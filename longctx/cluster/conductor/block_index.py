@@ -1,13 +1,14 @@
 """`BlockIndex`: what the conductor asks the prefix index (`longctx.cluster.prefix_index`)."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from longctx.cluster.prefix_index.tiers import Match, Tier
 
 
+@runtime_checkable
 class BlockIndex(Protocol):
     """Which instance has which blocks, by their KV events."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
@@ -31,6 +31,7 @@ from longctx.serving.validation import check_integer, check_real
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
 
 
+@runtime_checkable
 class Observer(Protocol):
     """What is told of every decision, as the shadow audit is."""
 

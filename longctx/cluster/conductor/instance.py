@@ -1,7 +1,7 @@
 """What the conductor knows of an instance: what it is, what it costs, and what it says of itself."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.prefix_index.tiers import TIERS as TIERS
 from longctx.cluster.prefix_index.tiers import Tier as Tier
@@ -12,6 +12,7 @@ Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
+@runtime_checkable
 class Costs(Protocol):
     """What work costs on an instance, by the one cost model (`longctx.serving.predictor`)."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from longctx.cluster.conductor.instance import Role
 
@@ -39,6 +39,7 @@ Moved = Callable[[Address], object]
 """Is called with an instance that has been started again at another address; from any thread."""
 
 
+@runtime_checkable
 class Launcher(Protocol):
     """Starts instances, and starts again those that end.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain, groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.cluster.prefix_index.events import Batch, Cleared, MalformedMessage, Removed, Stored
 from longctx.cluster.prefix_index.index import PrefixIndex
@@ -11,6 +11,7 @@ from longctx.cluster.prefix_index.tiers import TIERS
 _MOST_BLOCKS = 100_000_000
 
 
+@runtime_checkable
 class KvEventListener(Protocol):
     """Hears the batches of many instances, those of one in order, in the thread of a `KvEventReader`."""
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -11,6 +11,7 @@ from longctx.serving.server.kv_events import AllBlocksCleared, EventBatch
 from longctx.serving.validation import check_text
 
 
+@runtime_checkable
 class _Publisher(Protocol):
     def publish(self, encode: Callable[[], bytes], topic: bytes | None = None) -> None: ...
 

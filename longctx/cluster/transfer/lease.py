@@ -4,7 +4,7 @@ Source: Mooncake, section 3 (the messenger streams pages to the decoding side wh
 """
 
 import secrets
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from longctx.serving.kv_cache.connector import PageRead
 from longctx.serving.kv_cache.leases import LeaseGone as LeaseGone
@@ -78,6 +78,7 @@ def make_lease_id() -> str:
     return secrets.token_hex(16)
 
 
+@runtime_checkable
 class Exporter(Protocol):
     """The sending engine. Senders call it from threads of their own; no call may wait for a step.
 

@@ -1,11 +1,12 @@
 """What reads a sender's registered memory without its help: a `Puller`."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from longctx.cluster.transfer.messages import Place
 
 
+@runtime_checkable
 class Puller(Protocol):
     """Reads blocks from registered memory of a sender, in a thread of its own."""
 

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_CREDIT = 1 << 12  # blocks: who grants more is no receiver; what bounds memory is `SendQueue`
 
 
+@runtime_checkable
 class Staging(Protocol):
     """Memory that receivers read blocks from, in place of frames."""
 

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.attention_plan import AttentionPlan, PlannedKernel, PlannedOperands
 from longctx.kernels.attention.kernel import Algorithm, Kernel, attention_with_vjp
 from longctx.kernels.attention.operands import (
@@ -24,12 +25,12 @@ def attention(
     q: Float[ArrayLike, "*B T N H"],
     k: Float[ArrayLike, "*B S K H"],
     v: Float[ArrayLike, "*B S K H"],
-    q_positions: Int[ArrayLike, "... T"] | None = None,
-    kv_positions: Int[ArrayLike, "... S"] | None = None,
-    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
-    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     causal: bool = True,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: AttentionPlan | None = None,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import ArrayLike, Float, Int
 
+from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
@@ -80,10 +81,10 @@ class PlannedKernel:
 def plan_attention(
     q: Float[ArrayLike, "*B T N H"] | jax.ShapeDtypeStruct,
     k: Float[ArrayLike, "*B S K H"] | jax.ShapeDtypeStruct,
-    q_positions: Int[ArrayLike, "... T"] | None = None,
-    kv_positions: Int[ArrayLike, "... S"] | None = None,
-    q_segment_ids: Int[ArrayLike, "... T"] | None = None,
-    kv_segment_ids: Int[ArrayLike, "... S"] | None = None,
+    q_positions: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_positions: Int[ArrayLike, "... S"] | Nested | None = None,
+    q_segment_ids: Int[ArrayLike, "... T"] | Nested | None = None,
+    kv_segment_ids: Int[ArrayLike, "... S"] | Nested | None = None,
     causal: bool = True,
     implementation: str | None = None,
 ) -> AttentionPlan:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,7 @@ class Kernel:
         return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """A `Kernel` on one device, or an exchange between the kernels of several ranks.
 

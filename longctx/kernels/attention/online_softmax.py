@@ -1,6 +1,6 @@
 """The online softmax of blockwise attention."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,11 +30,13 @@ class OnlineSoftmax(NamedTuple):
     acc: Array  # [R, H], the sum of exp(score - peak) * v
 
     @classmethod
-    def of_state(cls, out: Array, lse: Array) -> Self:
+    def of_state(cls, out: Array, lse: Array) -> "OnlineSoftmax":
         """Continue from the state (out, lse) of other keys: weights that sum to 1 at a peak of lse, or an empty row."""
         return cls(lse, (lse != -jnp.inf).astype(out.dtype), out)
 
-    def absorb(self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None) -> Self:
+    def absorb(
+        self, q_rows: Array, k_block: Array, v_block: Array, scale: float, seen: Array | None = None
+    ) -> "OnlineSoftmax":
         """Attend from q_rows `[R, H]` to a block `[keys, H]` of their dtype where `seen` `[R, keys]` says so (None:
         everywhere).
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from longctx.annotations import Nested, Real
 from longctx.kernels import selection
 from longctx.kernels.arrays import check_array, check_floating, check_ids
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
@@ -34,10 +34,10 @@ def check_arrays(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    q_positions: ArrayLike | None,
-    kv_positions: ArrayLike | None,
-    q_segment_ids: ArrayLike | None,
-    kv_segment_ids: ArrayLike | None,
+    q_positions: ArrayLike | Nested | None,
+    kv_positions: ArrayLike | Nested | None,
+    q_segment_ids: ArrayLike | Nested | None,
+    kv_segment_ids: ArrayLike | Nested | None,
     causal: bool,
 ) -> Arguments:
     """Check arrays `[*B, ...]`. Nothing is computed on a device, except for integers that are wider than int32.
@@ -53,10 +53,10 @@ def check_arrays(
 def check_masks(
     q: Any,
     k: Any,
-    q_positions: ArrayLike | None,
-    kv_positions: ArrayLike | None,
-    q_segment_ids: ArrayLike | None,
-    kv_segment_ids: ArrayLike | None,
+    q_positions: ArrayLike | Nested | None,
+    kv_positions: ArrayLike | Nested | None,
+    q_segment_ids: ArrayLike | Nested | None,
+    kv_segment_ids: ArrayLike | Nested | None,
     causal: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """Check positions and segments for q and k, arrays or types, and convert them to int32, but for traced int64."""
@@ -94,7 +94,7 @@ def flatten_tokens(
 
 
 def check_kernel(
-    q: Array | jax.ShapeDtypeStruct, causal: bool, scale: float | None, implementation: str | None
+    q: Array | jax.ShapeDtypeStruct, causal: bool, scale: Real | None, implementation: str | None
 ) -> Kernel:
     """Check the static arguments, fill in defaults and choose the implementation."""
     check_implementation(implementation, IMPLEMENTATIONS)
@@ -107,7 +107,7 @@ def check_implementation(implementation: str | None, known: Iterable[str]) -> No
         raise ValueError(f"implementation must be None or one of {sorted(known)}, got {implementation!r}")
 
 
-def check_scale(scale: float | None, head_size: int) -> float:
+def check_scale(scale: Real | None, head_size: int) -> float:
     if scale is None:
         scale = head_size**-0.5
     if not isinstance(scale, Real) or not math.isfinite(scale):
@@ -160,7 +160,7 @@ def check_types(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"q must have a multiple of k's heads, and a head size over 0: {q.shape} and {k.shape}")
 
 
-def _check_tokens(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> Any:
+def _check_tokens(name: str, x: ArrayLike | Nested | None, batch: tuple[int, ...], length: int) -> Any:
     if x is None:
         return None
     tokens = check_ids(name, x)

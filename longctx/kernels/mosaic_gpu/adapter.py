@@ -55,13 +55,22 @@ def interpreted(num_multiprocessors: int = 2, detect_races: bool = True) -> Iter
         INTERPRETER.reset(token)
 
 
-def ptx_version() -> tuple[int, Path] | None:
-    """The newest PTX that Mosaic's assembler reads (88 for 8.8), and the library that says so; None without one."""
+def mosaic_library() -> Path | None:
+    """The file of jaxlib's extension module for Mosaic; None without a CUDA plugin."""
     try:
         from jax._src.lib import mosaic_gpu as private
 
-        library = private._mosaic_gpu_ext
-        return library._get_ptxas_isa_version(), Path(library.__file__)
+        return Path(private._mosaic_gpu_ext.__file__)
+    except (ImportError, AttributeError):  # no CUDA plugin, or another version of it
+        return None
+
+
+def ptx_version() -> int | None:
+    """The newest PTX that Mosaic's assembler reads, 88 for 8.8; None if there is none."""
+    try:
+        from jax._src.lib import mosaic_gpu as private
+
+        return private._mosaic_gpu_ext._get_ptxas_isa_version()
     except (ImportError, AttributeError, RuntimeError):  # no CUDA plugin, another version of it, or no ptxas
         return None
 
@@ -160,7 +169,8 @@ def write(ref: Any, value: Array) -> None:
     if interpreting() or jax.__version_info__ < (0, 12):
         ref[...] = value
     else:
-        plgpu.store(ref, value, optimized=False)  # the default, whole sectors of 32 bytes, refuses our accumulators
+        # The default, whole sectors of 32 bytes, refuses our accumulators. jax 0.10 has no `store`.
+        plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
 
 
 def broadcast(x: Array, shape: tuple[int, ...], axis: int) -> Array:

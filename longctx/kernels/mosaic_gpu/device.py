@@ -2,7 +2,7 @@
 
 import contextvars
 import re
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 
@@ -37,7 +37,7 @@ class Device(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
     @classmethod
-    def target(cls) -> Self:
+    def target(cls) -> "Device":
         """The device that a program traced now is compiled for."""
         if (interpreter := INTERPRETER.get()) is not None:
             return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
@@ -52,7 +52,7 @@ class Device(NamedTuple):
         return found._replace(cuda_version=int(version[1]) if version else 0)
 
     @classmethod
-    def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> Self:
+    def _of(cls, kind: str, platform: str, capability: str | None, num_cores: int | None) -> "Device":
         found = cls(kind, platform, False, 132)
         if not found.is_gpu:
             return found

@@ -20,7 +20,7 @@ Source: FlashAttention-3 (Shah et al. 2024), 3.1 and 3.2.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class BarrierSpec(NamedTuple):
@@ -100,6 +100,7 @@ class Progress(NamedTuple):
         return Progress(self.blocks + tile.num_blocks, self.tiles + machine.minimum(tile.num_blocks, 1))
 
 
+@runtime_checkable
 class Machine(Protocol):
     """What both roles act on. Integers may be Python's or traced."""
 
@@ -131,6 +132,7 @@ class Machine(Protocol):
         """The tile at a position of this worker's list: it has `num_blocks` and `num_full` (blocks without a mask)."""
 
 
+@runtime_checkable
 class Producer(Machine, Protocol):
     """What the producer does besides. A copy to slot i of `q` arrives on `q_ready` i once it is there, and so on."""
 
@@ -144,6 +146,7 @@ class Producer(Machine, Protocol):
         """Begin to copy the keys or values of the n-th block to a stage of a ring."""
 
 
+@runtime_checkable
 class Converter(Machine, Protocol):
     """What the converter does besides."""
 
@@ -151,6 +154,7 @@ class Converter(Machine, Protocol):
         """Write a block of an FP8 ring to another ring in 16 bits, visible to products that begin later."""
 
 
+@runtime_checkable
 class Consumer(Machine, Protocol):
     """What a consumer does besides, in registers. `softmax` is what the softmax carries beside acc."""
 

@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
+from longctx.annotations import Nested, Real
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
@@ -22,13 +23,13 @@ def paged_attention(
     q: Float[ArrayLike, "T N H"],
     k_pages: Shaped[ArrayLike, "pages page_size K H"],
     v_pages: Shaped[ArrayLike, "pages page_size K H"],
-    page_table: Int[ArrayLike, "B M"],
-    page_index: Int[ArrayLike, "B M"] | None,
-    kv_lengths: Int[ArrayLike, "B"],
-    q_positions: Int[ArrayLike, "T"],
-    q_sequence: Int[ArrayLike, "T"],
+    page_table: Int[ArrayLike, "B M"] | Nested,
+    page_index: Int[ArrayLike, "B M"] | Nested | None,
+    kv_lengths: Int[ArrayLike, "B"] | Nested,
+    q_positions: Int[ArrayLike, "T"] | Nested,
+    q_sequence: Int[ArrayLike, "T"] | Nested,
     first_page: ArrayLike = 0,
-    scale: float | None = None,
+    scale: Real | None = None,
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
     plan: PagedPlan | None = None,
@@ -122,7 +123,7 @@ def paged_attention(
 
 @kernel_jit("implementation", "scale", "out_dtype", inline=True)
 def _paged_attention(
-    operands: PagedOperands, plan: PagedPlan | None, implementation: str, scale: float, out_dtype: jnp.dtype
+    operands: PagedOperands, plan: PagedPlan | None, implementation: str, scale: Real, out_dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     operands = match_varying(jax.tree.map(jnp.asarray, operands))
     if plan is None:

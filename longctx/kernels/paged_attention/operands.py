@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
+from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array, check_int32
 from longctx.kernels.fp8 import BITS, E4M3
 
@@ -34,11 +35,11 @@ def check_paged_operands(
     q: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    page_index: ArrayLike | None,
-    kv_lengths: ArrayLike,
-    q_positions: ArrayLike,
-    q_sequence: ArrayLike,
+    page_table: ArrayLike | Nested,
+    page_index: ArrayLike | Nested | None,
+    kv_lengths: ArrayLike | Nested,
+    q_positions: ArrayLike | Nested,
+    q_sequence: ArrayLike | Nested,
     first_page: ArrayLike,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -63,11 +64,11 @@ def check_paged_operands(
 
 
 def check_metadata(
-    page_table: ArrayLike,
-    page_index: ArrayLike | None,
-    kv_lengths: ArrayLike,
-    q_positions: ArrayLike,
-    q_sequence: ArrayLike,
+    page_table: ArrayLike | Nested,
+    page_index: ArrayLike | Nested | None,
+    kv_lengths: ArrayLike | Nested,
+    q_positions: ArrayLike | Nested,
+    q_sequence: ArrayLike | Nested,
     num_rows: int,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Check the metadata and convert it to int32, in this order."""
@@ -155,7 +156,7 @@ def _check_shape(name: str, x: ArrayLike, shape: str) -> Array:
     return x
 
 
-def check_int32_of(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Any:
+def check_int32_of(name: str, x: ArrayLike | Nested, shape: tuple[int, ...]) -> Any:
     """`check_int32`, and the shape."""
     checked = check_int32(name, x)
     if checked.shape != shape:

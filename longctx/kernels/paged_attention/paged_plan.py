@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Int, Shaped
 
+from longctx.annotations import Nested
 from longctx.kernels import selection
 from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.operands import check_implementation
@@ -87,12 +88,12 @@ class PagedPlan:
 
 def plan_paged_attention(
     num_heads: int,
-    k_pages: Shaped[Array, "pages page_size K H"],
-    page_table: Int[ArrayLike, "B M"],
-    page_index: Int[ArrayLike, "B M"] | None,
-    kv_lengths: Int[ArrayLike, "B"],
-    q_positions: Int[ArrayLike, "T"],
-    q_sequence: Int[ArrayLike, "T"],
+    k_pages: Shaped[Array | np.ndarray, "pages page_size K H"] | jax.ShapeDtypeStruct,
+    page_table: Int[ArrayLike, "B M"] | Nested,
+    page_index: Int[ArrayLike, "B M"] | Nested | None,
+    kv_lengths: Int[ArrayLike, "B"] | Nested,
+    q_positions: Int[ArrayLike, "T"] | Nested,
+    q_sequence: Int[ArrayLike, "T"] | Nested,
     implementation: str | None = None,
     q_dtype: DTypeLike | None = None,
     max_rows_per_sequence: int | None = None,

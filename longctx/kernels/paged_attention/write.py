@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import ArrayLike, Float, Float32, Int, Shaped, UInt8
 
+from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array
 from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
@@ -16,8 +17,8 @@ def write_pages(
     v_pages: Shaped[ArrayLike, "pages page_size K H"],
     k: Float[ArrayLike, "T K H"],
     v: Float[ArrayLike, "T K H"],
-    page: Int[ArrayLike, "T"],
-    offset: Int[ArrayLike, "T"],
+    page: Int[ArrayLike, "T"] | Nested,
+    offset: Int[ArrayLike, "T"] | Nested,
     k_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
     v_scale: Float32[ArrayLike, "pages K page_size"] | None = None,
 ) -> tuple[Array, ...]:

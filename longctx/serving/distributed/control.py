@@ -7,7 +7,7 @@ notices which peer is gone, and nothing that a stranger does looks like a peer.
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -30,6 +30,7 @@ class Received(NamedTuple):
     data: bytes
 
 
+@runtime_checkable
 class Control(Protocol):
     """One process's end of its control connections. Only one thread at a time may use it."""
 

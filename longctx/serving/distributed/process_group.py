@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -65,7 +65,7 @@ class ProcessGroup:
         self._error_is_everywhere = False  # every process raises the same error, so none needs to be told
 
     @classmethod
-    def alone(cls) -> Self:
+    def alone(cls) -> ProcessGroup:
         """A group of this process only."""
         return cls(0, [platform.node()], None, None, None, 0.0)
 
@@ -187,7 +187,7 @@ class ProcessGroup:
 
     # The end.
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -1,7 +1,7 @@
 """`Journal`: what hears of all that an engine's decisions follow from, and of the decisions."""
 
 from collections.abc import Sequence as List
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
 
 
+@runtime_checkable
 class Journal(Protocol):
     """An engine calls it in the order in which things happen, under its lock: from one thread at a time.
 

@@ -1,7 +1,7 @@
 """`Load`: what an engine has to do, as of its last step: for admission, metrics and routers."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.metrics import EngineStats, StepMetrics
@@ -52,7 +52,7 @@ class Load:
     decode_tokens: int = 0
 
     @classmethod
-    def of(cls, core: Core, stats: EngineStats, now: float) -> Self:
+    def of(cls, core: Core, stats: EngineStats, now: float) -> "Load":
         """The load of a core.
 
         Args:

@@ -1,7 +1,7 @@
 """Figures of an engine: `StepMetrics` of every step, `EngineStats` of all."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.scheduler.batch import Exchange
@@ -63,7 +63,7 @@ class StepMetrics(NamedTuple):
     blocked: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: EndedStep) -> Self:
+    def of(cls, step: EndedStep) -> "StepMetrics":
         """Of a step whose results the core has not taken yet.
 
         Returns:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as List
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.serving.engine.core import Core
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.scheduler.batch import Batch
 
 
+@runtime_checkable
 class DecisionLog(Protocol):
     """What hears of decisions as they are made; every `Journal` is one."""
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.departure import Departed, Departure
@@ -107,7 +107,7 @@ class EngineThread:
         engine.add_monitor(self._note)
         self._thread = threading.Thread(target=self._run, name="longctx-engine", daemon=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "EngineThread":
         self.start()
         return self
 

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Self
 
 import jax
 import numpy as np
@@ -111,7 +110,7 @@ class DeviceExecutor:
         max_length: int,
         store: PageKeeper | None = None,
         fit: PageFit | None = None,
-    ) -> Self:
+    ) -> "DeviceExecutor":
         """The executor of a mesh's devices.
 
         Args:

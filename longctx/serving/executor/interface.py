@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from longctx.serving.kv_cache.connector import Loaded, PageRead, PageSource
 from longctx.serving.kv_cache.page_layout import PageLayout
@@ -27,6 +27,7 @@ class Results(NamedTuple):
     prompt_logprobs: List[tuple[Sequence, int, List[TokenLogprob]]]
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Runs batches in the order in which they are submitted. It reads tokens from `Sequence.completion`."""
 

@@ -7,7 +7,7 @@ may lose pages at any time, and must never give wrong ones.
 
 from collections.abc import Sequence as List
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class PageBlock(NamedTuple):
         return None if common is None else (common, common.within(whole), common.within(self.part))
 
 
+@runtime_checkable
 class PageFetch(Protocol):
     """Pages on their way. Threads of its own fill it; the engine's thread empties it."""
 
@@ -103,6 +104,7 @@ class PageFetch(Protocol):
         ...
 
 
+@runtime_checkable
 class PageSource(Protocol):
     """Where a load gets its pages."""
 
@@ -111,6 +113,7 @@ class PageSource(Protocol):
         ...
 
 
+@runtime_checkable
 class LeasedSource(PageSource, Protocol):
     """Pages that another engine keeps until they have been fetched, or nobody wants them."""
 
@@ -119,6 +122,7 @@ class LeasedSource(PageSource, Protocol):
         ...
 
 
+@runtime_checkable
 class PageRead(Protocol):
     """Pages that are being copied from the devices to the host."""
 
@@ -127,6 +131,7 @@ class PageRead(Protocol):
         ...
 
 
+@runtime_checkable
 class PageSink(Protocol):
     """What keeps pages that leave the devices."""
 
@@ -139,6 +144,7 @@ class PageSink(Protocol):
         ...
 
 
+@runtime_checkable
 class PageFinder(Protocol):
     """What knows which pages are kept."""
 
@@ -147,6 +153,7 @@ class PageFinder(Protocol):
         ...
 
 
+@runtime_checkable
 class PageKeeper(PageFinder, PageSink, PageSource, Protocol):
     """What keeps pages beyond the devices of an engine."""
 

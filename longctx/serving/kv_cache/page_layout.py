@@ -6,7 +6,7 @@ bytes: the H bytes of a row, then its scale, a little-endian float32.
 """
 
 import math
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,12 +72,12 @@ class PageSlice(NamedTuple):
     layers: tuple[int, int]
     heads: tuple[int, int]
 
-    def intersect(self, other: Self) -> "PageSlice | None":
+    def intersect(self, other: "PageSlice") -> "PageSlice | None":
         """What both have; None if that is nothing."""
         layers, heads = _common(self.layers, other.layers), _common(self.heads, other.heads)
         return None if layers is None or heads is None else PageSlice(layers, heads)
 
-    def within(self, outer: Self) -> tuple[slice, slice]:
+    def within(self, outer: "PageSlice") -> tuple[slice, slice]:
         """Where an array of `outer` has these layers and heads."""
         return tuple(  # type: ignore[return-value]
             slice(own[0] - other[0], own[1] - other[0]) for own, other in zip(self, outer, strict=True)

@@ -10,13 +10,14 @@ Source: Mooncake, section 3 (blocks hashed in a chain, shared, evicted LRU); Pag
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 Key = bytes
 
 
+@runtime_checkable
 class PageListener(Protocol):
     """Hears which full pages can be found, change by change, within steps: it must be quick."""
 

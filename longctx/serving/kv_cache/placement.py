@@ -10,12 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # TPOT targets whose limits are remembered.
 _REMEMBERED = 256
 
 
+@runtime_checkable
 class Placement(Protocol):
     """The ranks of one sequence's pages, by the pages' numbers."""
 

@@ -1,7 +1,7 @@
 """Seconds that the rows of a step exchange over context ranks, besides computing them."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 from longctx.parallel.cost import Hardware, LayerCost, ModelShape
 from longctx.serving.predictor.work import Work
@@ -60,7 +60,7 @@ class ExchangeCost:
         return new + cost.ring(cost.hop(work.sharded * cost.query_bytes), part) + cost.send_states(work.sharded)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any]) -> "ExchangeCost":
         """From plain data, as `dataclasses.asdict` makes it; TypeError or ValueError if it isn't that."""
         parts = {"model": ModelShape(**fields["model"]), "hardware": Hardware(**fields["hardware"])}
         return cls(**fields | parts)

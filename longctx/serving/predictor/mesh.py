@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from bisect import bisect_left
-from typing import Any, Self
+from typing import Any
 
 from longctx.serving.predictor.runtime import keys_by_tile, split_into_tiles, sum_of_steps
 from longctx.serving.predictor.work import Work
@@ -67,7 +67,7 @@ class MeshProgram:
         return (self.fixed, *rows, *self.per_key, *rest)
 
     @classmethod
-    def of(cls, kind: str, buckets: tuple[int, ...], tiles: tuple[int, ...], numbers: list[float]) -> Self:
+    def of(cls, kind: str, buckets: tuple[int, ...], tiles: tuple[int, ...], numbers: list[float]) -> "MeshProgram":
         """From all coefficients, in the order of `features`."""
         fixed, *rest = numbers
         n = len(buckets)
@@ -148,7 +148,7 @@ class MeshPredictor:
         return sum_of_steps(self.seconds, start, stop, chunk, per_sample)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Self:
+    def from_dict(cls, fields: dict[str, Any]) -> "MeshPredictor":
         """From plain data, as `dataclasses.asdict` makes it; KeyError, TypeError or ValueError if it isn't that."""
         programs = []
         for each in fields["programs"]:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.work import Work
@@ -15,6 +15,7 @@ from longctx.serving.predictor.work import Work
 _REMEMBERED = 2**16  # numbers of rows
 
 
+@runtime_checkable
 class Predictor(Protocol):
     """Predicts the time of batches; both methods are pure functions.
 

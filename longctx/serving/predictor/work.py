@@ -1,7 +1,7 @@
 """`Work`: the features of a batch from which its time is predicted."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class Work(NamedTuple):
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     elsewhere: int = 0
 
     @classmethod
-    def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> Self:
+    def of(cls, chunks: Iterable[tuple[int, int, bool]]) -> "Work":
         """The work of local chunks, each given as (tokens before it, its tokens, whether a token is sampled)."""
         rows = samples = decode_keys = pairs = keys = 0
         longer = []

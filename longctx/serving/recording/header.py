@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from longctx import __version__
 from longctx.models.config import LlamaConfig
@@ -80,7 +80,7 @@ class Header:
         path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> Self:
+    def read(cls, directory: Path) -> "Header":
         """Read the header of a log.
 
         Raises:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class Recorder:
         self._keys: list[bytes] = []  # of pages that generated tokens have filled since they were written last
         self._left: list[PartialPage | None] = []  # last pages of sessions' turns, likewise
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *error: object) -> None:

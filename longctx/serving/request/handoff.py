@@ -8,7 +8,7 @@ Source: Mooncake, section 3 (steps 3 and 4: a request joins the decoding side wh
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from longctx.serving.request.output import Output, TokenLogprob
 from longctx.serving.request.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ class Handoff(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @classmethod
-    def of(cls, outputs: Sequence[Output]) -> Self:
+    def of(cls, outputs: Sequence[Output]) -> "Handoff":
         """Of the outputs of a request with `lease`."""
         completions = tuple(
             Progress(
@@ -73,7 +73,7 @@ class Handoff(NamedTuple):
         }
 
     @classmethod
-    def from_dict(cls, fields: Any) -> Self:
+    def from_dict(cls, fields: Any) -> "Handoff":
         """The handoff of such fields, which anybody may have sent; ValueError if they are none."""
         if not isinstance(fields, Mapping):
             raise ValueError(f"handoff must be an object, got {type(fields).__name__}")

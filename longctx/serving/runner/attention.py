@@ -1,7 +1,6 @@
 """Attention of a step's rows to pages that are sharded over context ranks, inside `jax.shard_map`."""
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class PagedAttend:
         num_heads: int,
         pool: Shaped[Array, "pages page_size K H"],
         dtype: DTypeLike,
-    ) -> Self:
+    ) -> "PagedAttend":
         """Derive what all layers of a step share.
 
         Args:
@@ -110,7 +109,7 @@ class _UnshardedRows:
     @classmethod
     def make(
         cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
-    ) -> Self:
+    ) -> "_UnshardedRows":
         slots, positions = inputs.slots[shape.sharded :], inputs.positions[shape.sharded :]
         empty = jnp.zeros_like(tables.table[:, 0])
         lengths = empty.at[jnp.maximum(slots, 0)].max(jnp.where(slots >= 0, positions + 1, 0))

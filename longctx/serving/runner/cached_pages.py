@@ -1,6 +1,6 @@
 """The cached pages of sharded sequences, which a rank sends to others."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -40,7 +40,7 @@ class CachedPages(NamedTuple):
     num_cached: Int[Array, "*rounds pages"]
 
     @classmethod
-    def of(cls, inputs: RowInputs, tables: PageTables, shape: Shape, firsts: Int[Array, "slots"]) -> Self:
+    def of(cls, inputs: RowInputs, tables: PageTables, shape: Shape, firsts: Int[Array, "slots"]) -> "CachedPages":
         """List this rank's, `[rounds * message]`; `firsts` as `first_new_positions` makes them."""
         asking, page_index = inputs.message_slots, tables.numbered
         # Entries with cached keys come first in a slot's row of the table, so a count identifies them.

@@ -1,7 +1,7 @@
 """Pass-Q and all-gather for a step's sharded rows: all ranks get the new keys, and the cached ones by either."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class GatheredKeys:
     @classmethod
     def make(
         cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
-    ) -> Self:
+    ) -> "GatheredKeys":
         """As `PagedAttend.make`."""
         positions, slots, order = inputs.sharded_positions, inputs.sharded_slots, inputs.sharded_order
         firsts = first_new_positions(inputs, tables.table.shape[0])

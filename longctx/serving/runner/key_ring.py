@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class KeyRing:
     @classmethod
     def make(
         cls, inputs: RowInputs, tables: PageTables, shape: Shape, num_heads: int, pool: Array, dtype: DTypeLike
-    ) -> Self:
+    ) -> "KeyRing":
         """As `PagedAttend.make`."""
         ranks, rows, message = shape.ranks, shape.sharded, shape.message
         new = Tokens(*(x.reshape(ranks, rows) for x in (inputs.sharded_positions, inputs.sharded_slots)))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from longctx.serving.runner.step import DeviceState, state_shardings, step_progr
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
 
+@runtime_checkable
 class DeviceRead(PageRead, Protocol):
     """Pages that are being copied from devices to the host."""
 
@@ -39,6 +40,7 @@ class DeviceRead(PageRead, Protocol):
         ...
 
 
+@runtime_checkable
 class ModelRunner(Protocol):
     """Runs steps on devices. Calls take effect in their order, in all stages. Each rank numbers its own pages."""
 

@@ -1,7 +1,7 @@
 """The paged cache on devices."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class PagedCache(NamedTuple):
         dtype: DTypeLike,
         num_ranks: int = 1,
         num_stages: int = 1,
-    ) -> Self:
+    ) -> "PagedCache":
         """Shapes and dtypes, with `num_pages` on each of `num_ranks` ranks of each stage.
 
         Args:
@@ -95,7 +95,7 @@ class NewKeys(NamedTuple):
     offsets: Int[Array, "written"]
 
     @classmethod
-    def of(cls, cache: PagedCache, k: Array, v: Array, pages: Array, offsets: Array) -> Self:
+    def of(cls, cache: PagedCache, k: Array, v: Array, pages: Array, offsets: Array) -> "NewKeys":
         """From keys and values `[rows, K, H]`, which are quantised here, once, if the cache has FP8 pages."""
         if cache.is_fp8:
             k, v = pack_rows(k), pack_rows(v)

@@ -1,7 +1,7 @@
 """The int32 arrays that the host sends to the devices in each step, and the static sizes that fix their layout."""
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
         exchange: str = "pass_q",
         message: int = 0,
         rounds: int = 1,
-    ) -> Self:
+    ) -> "Shape":
         """The shape with (sharded, replicated, local) rows of a rank, and room for what these rows may need."""
         # A chunk of c tokens begins at most c / page_size + 1 pages, and each sequence has at most one chunk.
         sharded, replicated, local = rows
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return self.sharded + self.replicated + self.local
 
     @property
-    def of_samples(self) -> Self:
+    def of_samples(self) -> "Shape":
         """What sampling depends on; the rest is 0."""
         return type(self)(0, 0, 0, self.samples, 0, 0, 0, self.num_top, self.ranks)
 
@@ -60,6 +60,9 @@ class Shape(NamedTuple):
     def written(self) -> int:
         """Rows whose keys and values a rank may store: the sharded rows of all ranks, and its other rows."""
         return self.ranks * self.sharded + self.replicated + self.local
+
+
+_Packed = TypeVar("_Packed", bound="Packed")  # Self, which no type checker at run time knows in a method
 
 
 class Packed:
@@ -76,7 +79,7 @@ class Packed:
         return sum(math.prod(size) for size in cls.sizes(shape))
 
     @classmethod
-    def views(cls, packed: Any, shape: Shape) -> Self:
+    def views(cls: "type[_Packed]", packed: Any, shape: Shape) -> "_Packed":
         """Split packed arrays `[..., length]` into fields: views of a numpy array, slices of a traced one."""
         parts, start = [], 0
         for size in cls.sizes(shape):
@@ -116,7 +119,7 @@ class RowInputs(_RowInputs, Packed):
         return (rows,) * 3 + (written,) * 2 + (sharded,) * 3 + (groups, *messages) + (entries,) * 4
 
     @classmethod
-    def empty(cls, shape: Shape) -> tuple[np.ndarray, Self]:
+    def empty(cls, shape: Shape) -> tuple[np.ndarray, "RowInputs"]:
         """Inputs without a row for all ranks, int32 `[ranks, length]`, and views of their fields to fill in."""
         packed = np.full((shape.ranks, cls.length(shape)), -1, np.int32)
         inputs = cls.views(packed, shape)
@@ -143,7 +146,7 @@ class SampleInputs(_SampleInputs, Packed):
         return each, each, each, (*each, len(Controls._fields)), (1,)
 
     @classmethod
-    def empty(cls, shape: Shape) -> tuple[np.ndarray, Self]:
+    def empty(cls, shape: Shape) -> tuple[np.ndarray, "SampleInputs"]:
         """Inputs without a sample, int32 `[length]`, and views of their fields to fill in."""
         packed = np.zeros(cls.length(shape), np.int32)
         inputs = cls.views(packed, shape)

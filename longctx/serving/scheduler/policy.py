@@ -8,9 +8,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Protocol, runtime_checkable
 
+from longctx.annotations import Real
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.tenants import TenantShares
 

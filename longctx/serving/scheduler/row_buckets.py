@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
 
@@ -34,7 +34,7 @@ class RowBuckets(NamedTuple):
     kinds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def of(cls, plan: ParallelPlan, config: EngineConfig) -> Self:
+    def of(cls, plan: ParallelPlan, config: EngineConfig) -> RowBuckets:
         if plan.context == 1:
             return cls(plan, ((0,), (0,), config.row_buckets))
         buckets, sharded = (0, *config.growing_buckets(8)), (0, *config.sharded_buckets)

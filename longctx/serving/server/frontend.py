@@ -6,7 +6,7 @@ It reads calls, keeps those that run, and ends them. What it hands their request
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx import __version__
 from longctx.models.token_bytes import TokenBytes
@@ -24,6 +24,7 @@ from longctx.serving.server.streams import Deliveries
 from longctx.serving.server.transfers import Received, Transfers
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What answers requests: an engine's thread, or a cluster."""
 
@@ -38,6 +39,7 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
 class FrontendMetrics(Protocol):
     """What routes ask of metrics."""
 

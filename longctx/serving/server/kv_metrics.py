@@ -1,7 +1,7 @@
 """The metrics of pages beyond the devices: tiers, loads and stores, transfers between engines, leases."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client.core import Metric
 
@@ -35,6 +35,7 @@ _PREFILLS = {
 _NAMES = {"bytes_read": "read_bytes", "bytes_written": "written_bytes", "failed": "failed_writes", "num_bytes": "bytes"}
 
 
+@runtime_checkable
 class TransferCounts(Protocol):
     """How the transfers of one direction ended, and how much they moved, since the start."""
 
@@ -48,6 +49,7 @@ class TransferCounts(Protocol):
         ...
 
 
+@runtime_checkable
 class CacheCounts(Protocol):
     """Documents that are kept now (`/v1/caches`), and their tokens."""
 

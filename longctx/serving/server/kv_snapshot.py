@@ -6,7 +6,7 @@ what there was. Whoever reads events reads a snapshot, too: as if its publisher 
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ Message = tuple[bytes, bytes]
 """Topic and payload."""
 
 
+@runtime_checkable
 class Snapshot(Protocol):
     """Makes messages in place of others that are gone. Calls do not overlap."""
 

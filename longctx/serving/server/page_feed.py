@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.request.output import Output
@@ -28,6 +28,7 @@ MAX_READING = 64  # requests whose progress is told
 ID_LENGTH = 12
 
 
+@runtime_checkable
 class Watched(Protocol):
     """What the feed asks of an `EngineThread`."""
 

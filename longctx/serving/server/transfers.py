@@ -5,7 +5,7 @@ to the request of its decode: docs/kv_transfer.md.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -76,6 +76,7 @@ class TransferParams(BaseModel):
     is_cached: bool | None = None
 
 
+@runtime_checkable
 class Transfers(Protocol):
     """Moves requests. All methods may be called in the event loop: none waits."""
 

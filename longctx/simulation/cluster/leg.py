@@ -1,7 +1,7 @@
 """`Leg`: the part of a request that one simulated core serves."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from longctx.simulation.instance.tokenless import TokenlessCompletion
 from longctx.simulation.workloads import WorkloadRequest
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from longctx.simulation.cluster.core import ClusterCore
 
 
+@runtime_checkable
 class LegOwner(Protocol):
     """Hears of a leg, at `loop.now`."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longctx.annotations import Real
 from longctx.serving.validation import MAX_INT32, check_integer, check_real
 from longctx.simulation.workloads.request import WorkloadRequest
 
@@ -88,7 +89,7 @@ class Quantiles:
       [390000, 830000]
     """
 
-    def __init__(self, *points: tuple[float, int]) -> None:
+    def __init__(self, *points: tuple[Real, int]) -> None:
         shares = [check_real("share", share, 0, 1) for share, _ in points]
         lengths = [check_integer("length", length, 1, MAX_INT32) for _, length in points]
         rises = all(a < b for a, b in itertools.pairwise(shares)) and lengths == sorted(lengths)

@@ -1,10 +1,11 @@
 """`TierListener`: what hears which pages tiers have, for events that routers read."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longctx.serving.kv_cache.page_pool import Key
 
 
+@runtime_checkable
 class TierListener(Protocol):
     """Hears of whole pages in host memory (`"host"`) and on disk (`"disk"`), change by change.
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _MOST_QUESTIONS = 8
 _MODULES = {"mooncake": "longctx.cluster.transfer.mooncake_store"}
 
 
+@runtime_checkable
 class RemoteStore(Protocol):
     """Values of equal size by name. It may lose them at any time, and may be slow; threads of the tiers wait for it.
 
