@@ -9,11 +9,12 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.serving import Engine, EngineConfig, SamplingParams
 
-ROWS = {
+ROWS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature=1": {"temperature": 1.0},
     "temperature=1, min_p=0.05": {"temperature": 1.0, "min_p": 0.05},
@@ -40,7 +41,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in ROWS}
     for _ in range(1 + options.rounds):
         for name, row in ROWS.items():
-            sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=0, **row)  # type: ignore[arg-type]
+            sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=0, **row)
             start = time.process_time()
             engine.generate([prompt], sampling)
             times[name].append(1e3 * (time.process_time() - start) / options.tokens)

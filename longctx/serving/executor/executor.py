@@ -157,7 +157,7 @@ class DeviceExecutor:
         warm: set[Shape] = set()
         for rows, samples, shape in self._empty_steps():
             # The program of a level is the same for all steps that sample as many tokens.
-            for level in SamplingLevel if shape.of_samples not in warm else (SamplingLevel.GREEDY,):
+            for level in [SamplingLevel.GREEDY] if shape.of_samples in warm else list(SamplingLevel):
                 SampleInputs.views(samples, shape).level[:] = level
                 drawn, hidden = self.runner.step(rows, samples, shape)
                 jax.device_get(drawn)
