@@ -1,4 +1,4 @@
-"""What the environment tells XLA on GPUs: flags with which a step is captured in command buffers (CUDA graphs), memory.
+"""What the environment tells XLA on GPUs: flags for command buffers (CUDA graphs) and for hops of rings, memory.
 
 A captured kernel costs the host nothing: it launches one graph for all of them. Source: context parallelism paper,
 section 4.3, and Mnemosyne, section 5, which run decodes and mixed batches as CUDA graphs. docs/command_buffers.md has
@@ -25,6 +25,15 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables of the share of a GPU's memory that JAX takes, the second one deprecated."""
 _MEMORY = "0.9"  # CUDA, NCCL and CUDA graphs need some beside JAX
 _JAX_MEMORY = 0.75
+# By the choice of `overlap`. Channels are multiprocessors: NCCL has a thread block for each.
+_CHANNELS, _COPIES = "xla_gpu_nccl_p2p_max_nchannels", "xla_gpu_use_memcpy_local_p2p"
+OVERLAPS: dict[str | None, dict[str, str]] = {
+    "multiprocessors": {_CHANNELS: "4"},
+    "copy_engines": {_COPIES: "true"},
+    None: {},
+}
+# What the static model predicts to be fastest (docs/mosaic_gpu.md); not measured.
+DEFAULT_OVERLAP = "copy_engines"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The shared libraries that read XLA_FLAGS, by package: jaxlib's own, and those of CUDA plugins.
 _LIBRARIES = {
@@ -34,7 +43,7 @@ _LIBRARIES = {
 }
 
 
-def xla_flags(collectives: bool = False) -> str:
+def xla_flags(collectives: bool = False, overlap: str | None = DEFAULT_OVERLAP) -> str:
     """Flags for the environment variable `XLA_FLAGS`, to be set before JAX starts.
 
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
@@ -45,9 +54,16 @@ def xla_flags(collectives: bool = False) -> str:
     Args:
       collectives: capture collectives too, which XLA does not by default: hangs and slower steps have been reported
         (docs/command_buffers.md).
+      overlap: what moves the keys and queries of a ring while the kernel for Hopper computes (docs/mosaic_gpu.md).
+        "copy_engines": copies between the GPUs of one process; between processes it is as None.
+        "multiprocessors": NCCL on 4 multiprocessors, which the kernel leaves it. None: NCCL on as many multiprocessors
+        as it takes, none of which the kernel leaves it.
 
     Returns:
       Flags, with spaces between them.
+
+    Raises:
+      ValueError: overlap is none of these.
 
     Source:
       Context parallelism paper, 4.3, and Mnemosyne, 5, which run decodes and mixed batches as CUDA graphs.
@@ -58,8 +74,11 @@ def xla_flags(collectives: bool = False) -> str:
       ...     print(flag)
       --xla_gpu_enable_command_buffer=+WHILE
       --xla_gpu_command_buffer_unroll_loops=true
+      --xla_gpu_use_memcpy_local_p2p=true
     """
-    flags = dict(_FLAGS)
+    if overlap not in OVERLAPS:
+        raise ValueError(f"overlap must be one of {', '.join(map(repr, OVERLAPS))}, got {overlap!r}")
+    flags = _FLAGS | OVERLAPS[overlap]
     if collectives:
         flags[_COMMANDS] += f",{_COLLECTIVES}"
     return _text(flags)
@@ -73,10 +92,11 @@ def set_xla_flags() -> None:
     given = os.environ.get("XLA_FLAGS", "").strip()
     if given and not given.startswith("--"):
         return  # the name of a file of flags
-    if not _may_have_gpus() or not all(map(xla_knows, _FLAGS)):
+    flags = _FLAGS | OVERLAPS[DEFAULT_OVERLAP]
+    if not _may_have_gpus() or not all(map(xla_knows, flags)):
         return
-    own = {flag.partition("=")[0].lstrip("-") for flag in given.split()}
-    missing = _text({name: value for name, value in _FLAGS.items() if name not in own})
+    own = _parse(given)
+    missing = _text({name: value for name, value in flags.items() if name not in own})
     os.environ["XLA_FLAGS"] = f"{missing} {given}".strip()
 
 
@@ -101,6 +121,23 @@ def _may_have_gpus() -> bool:
     if platforms != [""] and not {"cuda", "gpu"} & {*platforms}:
         return False
     return any(map(importlib.util.find_spec, _PLUGINS))
+
+
+def reserved_multiprocessors() -> int:
+    """Multiprocessors that a kernel leaves to NCCL while a hop travels beside it.
+
+    They are the channels to which `XLA_FLAGS` limits hops; 0 where it does not, or where copy engines move them.
+    """
+    flags = _parse(os.environ.get("XLA_FLAGS", ""))
+    if flags.get(_COPIES, "false").lower() not in ("false", "0"):
+        return 0
+    channels = flags.get(_CHANNELS, "0")
+    return int(channels) if channels.isdecimal() else 0
+
+
+def _parse(flags: str) -> dict[str, str]:
+    """Values by name, without dashes; of a flag that is given twice, the last."""
+    return {name.lstrip("-"): value for name, _, value in (flag.partition("=") for flag in flags.split())}
 
 
 def xla_knows(flag: str) -> bool:

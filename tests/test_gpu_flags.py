@@ -4,15 +4,27 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
+import jax
 import pytest
 
 import longctx
 from longctx.cli import main
-from longctx.gpu_flags import MEMORY_VARIABLES, memory_fraction, set_memory_fraction, set_xla_flags, xla_knows
+from longctx.gpu_flags import (
+    MEMORY_VARIABLES,
+    OVERLAPS,
+    memory_fraction,
+    reserved_multiprocessors,
+    set_memory_fraction,
+    set_xla_flags,
+    xla_knows,
+)
+from longctx.kernels.attention.operands import check_kernel
 from longctx.models.builtin import TINY
 
 COMMANDS, UNROLL = "--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_command_buffer_unroll_loops=true"
+CHANNELS, COPIES = "--xla_gpu_nccl_p2p_max_nchannels=4", "--xla_gpu_use_memcpy_local_p2p=true"
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +43,46 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flags_are_text_for_the_environment() -> None:
-    assert longctx.xla_flags() == f"{COMMANDS} {UNROLL}"
-    assert longctx.xla_flags(collectives=True) == f"{COMMANDS},+COLLECTIVES,-CONDITIONAL {UNROLL}"
+    assert longctx.xla_flags() == longctx.xla_flags(overlap="copy_engines") == f"{COMMANDS} {UNROLL} {COPIES}"
+    assert longctx.xla_flags(collectives=True) == f"{COMMANDS},+COLLECTIVES,-CONDITIONAL {UNROLL} {COPIES}"
+    assert longctx.xla_flags(overlap="multiprocessors") == f"{COMMANDS} {UNROLL} {CHANNELS}"
+    assert longctx.xla_flags(overlap=None) == f"{COMMANDS} {UNROLL}"
+    with pytest.raises(ValueError, match="overlap must be one of 'multiprocessors', 'copy_engines', None, got 'sms'"):
+        longctx.xla_flags(overlap="sms")
 
 
-@pytest.mark.parametrize("collectives", [False, True])
-def test_flags_do_no_harm_on_a_cpu(collectives: bool) -> None:
+def test_the_installed_jax_knows_the_flags_of_every_choice() -> None:
+    for overlap in OVERLAPS:
+        for flag in longctx.xla_flags(overlap=overlap).split():
+            assert xla_knows(flag.partition("=")[0].lstrip("-"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (longctx.xla_flags(overlap="multiprocessors"), 4),
+        (longctx.xla_flags(), 0),
+        (longctx.xla_flags(overlap=None), 0),
+        (f"{CHANNELS} {COPIES}", 0),
+        (f"{CHANNELS} --xla_gpu_use_memcpy_local_p2p=false", 4),
+        (f"{CHANNELS} --xla_gpu_nccl_p2p_max_nchannels=2", 2),
+        ("--xla_gpu_nccl_p2p_max_nchannels=0", 0),
+        ("/etc/flags.txt", 0),
+    ],
+)
+def test_kernels_beside_hops_leave_multiprocessors_as_the_flags_say(
+    flags: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    kernel = check_kernel(jax.ShapeDtypeStruct((1, 1, 64), "float32"), True, None, None)
+    assert reserved_multiprocessors() == kernel.beside_hops(8).reserved_multiprocessors == expected
+    assert kernel.beside_hops(1) == kernel
+
+
+@pytest.mark.parametrize("options", [{}, {"collectives": True, "overlap": "multiprocessors"}])
+def test_flags_do_no_harm_on_a_cpu(options: dict[str, Any]) -> None:
     """XLA would end a process whose flags it doesn't know."""
-    environment = os.environ | {"XLA_FLAGS": longctx.xla_flags(collectives), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": longctx.xla_flags(**options), "JAX_PLATFORMS": "cpu"}
     program = "import jax; print(jax.jit(lambda x: x + 1)(1))"
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.stdout == "2\n", result.stderr
@@ -55,10 +99,10 @@ def test_the_command_line_sets_them_where_jax_has_a_gpu(capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
-        ("--xla_gpu_autotune_level=0", f"{COMMANDS} {UNROLL} --xla_gpu_autotune_level=0"),
-        ("--xla_gpu_enable_command_buffer=", f"{UNROLL} --xla_gpu_enable_command_buffer="),
-        ("--xla_gpu_command_buffer_unroll_loops", f"{COMMANDS} --xla_gpu_command_buffer_unroll_loops"),
-        (f"{UNROLL} {COMMANDS}", f"{UNROLL} {COMMANDS}"),
+        ("--xla_gpu_autotune_level=0", f"{COMMANDS} {UNROLL} {COPIES} --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_enable_command_buffer=", f"{UNROLL} {COPIES} --xla_gpu_enable_command_buffer="),
+        ("--xla_gpu_command_buffer_unroll_loops", f"{COMMANDS} {COPIES} --xla_gpu_command_buffer_unroll_loops"),
+        (f"{UNROLL} {COMMANDS}", f"{COPIES} {UNROLL} {COMMANDS}"),
         ("/etc/flags.txt", "/etc/flags.txt"),
     ],
 )

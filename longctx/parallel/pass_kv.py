@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
@@ -96,7 +96,7 @@ def ring_pass_kv(
         implementation=implementation,
         out_dtype=out_dtype,
     )
-    algorithm = kernel if operands.are_empty else PassKV(axis_name, kernel)
+    algorithm = kernel if operands.are_empty else PassKV(axis_name, kernel.beside_hops(lax.axis_size(axis_name)))
     return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
 
 

@@ -101,7 +101,7 @@ def ring_pass_q(
             "decode takes q [T, N, H] without batch dimensions and q_segment_ids [T], a sequence each, got "
             f"q {q.shape} and q_segment_ids {None if q_segment_ids is None else np.shape(q_segment_ids)}"
         )
-    algorithm = kernel if operands.are_empty else PassQ(axis_name, kernel, decode)
+    algorithm = kernel if operands.are_empty else PassQ(axis_name, kernel.beside_hops(lax.axis_size(axis_name)), decode)
     return restore_shape(attention_with_vjp(algorithm, operands), q, out_dtype)
 
 

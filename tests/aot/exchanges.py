@@ -1,6 +1,7 @@
 """Exchanges as compiled for 8 H100: every permute has attention under it, and memory does not grow with the ranks."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -12,8 +13,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from longctx import xla_flags
+from longctx.gpu_flags import OVERLAPS
 from longctx.kernels import attention, merge_state
 from longctx.parallel import all_gather_kv, kvp_attention, ring_pass_kv, ring_pass_q
+from longctx.parallel.ring import ring_shift
 
 # Of one rank. Keys of 32 MiB and values of 32 MiB: beyond what XLA joins into one permute.
 T, S, HEADS, KV_HEADS, SIZE = 4096, 16384, 8, 8, 128
@@ -81,6 +85,44 @@ def test_bytes_on_the_wire(ranks: int) -> None:
         assert [(x.opcode, x.sent) for x in collectives(gather.as_text(), ranks)] == [
             ("all-gather", (ranks - 1) * STATE_BYTES * 64 / T)
         ]
+
+
+@pytest.mark.parametrize(
+    ("compute", "ranks", "overlap", "workers"),
+    [
+        (ring_pass_kv, 2, "multiprocessors", 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (ring_pass_q, 2, "multiprocessors", 128),
+                (ring_pass_kv, 2, "copy_engines", 132),
+                (ring_pass_kv, 2, None, 132),
+                (ring_pass_kv, 1, "multiprocessors", 132),
+                (all_gather_kv, 2, "multiprocessors", 132),
+            )
+        ),
+    ],
+)
+def test_kernels_beside_hops_leave_multiprocessors_to_nccl(
+    compute: Callable[..., object], ranks: int, overlap: str | None, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of the workers' table is a thread block of the grid. Kernels that no hop runs beside take all."""
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(overlap=overlap))
+    lines = program.__wrapped__(compute, ranks).as_text().splitlines()
+    calls = [x.split("backend_config")[0] for x in lines if '"mosaic_gpu_v2"' in x and "attention_forward" in x]
+    assert calls
+    assert {re.findall(r"s32\[(\d+),4\]", call)[-1] for call in calls} == {str(workers)}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_permutes_compile_with_the_flags_of_every_choice(overlap: str | None) -> None:
+    mesh = h100_mesh(context=2)
+    there = NamedSharding(mesh, P("context"))
+    shift = jax.shard_map(lambda x: ring_shift("context", x)[0], mesh=mesh, in_specs=there.spec, out_specs=there.spec)
+    lowered = jax.jit(shift).lower(jax.ShapeDtypeStruct((1 << 20,), jnp.bfloat16, sharding=there))
+    options = {name: True if value == "true" else value for name, value in OVERLAPS[overlap].items()}
+    (permute,) = collectives(lowered.compile(options).as_text(), 2)
+    assert permute.opcode == "collective-permute"
 
 
 @pytest.mark.slow

@@ -81,6 +81,35 @@ class TestMosaicGpu(AttentionTestBase):
             got = Kernel("mosaic_gpu", True, 0.125).forward(operands, (out, lse))
         self.compare(got, Kernel("xla", True, 0.125).forward(operands, (out, lse)))
 
+    @pytest.mark.parametrize("length", [5, 1100])
+    def test_beside_hops_multiprocessors_are_left_free(self, length: int) -> None:
+        """One worker on each of the others, where tiles are divided and where they are whole; at least one."""
+        queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (jnp.arange(length)[None], jnp.arange(2000)[None]))
+        for reserved, num_workers in ((0, 7), (2, 5), (9, 1)):
+            kernel = Kernel("mosaic_gpu", True, 0.125, reserved_multiprocessors=reserved)
+            with adapter.interpreted(num_multiprocessors=7):
+                plan = kernel.plan((1, length, 2, 64), (1, 2000, 2, 64), queries, keys)
+            assert len(plan.work.workers) == num_workers
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("q_length", "kv_length", "heads"), [(5, 300, 1), (260, 260, 2)])
+    def test_results_are_those_of_a_smaller_gpu(self, q_length: int, kv_length: int, heads: int) -> None:
+        """Three workers of five, an odd number that divides neither tiles nor blocks, after the state of a hop."""
+        q, k, out = (self.rng.standard_normal((1, n, heads, 64)) for n in (q_length, kv_length, q_length))
+        q, k = (jnp.asarray(x, jnp.bfloat16) for x in (q, k))
+        lse = jnp.asarray(self.rng.standard_normal((1, q_length, heads)), jnp.float32)
+        state = jnp.asarray(out, jnp.float32), lse
+        positions = jnp.arange(kv_length)[None]
+        queries, keys = (Tokens(x, jnp.zeros_like(x)) for x in (positions[:, -q_length:], positions))
+        operands = Operands(q, k, k, queries, keys)
+        with adapter.interpreted(num_multiprocessors=5):
+            got = Kernel("mosaic_gpu", True, 0.125, reserved_multiprocessors=2).forward(operands, state)
+        with adapter.interpreted(num_multiprocessors=3):
+            smaller = Kernel("mosaic_gpu", True, 0.125).forward(operands, state)
+        for x, y in zip(got, smaller, strict=True):
+            np.testing.assert_array_equal(x, y)
+        self.compare(got, Kernel("xla", True, 0.125).forward(operands, state))
+
     @property
     def rng(self) -> np.random.Generator:
         return np.random.default_rng(0)

@@ -153,6 +153,8 @@ def test_tiles_of_paged_rows(case: PagedCase, max_rows_per_sequence: int | None)
     group = case.q.shape[1] // case.k_pages.shape[2]
     with interpreted():
         plan = plan_mosaic_gpu(operands, max_rows_per_sequence)
+        beside_hops = plan_mosaic_gpu(operands, max_rows_per_sequence, reserved_multiprocessors=1)
+    assert (len(plan.work.workers), len(beside_hops.work.workers)) == (2, 1)
     table, all_places, last = map(np.asarray, (plan.work.tiles, plan.place, plan.last))
     config = TileConfig.choose(64, last.shape[1])
     tokens, heads = np.asarray(plan.token), np.asarray(plan.head)

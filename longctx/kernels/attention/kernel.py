@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from longctx.gpu_flags import reserved_multiprocessors
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
@@ -38,7 +39,7 @@ def mosaic_gpu_backward(*operands: Any) -> tuple[Array, Array, Array]:
     return mosaic_gpu_backward(*operands)
 
 
-# forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse)
+# forward(q, k, v, queries, keys, causal, scale, state) -> (out, lse); "mosaic_gpu" takes its plan before the state
 # backward(q, k, v, queries, keys, causal, scale, lse, row_terms, d_out) -> (d_q, d_k, d_v)
 IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mosaic_gpu": (mosaic_gpu_attention, mosaic_gpu_backward),
@@ -71,12 +72,19 @@ class Kernel:
     """Attention on one device with its static arguments. Results are float32, or float64 for float64 operands.
 
     `out_dtype` is the dtype that the caller casts `out` to: an implementation may return that dtype directly.
+    `reserved_multiprocessors` are left to what runs beside the kernel on a GPU.
     """
 
     implementation: str
     causal: bool
     scale: float
     out_dtype: jnp.dtype | None = None
+    reserved_multiprocessors: int = 0
+
+    def beside_hops(self, num_ranks: int) -> "Kernel":
+        """The kernel for steps of a ring, of which all but the last have a hop beside them."""
+        reserved = 0 if num_ranks == 1 else reserved_multiprocessors()
+        return dataclasses.replace(self, reserved_multiprocessors=reserved)
 
     def forward(
         self, operands: Operands, state: tuple[Array, Array] | None = None, plan: Any = None
@@ -94,14 +102,16 @@ class Kernel:
         static = (self.causal, self.scale)
         if self.implementation == "mosaic_gpu":
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
-            return mosaic_gpu_attention(*operands, *static, state, out_dtype, plan)
+            if plan is None:
+                plan = self.plan(operands.q.shape, operands.k.shape, operands.queries, operands.keys)
+            return mosaic_gpu_attention(*operands, *static, plan, state, out_dtype)
         return IMPLEMENTATIONS[self.implementation][0](*operands, *static, state)
 
     def plan(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens) -> Any:
         """What `forward` derives from shapes, tokens and `causal` alone; None: nothing."""
         if self.implementation != "mosaic_gpu" or 0 in (*q_shape, *k_shape):
             return None
-        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.causal)
+        return plan_mosaic_gpu(q_shape, k_shape, queries, keys, self.causal, self.reserved_multiprocessors)
 
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""

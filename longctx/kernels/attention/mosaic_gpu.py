@@ -39,16 +39,14 @@ def mosaic_gpu_attention(
     keys: Tokens,
     causal: bool,
     scale: float,
+    plan: MosaicGpuPlan,
     state: tuple[Array, Array] | None = None,
     out_dtype: DTypeLike = jnp.float32,
-    plan: MosaicGpuPlan | None = None,
 ) -> tuple[Array, Array]:
     """As `xla_attention`, for 16-bit q, k and v and the head sizes that `selection.unsupported_reason` allows.
 
     `plan` is what `plan_mosaic_gpu` makes of the shapes of q and k, queries, keys and causal.
     """
-    if plan is None:
-        plan = plan_mosaic_gpu(q.shape, k.shape, queries, keys, causal)
     batch, length, heads, head_size = q.shape
     kv_heads, group = k.shape[-2], plan.place.shape[1]
     q, scale = with_positive_scale(q, scale)
@@ -73,13 +71,19 @@ def mosaic_gpu_attention(
 
 
 def plan_mosaic_gpu(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], queries: Tokens, keys: Tokens, causal: bool
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    queries: Tokens,
+    keys: Tokens,
+    causal: bool,
+    reserved_multiprocessors: int = 0,
 ) -> MosaicGpuPlan:
-    """Make tiles of the rows and assign them to workers."""
+    """Make tiles of the rows and assign them to workers, one on each multiprocessor that is not reserved."""
     (batch, length, heads, head_size), (kv_batch, kv_length, kv_heads, _) = q_shape, k_shape[-4:]
     group = heads // kv_heads if length < _FOLD_BELOW else 1
     queries = Tokens(*(jnp.repeat(x, group, axis=1) for x in queries)) if group > 1 else queries
-    num_rows, row_heads, num_sms = length * group, heads // group, Device.target().num_multiprocessors
+    num_rows, row_heads = length * group, heads // group
+    num_sms = Device.target().unreserved(reserved_multiprocessors)
     config = TileConfig.choose(head_size, num_rows)
     tiles, rows, tokens = make_tiles(batch, queries, keys, causal, config, shared_keys=kv_batch < batch)
     per_entry = -(-num_rows // config.block_q)

@@ -36,6 +36,10 @@ class Device(NamedTuple):
     def is_gpu(self) -> bool:
         return self.platform in ("gpu", "cuda")
 
+    def unreserved(self, reserved: int) -> int:
+        """Multiprocessors for a kernel that leaves some to others; at least one."""
+        return max(1, self.num_multiprocessors - reserved)
+
     @classmethod
     def target(cls) -> "Device":
         """The device that a program traced now is compiled for."""

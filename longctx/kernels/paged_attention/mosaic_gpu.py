@@ -54,8 +54,12 @@ def mosaic_gpu_paged_attention(
     return merge_pieces(out, lse, plan.work.pieces, plan.place, heads, out_dtype)
 
 
-def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None = None) -> MosaicGpuPlan:
+def plan_mosaic_gpu(
+    operands: PagedOperands, max_rows_per_sequence: int | None = None, reserved_multiprocessors: int = 0
+) -> MosaicGpuPlan:
     """Make tiles, each of rows of one sequence, all but its last tile full, and assign them to workers.
+
+    There is a worker on each multiprocessor that is not reserved.
 
     Tiles are no larger than `max_rows_per_sequence` rows of q need. A sequence with more rows has more tiles.
     """
@@ -114,7 +118,7 @@ def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None =
         full_stop=jnp.min(tile_seen, 1) // tile_config.block_kv,
         stop=-(-jnp.max(tile_seen, 1) // tile_config.block_kv),
     )
-    work = equal_shares(tiles, kv_heads, Device.target().num_multiprocessors)
+    work = equal_shares(tiles, kv_heads, Device.target().unreserved(reserved_multiprocessors))
     sequence = jnp.minimum(sequence, num_sequences - 1)
     within = (place - first_token[sequence])[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
     place = first_tile[sequence][:, None] * tile_config.block_q + within

@@ -24,11 +24,11 @@ from longctx.kernels.paged_attention.reference import reference_paged_attention
 from longctx.kernels.paged_attention.xla import plan_xla, xla_paged_attention
 
 
-def plan_mosaic_gpu(operands: PagedOperands, max_rows_per_sequence: int | None) -> Any:
+def plan_mosaic_gpu(operands: PagedOperands, *limits: Any) -> Any:
     # Importing Pallas takes half a second, so only callers that use it import it.
     from longctx.kernels.paged_attention.mosaic_gpu import plan_mosaic_gpu
 
-    return plan_mosaic_gpu(operands, max_rows_per_sequence)
+    return plan_mosaic_gpu(operands, *limits)
 
 
 def mosaic_gpu_paged_attention(
@@ -39,16 +39,16 @@ def mosaic_gpu_paged_attention(
     return mosaic_gpu_paged_attention(operands, scale, plan, out_dtype)
 
 
-# plan(operands, max_rows_per_sequence) -> data, from shapes and metadata
+# plan(operands, max_rows_per_sequence, reserved_multiprocessors) -> data, from shapes and metadata
 # forward(operands, scale, data, out_dtype) -> (out, lse), out of that dtype or of float32 or wider
-IMPLEMENTATIONS: dict[str, tuple[Callable[[PagedOperands, int | None], Any], Callable[..., tuple[Array, Array]]]] = {
+IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Array, Array]]]] = {
     "mosaic_gpu": (plan_mosaic_gpu, mosaic_gpu_paged_attention),
     "xla": (
-        lambda operands, _: plan_xla(operands),
+        lambda operands, *_: plan_xla(operands),
         lambda operands, scale, data, _: xla_paged_attention(operands, scale, data),
     ),
     "reference": (
-        lambda operands, _: None,
+        lambda operands, *_: None,
         lambda operands, scale, data, _: reference_paged_attention(operands, scale, data),
     ),
 }
@@ -97,6 +97,7 @@ def plan_paged_attention(
     implementation: str | None = None,
     q_dtype: DTypeLike | None = None,
     max_rows_per_sequence: int | None = None,
+    reserved_multiprocessors: int = 0,
 ) -> PagedPlan:
     """Derive from the metadata what `paged_attention` needs, once for all layers of a model.
 
@@ -111,6 +112,8 @@ def plan_paged_attention(
       max_rows_per_sequence: how many rows a sequence is expected to have at most, a Python integer: 1 where all rows
         are decodes. "mosaic_gpu" then takes tiles that waste less. It is no limit: results are right for more rows,
         which take more tiles. None: any number.
+      reserved_multiprocessors: how many multiprocessors "mosaic_gpu" leaves to kernels that run beside it, such as
+        NCCL's, a Python integer.
 
     Returns:
       A `PagedPlan` for calls with these shapes and metadata.
@@ -148,24 +151,25 @@ def plan_paged_attention(
         if not is_integer or max_rows_per_sequence < 1:
             raise ValueError(f"max_rows_per_sequence must be an integer of 1 or more, got {max_rows_per_sequence!r}")
         max_rows_per_sequence = int(max_rows_per_sequence)
+    if not isinstance(reserved_multiprocessors, Integral) or reserved_multiprocessors < 0:
+        raise ValueError(f"reserved_multiprocessors must be an integer of 0 or more, got {reserved_multiprocessors!r}")
+    limits = max_rows_per_sequence, int(reserved_multiprocessors)
     chosen = choose_implementation(implementation, q.dtype, pages)
-    return _plan(q, pages, chosen, max_rows_per_sequence, metadata)
+    return _plan(q, pages, chosen, limits, metadata)
 
 
-@kernel_jit("q", "pages", "implementation", "max_rows_per_sequence", inline=True)
-def _plan(
-    q: Any, pages: Any, implementation: str, max_rows_per_sequence: int | None, metadata: tuple[Any, ...]
-) -> PagedPlan:
+@kernel_jit("q", "pages", "implementation", "limits", inline=True)
+def _plan(q: Any, pages: Any, implementation: str, limits: tuple[int | None, int], metadata: Any) -> PagedPlan:
     arrays: tuple[Any, Any, Any, Any, Any] = jax.tree.map(jnp.asarray, metadata)
     operands = PagedOperands(q, pages, pages, *arrays, first_page=jnp.int32(0))
-    return make_plan(operands, implementation, max_rows_per_sequence)
+    return make_plan(operands, implementation, *limits)
 
 
-def make_plan(operands: PagedOperands, implementation: str, max_rows_per_sequence: int | None = None) -> PagedPlan:
+def make_plan(operands: PagedOperands, implementation: str, *limits: Any) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
-    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, max_rows_per_sequence)
+    data = None if empty else IMPLEMENTATIONS[implementation][0](operands, *limits)
     return PagedPlan(implementation, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
 
 

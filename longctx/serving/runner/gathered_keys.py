@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from longctx.gpu_flags import reserved_multiprocessors
 from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
@@ -62,11 +63,14 @@ class GatheredKeys:
         own = cached = None
         hops = []
         if shape.exchange == "pass_q":
+            reserved = 0 if shape.ranks == 1 else reserved_multiprocessors()
             for hop in range(shape.ranks):
                 source = ring_source("context", hop)
                 at, whose = (x.reshape(shape.ranks, -1)[source] for x in (positions, slots))
                 metadata = firsts, at, whose
-                plan = plan_paged_attention(num_heads, pool, *tables, *metadata, q_dtype=dtype)
+                plan = plan_paged_attention(
+                    num_heads, pool, *tables, *metadata, q_dtype=dtype, reserved_multiprocessors=reserved
+                )
                 hops.append((metadata, plan))
         elif shape.message:
             own = CachedPages.of(inputs, tables, shape, firsts)

@@ -76,6 +76,7 @@ class KeyRing:
         keys = Tokens(*(x[:, None] for x in keys))
         kv_heads, head_size = pool.shape[2:]
         kernel = check_kernel(jax.ShapeDtypeStruct((rows, num_heads, head_size), dtype), True, None, None)
+        kernel = kernel.beside_hops(ranks)
         sizes = (1, rows, num_heads, head_size), (1, keys.positions.shape[-1], kv_heads, head_size)
         plans = [kernel.plan(*sizes, queries, _keys_after(hop, keys)) for hop in range(ranks)]
         num_rounds = inputs.message_rounds[0] if shape.rounds > 1 else None
@@ -87,7 +88,7 @@ class KeyRing:
         """As `GatheredKeys`."""
         sharded, others = jnp.split(new.kv, [self.shape.sharded])
         q, sharded = match_varying((q[None], sharded), "context")
-        kernel = check_kernel(q, True, None, None)
+        kernel = check_kernel(q, True, None, None).beside_hops(self.shape.ranks)
         block = self._first_block(cache, first_page, jnp.moveaxis(sharded, 1, 0))
 
         def step(state: Any, kv: Array, keys: tuple[Tokens, Any], source: Array) -> Any:
