@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import widen
 from longctx.kernels.operand_dtype import operand_dtype
+from longctx.kernels.partitioning import match_varying
 
 # With at most this many rows the weights are the first operand of a product (docs/design.md).
 _FEW_ROWS = 64

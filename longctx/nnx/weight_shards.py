@@ -4,7 +4,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from longctx.kernels.attention.operands import match_varying
+from longctx.kernels.partitioning import match_varying
 from longctx.models.config import LlamaConfig
 from longctx.models.params import Param, Params, map_table, param_shape, param_table
 from longctx.parallel.mesh_axes import MeshAxes

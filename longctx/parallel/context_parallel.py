@@ -17,7 +17,7 @@ from longctx.parallel.choose import choose_ring
 from longctx.parallel.cost import Hardware, ModelShape
 from longctx.parallel.layout import check_layout
 from longctx.parallel.mesh_attention import METHODS, StaticArguments, mesh_attention
-from longctx.parallel.mesh_axes import check_axes, check_mesh
+from longctx.parallel.mesh_axes import batch_axis_of, check_axes, check_mesh
 from longctx.parallel.topology import hardware_of, is_in_one_host
 
 _log = logging.getLogger("longctx.parallel")
@@ -50,7 +50,8 @@ def context_parallel_attention(
     them, and put back in order. Contiguous parts become shards by permutes of half-shards (zigzag) or an all-to-all
     (striped), so no rank ever holds a whole sequence. Heads are sharded over `head_axis`, with one ring for each of its
     ranks; KV heads are repeated if it has more ranks than there are KV heads. Works in and outside of jit, where a
-    call compiles once for its shapes, with Auto and Explicit mesh axes; the work is repeated over the other axes.
+    call compiles once for its shapes, with Auto and Explicit mesh axes. Over the other axes the
+    work is repeated, except for a batch that is sharded over them.
 
     Args:
       q: queries, the new tokens, floating point `[*B, T, N, H]`.
@@ -63,8 +64,8 @@ def context_parallel_attention(
         `longctx.kernels.attention`.
       axis_name: the mesh axis over which tokens are sharded.
       head_axis: the mesh axis of the heads. None: `tensor`, if the mesh has it.
-      batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: every
-        rank computes all of the batch.
+      batch_axis: the mesh axis of the batch, of data parallelism, whose ranks divide the product of `*B`. None: with
+        Explicit axes, that of the type of q; otherwise a batch that is sharded stays so.
       hardware: what `choose_ring` counts with. None: the devices of the mesh and their link, as `find_topology` finds
         them. The choice is logged as `longctx.parallel`, at level INFO: its first line names the hardware.
 
@@ -95,9 +96,9 @@ def context_parallel_attention(
     kernel = check_kernel(q, causal, scale, implementation)
     out_dtype = check_out_dtype(out_dtype, q.dtype)
     mesh = check_mesh(mesh)
-    axes = check_axes(mesh, axis_name, head_axis, batch_axis)
+    axes = check_axes(mesh, axis_name, head_axis, batch_axis or batch_axis_of(q, mesh, (axis_name, head_axis)))
     head_axis, batch = axes.head, math.prod(q.shape[:-3])
-    num_ranks, tensor, replicas = (axes.size(name) for name in (axis_name, head_axis, batch_axis))
+    num_ranks, tensor, replicas = (axes.size(name) for name in (axis_name, head_axis, axes.batch))
     if batch % replicas:
         raise ValueError(f"the {replicas} ranks of batch_axis {batch_axis!r} must divide the batch of {batch}")
     check_layout(num_ranks, layout)

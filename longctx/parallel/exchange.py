@@ -10,7 +10,8 @@ from jax.typing import ArrayLike, DTypeLike
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype, flatten, match_varying
+from longctx.kernels.attention.operands import check_arrays, check_kernel, check_out_dtype, flatten
+from longctx.kernels.partitioning import match_varying
 
 
 def check_arguments(

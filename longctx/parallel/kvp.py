@@ -12,7 +12,7 @@ from longctx.annotations import Nested, Real
 from longctx.kernels.arrays import check_ids
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import match_varying
+from longctx.kernels.partitioning import match_varying
 from longctx.parallel.combine import (
     Combiner,
     combine_by_all_to_all,

@@ -87,12 +87,15 @@ def _sharded_attention(static: StaticArguments, mesh: Mesh | AbstractMesh | None
         """Positions that all sequences share have a batch of one, which is on all ranks."""
         return jax.tree.map(lambda x: P(static.axes.batch if x.shape[0] > 1 else None, axis), tokens)
 
+    # Along its other axes XLA keeps what is sharded, as a batch; with one device along them there is nothing to keep.
+    own = (axis_name, static.axes.head, static.axes.batch)
     q_spec, kv_spec = (P(static.axes.batch, axis, static.axes.head) for axis in (q_axis, axis_name))
     mapped = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(q_spec, kv_spec, kv_spec, tokens_spec(queries, q_axis), tokens_spec(keys, axis_name)),
         out_specs=q_spec,
+        axis_names={name for name, size in static.axes.sizes if name in own or size == 1},
     )
     out = mapped(
         pad_q(flat_q),

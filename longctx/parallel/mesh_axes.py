@@ -1,7 +1,7 @@
 """The axes of a mesh over which whole arrays are sharded, and programs over meshes of Auto and of Explicit axes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,16 @@ def check_axes(
         if name is not None and (name not in mesh.shape or name in others):
             raise ValueError(f"{argument} must be another axis of the mesh, {', '.join(mesh.axis_names)}, got {name!r}")
     return MeshAxes(tuple(mesh.shape.items()), axis_name, head_axis, batch_axis)
+
+
+def batch_axis_of(q: Array, mesh: Mesh | AbstractMesh, others: Sequence[str | None]) -> str | None:
+    """The Explicit axis, none of `others`, over which the first batch dimension of q `[*B, T, N, H]` is sharded.
+
+    None where there is none, or more than one.
+    """
+    entry, *rest = (*spec_of(q, mesh), *(None,) * q.ndim)[: q.ndim - 3] or (None,)
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return names[0] if len(names) == 1 and names[0] not in others and not any(rest) else None
 
 
 def with_auto_axes(

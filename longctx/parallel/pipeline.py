@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Shaped
 
-from longctx.kernels.attention.operands import match_varying
+from longctx.kernels.partitioning import match_varying
 
 State = TypeVar("State")
 

@@ -141,6 +141,20 @@ def test_positions_that_equal_segments_are_padded_apart(length: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_a_sharded_batch_stays_sharded_without_batch_axis(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(kind,) * 2)
+    q, k, v = arrays(4, 2, 24, 0, (2,))
+    sharding = NamedSharding(mesh, P("data"))
+    sharded = [jax.device_put(x, sharding) for x in (q, k, v)]
+    compute = functools.partial(context_parallel_attention, mesh=mesh, method="pass_kv", layout="contiguous")
+    compiled = jax.jit(compute).lower(*sharded).compile()
+    over_data = [x for x in collectives(compiled.as_text(), 2) if "data" in x.axes({"data": 2, "context": 2})]
+    assert all(x.sent <= 8 for x in over_data)  # a number at most
+    assert compiled.output_shardings.spec[0] == "data"
+    np.testing.assert_allclose(compiled(*sharded), attention(q, k, v, implementation="reference")[0], atol=2e-5)
+
+
 @pytest.mark.parametrize("use_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_explicit_axes(use_mesh: bool) -> None:
     """Inputs whose types carry their sharding: the result's type carries the queries'."""

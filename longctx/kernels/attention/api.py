@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Int
 
 from longctx.annotations import Nested, Real
+from longctx.kernels.attention import batches
 from longctx.kernels.attention.attention_plan import AttentionPlan, PlannedKernel, PlannedOperands
 from longctx.kernels.attention.kernel import Algorithm, Kernel, attention_with_vjp
 from longctx.kernels.attention.operands import (
@@ -15,10 +16,10 @@ from longctx.kernels.attention.operands import (
     check_arrays,
     check_kernel,
     check_out_dtype,
-    flatten,
-    match_varying,
+    with_batch,
 )
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.partitioning import match_varying
 
 
 def attention(
@@ -127,14 +128,16 @@ def _check_plan(plan: AttentionPlan, arguments: Arguments, causal: bool, impleme
 @kernel_jit("kernel", inline=True)
 def _attention(kernel: Kernel, arguments: Arguments, plan: AttentionPlan | None) -> tuple[Array, Array]:
     algorithm: Algorithm = kernel
-    operands: Any = flatten(arguments)
+    operands: Any = with_batch(arguments)
     if plan is not None:
         algorithm = PlannedKernel(kernel)
-        operands = PlannedOperands(operands.q, operands.k, operands.v, plan.queries, plan.keys, plan.data)
+        tokens = batches.unflatten_tokens((plan.queries, plan.keys), operands.q.shape[:-3])
+        operands = PlannedOperands(operands.q, operands.k, operands.v, tokens[0], tokens[1], plan.data)
     operands = match_varying(operands)
     if kernel.implementation == "reference":
         out, lse = algorithm.forward(operands)
     else:
         out, lse = attention_with_vjp(algorithm, operands)
-    q = arguments.q
-    return out.reshape(q.shape).astype(kernel.out_dtype), lse.reshape(q.shape[:-1])
+    if arguments.q.ndim == 3:
+        out, lse = out[0], lse[0]
+    return out.astype(kernel.out_dtype), lse

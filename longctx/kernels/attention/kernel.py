@@ -11,10 +11,12 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from longctx.gpu_flags import reserved_multiprocessors
+from longctx.kernels.attention import batches
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.partitioning import match_sharding
 
 ATTENTION_STATE = "longctx.attention_state"
 """Name of `out` and `lse` for `jax.checkpoint_policies.save_only_these_names`."""
@@ -49,10 +51,10 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Operands(NamedTuple):
-    """Arguments of one call: q `[B, T, N, H]`, k and v `[B, S, K, H]`, tokens `[1 or B, T]` and `[1 or B, S]`.
+    """Arguments of one call: q `[*B, T, N, H]`, k and v `[*B, S, K, H]`, tokens `[*B, T]` and `[*B, S]`.
 
-    k, v and keys may have B = 1 for any batch of q: all its sequences then share them. k and v may be the same array
-    `[2, B, S, K, H]`, which holds both: a ring sends them as one message.
+    Batch dimensions of k, v and tokens may be 1 for any of q: all its sequences then share them. k and v may be one
+    array `[2, *B, S, K, H]`, which holds both: a ring sends them as one message.
     """
 
     q: Array
@@ -89,7 +91,7 @@ class Kernel:
     def forward(
         self, operands: Operands, state: tuple[Array, Array] | None = None, plan: Any = None
     ) -> tuple[Array, Array]:
-        """(out `[B, T, N, H]`, lse `[B, T, N]`) over these keys and, given `state`, over the keys of that state too.
+        """(out `[*B, T, N, H]`, lse `[*B, T, N]`) over these keys and, given `state`, over the keys of that state too.
 
         `plan` is what `plan` of the same operands returned.
         """
@@ -99,6 +101,11 @@ class Kernel:
             q = operands.q
             zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
+        if self.implementation == "reference":  # XLA divides it by itself
+            return batches.on_one_batch(self._forward, operands, state, plan)
+        return batches.forward(self._forward, operands, state, plan)
+
+    def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
         static = (self.causal, self.scale)
         if self.implementation == "mosaic_gpu":
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
@@ -116,9 +123,12 @@ class Kernel:
     def backward(self, operands: Operands, lse: Array, row_terms: Array, d_out: Array) -> tuple[Array, Array, Array]:
         """What these keys contribute to (d_q, d_k, d_v), given lse and `row_terms` over all keys."""
         if operands.are_empty:
-            d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-4:])
+            d_kv = jnp.zeros_like(operands.k, lse.dtype, shape=operands.k.shape[-operands.q.ndim :])
             return jnp.zeros_like(operands.q, lse.dtype), d_kv, d_kv
-        return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, lse, row_terms, d_out)
+        return batches.backward(self._backward, operands, lse, row_terms, d_out)
+
+    def _backward(self, operands: Operands, *of_rows: Array) -> tuple[Array, Array, Array]:
+        return IMPLEMENTATIONS[self.implementation][1](*operands, self.causal, self.scale, *of_rows)
 
 
 @runtime_checkable
@@ -158,7 +168,7 @@ def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array])
     # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
     gradients = algorithm.backward(operands, lse, row_terms, d_out)
-    typed = (d.astype(x.dtype) for d, x in zip(gradients, operands[:3], strict=True))
+    typed = (match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, operands[:3], strict=True))
     # Operands after v are integers and have no gradient.
     return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)
 

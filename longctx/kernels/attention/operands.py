@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from longctx.annotations import Nested, Real
 from longctx.kernels import selection
 from longctx.kernels.arrays import check_array, check_floating, check_ids
+from longctx.kernels.attention import batches
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS, Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-
-Tree = TypeVar("Tree")
 
 
 class Arguments(NamedTuple):
@@ -79,11 +78,24 @@ def check_masks(
     )
 
 
+def with_batch(arguments: Arguments) -> Operands:
+    """The operands with one batch dimension or more, and default positions and segments."""
+    q, k, v, q_positions, kv_positions, q_segment_ids, kv_segment_ids = arguments
+    batch = q.shape[:-3] or (1,)
+    q, k, v = (x if x.ndim > 3 else x[None] for x in (q, k, v))
+
+    def tokens(positions: Any, segments: Any, length: int) -> Tokens:
+        arrays = _defaults(positions, segments, length)
+        return Tokens(*(x if x.shape[:-1] == batch else x[(None,) * len(batch)] for x in arrays))
+
+    return Operands(
+        q, k, v, tokens(q_positions, q_segment_ids, q.shape[-3]), tokens(kv_positions, kv_segment_ids, k.shape[-3])
+    )
+
+
 def flatten(arguments: Arguments) -> Operands:
-    """Flatten to one batch dimension, with default positions and segments."""
-    q, k, v, *masks = arguments
-    flat_q, flat_k, flat_v = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (q, k, v))
-    return Operands(flat_q, flat_k, flat_v, *flatten_tokens(q.shape[-3], k.shape[-3], *masks))
+    """The operands with one batch dimension, and default positions and segments."""
+    return batches.flatten(with_batch(arguments))
 
 
 def flatten_tokens(
@@ -122,23 +134,6 @@ def check_out_dtype(out_dtype: DTypeLike | None, default: DTypeLike) -> jnp.dtyp
     return dtype
 
 
-def match_varying(operands: Tree, axis_name: str | None = None) -> Tree:
-    """Inside `shard_map`, cast all arrays of a tree to vary over the union of their mesh axes (and `axis_name`).
-
-    Loop carries need it. Callers cast outside the custom VJP, so that the gradient of a replicated operand is summed
-    over the mesh.
-    """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
-    if axis_name is not None:
-        axes |= {axis_name}
-
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, operands)
-
-
 def check_types(q: Any, k: Any, v: Any) -> None:
     """Check the shapes and dtypes of q, k and v: arrays or types."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -172,6 +167,9 @@ def _check_tokens(name: str, x: ArrayLike | Nested | None, batch: tuple[int, ...
 
 def _tokens(positions: Any, segments: Any, length: int) -> Tokens:
     """Positions and segments as `[1 or batch, length]`."""
+    return Tokens(*(x.reshape(math.prod(x.shape[:-1]), length) for x in _defaults(positions, segments, length)))
+
+
+def _defaults(positions: Any, segments: Any, length: int) -> tuple[Array, Array]:
     positions = jnp.arange(length, dtype=jnp.int32) if positions is None else jnp.asarray(positions)
-    segments = jnp.zeros(length, jnp.int32) if segments is None else jnp.asarray(segments)
-    return Tokens(*(x.reshape(math.prod(x.shape[:-1]), length) for x in (positions, segments)))
+    return positions, jnp.zeros(length, jnp.int32) if segments is None else jnp.asarray(segments)

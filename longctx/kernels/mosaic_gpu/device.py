@@ -1,7 +1,9 @@
 """The device to compile for: the default device, or ahead of time that of the mesh of `jax.set_mesh`."""
 
+import contextlib
 import contextvars
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ class Interpreter(NamedTuple):
 
 
 INTERPRETER: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
+_COMPILED_FOR: contextvars.ContextVar["Device | None"] = contextvars.ContextVar("compiled_for", default=None)
 
 
 class Device(NamedTuple):
@@ -45,6 +48,8 @@ class Device(NamedTuple):
         """The device that a program traced now is compiled for."""
         if (interpreter := INTERPRETER.get()) is not None:
             return cls("interpreter", "gpu", True, interpreter.num_multiprocessors)
+        if (device := _COMPILED_FOR.get()) is not None:
+            return cls(*device)
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None:
             return cls._of(abstract.device_kind, abstract.platform, None, abstract.num_cores)
@@ -65,3 +70,13 @@ class Device(NamedTuple):
         return found._replace(
             is_hopper=is_hopper, num_multiprocessors=num_cores or 132, ptxas=ptxas_in_use() if is_hopper else Ptxas()
         )
+
+
+@contextlib.contextmanager
+def compiled_for(device: Device) -> Iterator[None]:
+    """A context, or a decorator of functions, in which `Device.target` is this device."""
+    token = _COMPILED_FOR.set(device)
+    try:
+        yield
+    finally:
+        _COMPILED_FOR.reset(token)

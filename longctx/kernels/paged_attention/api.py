@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
 from longctx.annotations import Nested, Real
-from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale, match_varying
+from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
@@ -17,6 +17,7 @@ from longctx.kernels.paged_attention.paged_plan import (
     make_plan,
     shapes_of,
 )
+from longctx.kernels.partitioning import Rule, match_varying, partitioned, without_ones
 
 
 def paged_attention(
@@ -134,5 +135,25 @@ def _paged_attention(
         out = jnp.zeros_like(operands.q, jnp.promote_types(operands.q.dtype, jnp.float32))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
-        out, lse = IMPLEMENTATIONS[plan.implementation][1](operands, scale, plan.data, out_dtype)
+        out, lse = _divided(operands, plan, scale, out_dtype)
     return out.astype(out_dtype), lse
+
+
+def _divided(operands: PagedOperands, plan: PagedPlan, scale: float, out_dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Compute, with heads divided over the mesh. Every device has all pages of its KV heads."""
+    leaves, tree = jax.tree.flatten((operands, plan.data))
+
+    def local(*leaves: Array) -> tuple[Array, ...]:
+        mine, data = jax.tree.unflatten(tree, leaves)
+        if shapes_of(mine) != shapes_of(operands):
+            data = make_plan(mine, plan.implementation).data
+        return IMPLEMENTATIONS[plan.implementation][1](mine, scale, data, out_dtype)
+
+    of_heads = {"q": ("", "k g", ""), "k_pages": ("", "", "k", ""), "k_scale": ("", "k", "")}
+    of_heads |= {"v_pages": of_heads["k_pages"], "v_scale": of_heads["k_scale"]}
+    given = [(name, x) for name, x in operands._asdict().items() if x is not None]
+    labels = [without_ones(x.shape, of_heads.get(name, ("",) * x.ndim)) for name, x in given]
+    labels += [("",) * x.ndim for x in leaves[len(given) :]]
+    names = [name if name in of_heads else "" for name, _ in given] + [""] * (len(leaves) - len(given))
+    rule = Rule(tuple(names), tuple(labels), (labels[0], labels[0][:-1]), splits_groups=False)
+    return partitioned(local, rule, None, *leaves)  # type: ignore[return-value]

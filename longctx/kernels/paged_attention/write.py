@@ -6,10 +6,10 @@ from jaxtyping import ArrayLike, Float, Float32, Int, Shaped, UInt8
 
 from longctx.annotations import Nested
 from longctx.kernels.arrays import check_array
-from longctx.kernels.attention.operands import match_varying
 from longctx.kernels.bits import to_bits
 from longctx.kernels.fp8_rows import pack_rows, split_packed
 from longctx.kernels.paged_attention.operands import check_int32_of, check_pages
+from longctx.kernels.partitioning import match_varying
 
 
 def write_pages(

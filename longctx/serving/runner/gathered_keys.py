@@ -12,8 +12,9 @@ from longctx.gpu_flags import reserved_multiprocessors
 from longctx.kernels import attention, merge_state, paged_attention, plan_paged_attention
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, match_varying
+from longctx.kernels.attention.operands import check_kernel
 from longctx.kernels.paged_attention import PagedPlan
+from longctx.kernels.partitioning import match_varying
 from longctx.parallel.pass_q import pass_q_forward
 from longctx.parallel.ring import ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions

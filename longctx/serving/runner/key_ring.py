@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from longctx.kernels.attention.kernel import Kernel, Operands
 from longctx.kernels.attention.mask import Tokens
-from longctx.kernels.attention.operands import check_kernel, match_varying
+from longctx.kernels.attention.operands import check_kernel
 from longctx.kernels.bits import from_bits
+from longctx.kernels.partitioning import match_varying
 from longctx.parallel.mesh import index_of
 from longctx.parallel.ring import fold_ring, ring_source
 from longctx.serving.runner.cached_pages import CachedPages, first_new_positions
