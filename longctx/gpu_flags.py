@@ -14,7 +14,7 @@ from pathlib import Path
 
 _COMMANDS = "xla_gpu_enable_command_buffer"
 _FLAGS = {
-    # The loop over layers. Unrolled, else its body would be a graph of its own, updated and launched for each layer.
+    # Loops in a step. Unrolled, else the body would be a graph of its own, updated and launched for each round.
     _COMMANDS: "+WHILE",
     "xla_gpu_command_buffer_unroll_loops": "true",
 }

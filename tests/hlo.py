@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 OPCODES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+BYTES = dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn"), 1) | dict.fromkeys(("bf16", "f16", "u16"), 2)
+BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 # Opcodes that may have results the size of the cache if it is updated in place.
 IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -130,3 +131,81 @@ def opcodes_of_size(text: str, elements: int) -> set[str]:
             if max(math.prod(int(d) for d in dims.split(",") if d) for _, dims in _SHAPE.findall(shapes)) >= elements:
                 found.add(opcode)
     return found
+
+
+# Opcodes that pass their operand on, and those that write an array of nothing but its elements.
+_VIEWS = (
+    "bitcast",
+    "optimization-barrier",
+    "copy-done",
+    "async-done",
+    "slice-done",
+    "dynamic-slice-done",
+    "fusion-done",
+)
+_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
+_MOVES = ("copy", "transpose", "reshape", "slice", "dynamic-slice", "concatenate", "convert", "pad", "bitcast-convert")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|body|to_apply)=%?([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+
+def copied_bytes(text: str, argument: str) -> int:
+    """Bytes of arrays that a module makes of nothing but elements of an argument: copies of it, or of parts of it.
+
+    Copies inside a loop count as often as it runs. What computes with the elements, as a product does, counts nothing;
+    nor does a row that is looked up in a table.
+
+    Args:
+      argument: the name of the jitted function's argument, a pytree.
+    """
+    lines, _ = _parse(text)
+    bodies: dict[str, list[tuple[str, str, str, str]]] = {}
+    for computation, *instruction in lines:
+        bodies.setdefault(computation, []).append(tuple(instruction))  # type: ignore[arg-type]
+    (entry,) = re.findall(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+
+    def walk(computation: str, operands: list[Any] | None, is_fused: bool) -> tuple[Any, int]:
+        """Whether the result is elements of the argument, a list of that for a tuple, and the bytes that are copied."""
+        made: dict[str, Any] = {}
+        copied, result = 0, False
+        for name, shapes, opcode, rest in bodies[computation]:
+            names = _OPERAND.findall(rest.split("), ")[0])
+            given, moved = [made.get(each, False) for each in names], 0
+            if opcode == "parameter":
+                at = int(rest.split(")")[0])
+                result = re.search(rf'op_name="{argument}\b', rest) is not None if operands is None else operands[at]
+            elif opcode == "tuple":
+                result = given
+            elif opcode == "get-tuple-element":
+                index = _INDEX.search(rest)
+                assert index is not None
+                result = given[0][int(index[1])] if isinstance(given[0], list) else given[0]
+            elif opcode in ("while", "fusion", "fusion-start", "call", "async-start"):
+                called = _CALLED.search(rest)
+                assert called is not None
+                inputs = given if opcode != "while" else [given[0]]
+                result, moved = walk(called[1], inputs, is_fused or opcode.startswith("fusion"))
+                trips = _TRIPS.search(rest) if opcode == "while" else None
+                moved *= int(trips[1]) if trips else 1
+                if opcode.startswith("fusion") and not is_fused:
+                    moved = _moved(shapes, result)
+            elif opcode in _VIEWS:
+                result = given[0]
+            elif opcode in _MOVES + _STARTS:
+                result = any(each is True for each in given[: None if opcode == "concatenate" else 1])
+                moved = 0 if is_fused else _moved(shapes, result)
+            else:
+                result = False
+            made[name] = result
+            copied += moved
+        return result, copied
+
+    return walk(entry, None, False)[1]
+
+
+def _moved(shapes: str, is_moved: Any) -> int:
+    """Bytes of the arrays of a result that are elements of the argument; the first is what a start writes."""
+    found = [(dtype, math.prod(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(shapes)]
+    flags = is_moved if isinstance(is_moved, list) else [is_moved]
+    return sum(BYTES[dtype] * size for (dtype, size), flag in zip(found, flags, strict=False) if flag is True)

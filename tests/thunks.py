@@ -1,11 +1,12 @@
 """Thunks of a step compiled for H100s, of which XLA writes the sequence into a folder: what a GPU runs, in its order.
 
-As a program, `python thunks.py STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL [LEVEL]` compiles a step, or the sampling
-after it at a level, with the flags of the environment. A process reads `XLA_FLAGS` once, so other flags take another
-process.
+As a program, `python thunks.py MODEL STAGE CONTEXT TENSOR SHARDED REPLICATED LOCAL [LEVEL]` compiles a step, or the
+sampling after it at a level, with the flags of the environment, and prints how many bytes a step needs besides its
+arguments. A process reads `XLA_FLAGS` once, so other flags take another process.
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from abstract_step import compile_sampling, compile_step, make_shape
 from h100 import h100_mesh
 
-from longctx.models import LlamaConfig
+from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.parallel.mesh import AXES
 from longctx.serving.request.sampling_params import SamplingLevel
 
@@ -50,10 +51,14 @@ class Sequence(NamedTuple):
     Attributes:
       outermost: kinds of the thunks that are in no other.
       leaves: all that have none in them, in order.
+      hlo: the optimised module that they are of.
+      temp: bytes that it needs besides its arguments.
     """
 
     outermost: list[str]
     leaves: list[Thunk]
+    hlo: str = ""
+    temp: int = 0
 
 
 def thunks_of(
@@ -62,16 +67,22 @@ def thunks_of(
     rows: tuple[int, int, int],
     flags: str,
     level: SamplingLevel | None = None,
+    model: str = "small",
 ) -> Sequence:
-    """The thunks of a step on a mesh, or of the sampling after it, compiled with some flags in another process."""
+    """The thunks of a step on a mesh, or of the sampling after it, compiled with some flags in another process.
+
+    Args:
+      model: `CONFIG`, or the name of a preset; with `-fp8` behind it, its feed-forward is quantised.
+    """
     module = "jit_step" if level is None else "jit_sample_step"
     dump = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re={module}"
-    command = [sys.executable, __file__, *map(str, (*sizes, *rows)), *([] if level is None else [level.name])]
+    command = [sys.executable, __file__, model, *map(str, (*sizes, *rows)), *([] if level is None else [level.name])]
     environment = os.environ | {"XLA_FLAGS": f"{flags} {dump}", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (file,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
-    return parse(file.read_text())
+    (module,) = folder.glob("*_gpu_after_optimizations.txt")
+    return parse(file.read_text())._replace(hlo=module.read_text(), temp=int(result.stdout or 0))
 
 
 def parse(text: str) -> Sequence:
@@ -94,15 +105,20 @@ def parse(text: str) -> Sequence:
 
 
 def main() -> None:
-    *sizes, sharded, replicated, local = map(int, sys.argv[1:7])
+    name, is_fp8 = sys.argv[1].removesuffix("-fp8"), sys.argv[1].endswith("-fp8")
+    config = CONFIG if name == "small" else LlamaConfig.preset(name)
+    if is_fp8:
+        config = dataclasses.replace(config, quantization=RowwiseFp8.of(config.num_layers))
+    *sizes, sharded, replicated, local = map(int, sys.argv[2:8])
     mesh, rows = h100_mesh(**dict(zip(AXES, sizes, strict=True))), (sharded, replicated, local)
     # On one device no `jax.shard_map` gives the kernels their mesh.
     with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
         shape = make_shape(mesh, rows)
-        if sys.argv[7:]:
-            compile_sampling(mesh, shape, jnp.bfloat16, CONFIG, [SamplingLevel[sys.argv[7]]])
+        if sys.argv[8:]:
+            compile_sampling(mesh, shape, jnp.bfloat16, config, [SamplingLevel[sys.argv[8]]])
         else:
-            compile_step(mesh, shape, jnp.bfloat16, CONFIG, sections=rows)
+            compiled = compile_step(mesh, shape, jnp.bfloat16, config, sections=rows)
+            print(compiled.memory_analysis().temp_size_in_bytes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Loads Hugging Face checkpoints, and GGUF files of llama.cpp, directly into their sharding.
 
 The host never holds a stack of layers: it reads a slice of one layer and sends it to the device, which writes it into
-the stack. Peak host memory is one slice of one tensor.
+the stack, or into the array of that layer where layers are apart. Peak host memory is one slice of one tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts
 from longctx.models.json_file import check_directory, is_gguf
 from longctx.models.llama import Llama
-from longctx.models.params import Params, num_stages, param_specs
+from longctx.models.params import Params, param_specs, stacking_on
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
 from longctx.models.validation import shown
 
@@ -38,7 +38,10 @@ _EMBEDDING, _TIED_COPY = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_checkpoint(
-    directory: str | os.PathLike[str], mesh: Mesh | None = None, dtype: DTypeLike | None = None
+    directory: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+    apart: bool | None = None,
 ) -> tuple[Llama, Params]:
     """Load a Llama, Mistral, Qwen2.5 or Qwen3 checkpoint: `config.json` and safetensors files, or a GGUF file.
 
@@ -51,6 +54,9 @@ def load_checkpoint(
       directory: a local directory as `save_pretrained` writes it, or a file `*.gguf`.
       mesh: the mesh over which the parameters are sharded by `param_specs`. None: one device.
       dtype: dtype of the parameters. None: that of the checkpoint (of its embedding, if mixed; float32 if quantised).
+      apart: whether each layer has arrays of its own, as an engine on accelerators needs them; else layers are stacked,
+        as training needs them. None: on accelerators, not on CPUs. Everything takes both; an engine and `to_nnx` make
+        the form that they need, which takes another copy of the layers until the caller drops the given one.
 
     Returns:
       The model and its parameters. In a multi-process run each process reads only its own slices (and the embedding,
@@ -79,8 +85,8 @@ def load_checkpoint(
     with _open_checkpoint(Path(directory), dtype) as (reader, model, dtype):
         params = jax.tree.map(
             lambda layout, sharding: _load_param(reader, layout, sharding, layout.dtype or jnp.dtype(dtype)),
-            layouts(model.config, num_stages(model.config, mesh)),
-            _shardings(model.config, mesh),
+            layouts(model.config, stacking_on(model.config, mesh, apart)),
+            _shardings(model.config, mesh, apart),
         )
     return model, params
 
@@ -159,11 +165,11 @@ def _is_copy(reader: TensorReader) -> bool:
     return all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs)
 
 
-def _shardings(config: LlamaConfig, mesh: Mesh | None) -> Any:
+def _shardings(config: LlamaConfig, mesh: Mesh | None, apart: bool | None) -> Any:
     if mesh is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda _: device, layouts(config))
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh))
+        return jax.tree.map(lambda _: device, layouts(config, stacking_on(config, mesh, apart)))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh, apart))
 
 
 def _load_param(reader: TensorReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]) -> jax.Array:

@@ -14,8 +14,8 @@ from jax import lax
 from longctx.kernels.fp8 import E4M3
 from longctx.models.checkpoint_files import replacing_files, write_json
 from longctx.models.hf_names import Layout, layouts
-from longctx.models.layer_runs import layer_runs
-from longctx.models.layer_stacks import stacks_of, stages_of
+from longctx.models.layer_runs import Stacking, layer_runs
+from longctx.models.layer_stacks import stacking_of, stacks_of
 from longctx.models.llama import Llama
 from longctx.models.params import Params, abstract_params
 from longctx.models.safetensors_reader import INDEX_FILE, SINGLE_FILE, STORED_DTYPES
@@ -76,8 +76,8 @@ def save_checkpoint(
 
 def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
     # float16 stands for the dtype of the parameters, which no scale or quantised weight has.
-    stages = _num_stages(model, params)
-    expected = jax.tree.leaves_with_path(abstract_params(model.config, np.float16, stages))
+    stacking = _stacking(model, params)
+    expected = jax.tree.leaves_with_path(abstract_params(model.config, np.float16, stacking))
     given = dict(jax.tree.leaves_with_path(params))
     if given.keys() != {path for path, _ in expected}:
         different = sorted(map(jax.tree_util.keystr, given.keys() ^ {path for path, _ in expected}))
@@ -100,7 +100,7 @@ def _check_params(model: Llama, params: Params) -> np.dtype[Any]:
 
 def _pieces(model: Llama, params: Params) -> list[_Piece]:
     """Every tensor to write, layer by layer."""
-    wanted = layouts(model.config, _num_stages(model, params))
+    wanted = layouts(model.config, _stacking(model, params))
     runs = wanted.pop("layers")
     pieces: list[_Piece] = [(layout.names[0], layout, params[key], None) for key, layout in wanted.items()]
     for run, stacks in zip(stacks_of(runs), stacks_of(params["layers"]), strict=True):
@@ -111,12 +111,12 @@ def _pieces(model: Llama, params: Params) -> list[_Piece]:
     return pieces
 
 
-def _num_stages(model: Llama, params: Params) -> int:
-    """For how many stages the parameters are stacked; 1 if the model can't be written from there."""
-    stages = stages_of(params.get("layers"))
-    if stages > model.config.num_layers or any(run.partly for run in layer_runs(model.config, stages)):
-        return 1
-    return stages
+def _stacking(model: Llama, params: Params) -> Stacking:
+    """How the parameters are stacked; for one stage if the model can't be written from there."""
+    stacking = stacking_of(params.get("layers"))
+    if stacking.stages > model.config.num_layers or any(run.partly for run in layer_runs(model.config, stacking)):
+        return stacking._replace(stages=1)
+    return stacking
 
 
 def _group(pieces: list[_Piece], max_bytes: int) -> list[list[_Piece]]:

@@ -6,7 +6,7 @@ import math
 from typing import TypeVar
 
 from longctx.models.config import LlamaConfig
-from longctx.models.layer_runs import layer_runs, layers_per_stage
+from longctx.models.layer_runs import Stacking, layer_runs, layers_per_stage
 
 FP8_KV = "float8_e4m3fn"
 """The dtype of keys and values that are kept in one byte, each row of a token and KV head with a float32 scale."""
@@ -38,7 +38,7 @@ def weight_bytes(config: LlamaConfig, stage: int = 1, tensor: int = 1, dtype_byt
     biases = heads + 2 * kv_heads if config.qkv_bias else 0
     head_norms = 2 * size if config.qk_norm else 0
     total = hidden * dtype_bytes  # the last norm
-    for run in layer_runs(config, stage):
+    for run in layer_runs(config, Stacking(stage)):
         layer = (2 * hidden + biases + head_norms) * dtype_bytes
         for name, (outputs, inputs) in matrices.items():
             layer += outputs * inputs * (1 if name in run.quantized else dtype_bytes)

@@ -16,6 +16,7 @@ import numpy as np
 
 from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
+from longctx.models.layer_runs import STACKED, Stacking
 from longctx.models.layer_stacks import LayerRuns
 from longctx.models.params import Axes, Param, param_shape, param_table
 
@@ -113,9 +114,9 @@ class Layout:
         return dict(zip(self.axes, values, strict=True))
 
 
-def layouts(config: LlamaConfig, stages: int = 1) -> dict[str, Any]:
-    """A pytree with the structure of the parameters, whose leaves are Layouts; `stages` as `param_table` takes it."""
-    table = param_table(config, stages)
+def layouts(config: LlamaConfig, stacking: Stacking = STACKED) -> dict[str, Any]:
+    """A pytree with the structure of the parameters, whose leaves are Layouts; `stacking` as `param_table` takes it."""
+    table = param_table(config, stacking)
 
     def layout(param: Param, names: tuple[str | None, ...], file_axes: Axes) -> Layout:
         stacked = "layer" in param.axes
@@ -151,7 +152,8 @@ def layouts(config: LlamaConfig, stages: int = 1) -> dict[str, Any]:
         return {key: of_layers(key, param) for key, param in stack.items()}
 
     layers = table["layers"]
-    stacks = (
-        LayerRuns(tuple(map(of_run, layers.stacks)), layers.stages) if isinstance(layers, LayerRuns) else of_run(layers)
-    )
+    if isinstance(layers, LayerRuns):
+        stacks: Any = LayerRuns(tuple(map(of_run, layers.stacks)), layers.stacking)
+    else:
+        stacks = of_run(layers)
     return {key: stacks if key == "layers" else top(key) for key in table}

@@ -1,7 +1,7 @@
-"""Which layers are stacked together: runs of consecutive layers whose weights are stored alike.
+"""Which layers are stacked together: runs of consecutive layers whose weights are stored alike, or each by itself.
 
-A program scans over each run. With stages of a pipeline, all of which run one program, a run consists of the same
-places in every stage.
+A program scans over each run of several layers. With stages of a pipeline, all of which run one program, a run consists
+of the same places in every stage. Where layers are apart, a run is one place: each device has one layer of it.
 
 Stages hold `ceil` or `floor` of `layers / stages` layers, the larger ones first. A smaller stage has a layer of zeros
 in its first place. It adds zeros to its rows, so they leave it as they came. It costs no time, as stages step together,
@@ -13,11 +13,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 from longctx.models.config import LlamaConfig
 
 Layer = int | None
 """Index of a layer; None: a layer of zeros."""
+
+
+class Stacking(NamedTuple):
+    """Rule by which layers are divided into runs.
+
+    Attributes:
+      stages: of a pipeline, 1 without one.
+      apart: whether each place of a stage is a run of its own; else a run has all consecutive places that are stored
+        alike.
+    """
+
+    stages: int = 1
+    apart: bool = False
+
+
+STACKED = Stacking()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +72,17 @@ def layers_of_stages(num_layers: int, stages: int) -> tuple[tuple[Layer, ...], .
 
 
 @functools.lru_cache(maxsize=64)
-def layer_runs(config: LlamaConfig, stages: int = 1) -> tuple[Run, ...]:
-    """The runs of a model whose layers are divided into `stages` consecutive parts."""
-    parts = layers_of_stages(config.num_layers, stages)
-    if config.quantization is None:
-        return (Run(tuple(layer for part in parts for layer in part)),)
-    quantized = [frozenset(names) for names in config.quantization.layers]
+def layer_runs(config: LlamaConfig, stacking: Stacking = STACKED) -> tuple[Run, ...]:
+    """The runs of a model whose layers are divided into `stacking.stages` consecutive parts."""
+    parts = layers_of_stages(config.num_layers, stacking.stages)
+    names_of_layers = config.quantization.layers if config.quantization is not None else ((),) * config.num_layers
+    quantized = [frozenset(names) for names in names_of_layers]
     runs: list[tuple[frozenset[str], frozenset[str], list[int]]] = []  # and places in a stage
     for place in range(len(parts[0])):
         there = [quantized[part[place]] for part in parts if part[place] is not None]  # type: ignore[index]
         always = frozenset.intersection(*there)
         partly = frozenset.union(*there) - always
-        if runs and runs[-1][:2] == (always, partly):
+        if runs and runs[-1][:2] == (always, partly) and not stacking.apart:
             runs[-1][2].append(place)
         else:
             runs.append((always, partly, [place]))

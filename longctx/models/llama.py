@@ -26,7 +26,7 @@ from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
 from longctx.models.fp8 import PartlyQuantized, RowQuantized
-from longctx.models.layer_stacks import stacks_of
+from longctx.models.layer_stacks import in_order
 from longctx.models.params import Params, abstract_params, init_params
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
@@ -82,18 +82,21 @@ class Llama:
 
     config: LlamaConfig
 
-    def init(self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02) -> Params:
+    def init(
+        self, key: Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02, apart: bool = False
+    ) -> Params:
         """Random parameters, normal weights, norms of 1 and biases of 0.
 
         Args:
           key: of `jax.random.key`.
           dtype: of the parameters.
           initializer_range: the standard deviation.
+          apart: whether each layer has arrays of its own, see `load_checkpoint`. The weights are the same.
 
         Returns:
-          A pytree of arrays, in which the layers are stacked.
+          A pytree of arrays, in which the layers are stacked, unless they are apart.
         """
-        return init_params(self.config, key, dtype, initializer_range)
+        return init_params(self.config, key, dtype, initializer_range, apart)
 
     def abstract_params(self, dtype: DTypeLike = jnp.float32) -> Params:
         """The shapes of the parameters as `jax.ShapeDtypeStruct`; no array is allocated."""
@@ -150,7 +153,7 @@ class Llama:
         layers, because scanned-over inputs and outputs would be copied whole.
 
         Args:
-          params: of `init` or `load_checkpoint`, or those of `sharded_params.local_params`.
+          params: of `init` or `load_checkpoint`.
           tokens, positions: integers `[*B, T]`.
           attend: what queries attend to, `attend(cache, layer, q, k, v) -> (out, cache)`.
           cache: any pytree, or None, which only `attend` reads.
@@ -172,10 +175,13 @@ class Llama:
         pmax: Callable[[Array], Array] = lambda x: x,
         run_layer: LayerFunction | None = None,
     ) -> tuple[Float[Array, "*B T D"], Cache]:
-        """Run hidden states through some consecutive layers, all or part of `params["layers"]`, by a scan.
+        """Run hidden states through some consecutive layers, all or part of `params["layers"]`.
+
+        Stacked layers are scanned. A layer that is apart is called by itself, with a constant index: its weights are
+        whole arrays, which XLA need not copy. All that are alike have one traced function.
 
         Args:
-          layers: their parameters, stacked.
+          layers: their parameters, stacked or apart (`LayerRuns`).
           x: hidden states `[*B, T, D]`, floating point.
           rope: what `rope` returned for the rows' positions, `[*B, T, H / 2]`.
           attend: as for `forward`; it counts these layers from 0.
@@ -196,11 +202,16 @@ class Llama:
             index, weights = scanned
             return (run_layer or plain)(weights, index, x, cache), None
 
+        one_layer = jax.jit(layer)  # traced and lowered once for all layers that are alike
         carry, first = (x, cache), 0
-        for stack in stacks_of(layers):
+        for stack in in_order(layers):
             count = stack["attn_norm"].shape[0]
-            indices = first + jnp.arange(count, dtype=jnp.int32)
-            carry, _ = lax.scan(layer, carry, (indices, stack))
+            if count == 1:
+                weights = jax.tree.map(lambda x: x.reshape(x.shape[1:]), stack)
+                carry, _ = one_layer(carry, (jnp.int32(first), weights))
+            else:
+                indices = first + jnp.arange(count, dtype=jnp.int32)
+                carry, _ = lax.scan(layer, carry, (indices, stack))
             first += count
         return carry
 

@@ -1,7 +1,8 @@
 """The parameters of a Llama: a table of named axes determines shapes and shardings.
 
-Layers are stacked along a leading axis for `lax.scan`. Projections have their inputs first; of quantised ones, outputs
-come first, as FP8 products on GPUs ask for.
+Layers are stacked along a leading axis for `lax.scan`, or apart on accelerators (`stacking_on`): XLA's GPU backend
+copies each layer's weights out of a stack before it multiplies by them. Projections have their inputs first; of
+quantised ones, outputs come first, as FP8 products on GPUs ask for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from longctx.annotations import Real
 from longctx.kernels.fp8 import BITS
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import PartlyQuantized, RowQuantized
-from longctx.models.layer_runs import Layer, Run, layer_runs
-from longctx.models.layer_stacks import by_run
+from longctx.models.layer_runs import STACKED, Layer, Run, Stacking, layer_runs
+from longctx.models.layer_stacks import by_run, take_apart
+from longctx.models.validation import check_bool
 
 Params = dict[str, Any]
 """A pytree with the structure of `param_table`."""
@@ -72,16 +74,16 @@ class Param(NamedTuple):
     dtype: Any = None
 
 
-def param_table(config: LlamaConfig, stages: int = 1) -> Params:
+def param_table(config: LlamaConfig, stacking: Stacking = STACKED) -> Params:
     """Every parameter, as a pytree whose leaves are `Param`s.
 
     Args:
-      stages: layers are stacked for this many stages of a pipeline, see `layer_runs`. It makes a difference only where
-        some layers are quantised and others are not, or where it doesn't divide the layers.
+      stacking: of the layers. Unless they are apart, stages make a difference only where some layers are quantised and
+        others are not, or where they don't divide the layers.
     """
     table: Params = {
         "embed": Param(("vocab", "hidden")),
-        "layers": by_run(layer_runs(config, stages), functools.partial(_layer_table, config), stages),
+        "layers": by_run(layer_runs(config, stacking), functools.partial(_layer_table, config), stacking),
         "final_norm": Param(("hidden",)),
     }
     if not config.tie_embeddings:
@@ -126,21 +128,30 @@ def param_shape(config: LlamaConfig, param: Param) -> tuple[int, ...]:
     return tuple(sizes[axis] for axis in param.axes)
 
 
-def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32, stages: int = 1) -> Params:
-    """The parameters as a pytree of `jax.ShapeDtypeStruct`; `stages` as `param_table` takes it."""
+def abstract_params(config: LlamaConfig, dtype: DTypeLike = jnp.float32, stacking: Stacking = STACKED) -> Params:
+    """The parameters as a pytree of `jax.ShapeDtypeStruct`; `stacking` as `param_table` takes it."""
     return map_table(
         lambda param: jax.ShapeDtypeStruct(param_shape(config, param), dtype if param.dtype is None else param.dtype),
-        param_table(config, stages),
+        param_table(config, stacking),
     )
 
 
 def init_params(
-    config: LlamaConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, initializer_range: Real = 0.02
+    config: LlamaConfig,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    initializer_range: Real = 0.02,
+    apart: bool = False,
 ) -> Params:
     """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
 
-    Those of a quantised model are quantised after that.
+    Those of a quantised model are quantised after that. Layers that are `apart` have the weights that stacked ones
+    have.
     """
+    check_bool("apart", apart)
+    if apart:
+        params = init_params(config, key, dtype, initializer_range)
+        return params | {"layers": take_apart(params["layers"])}
     if config.quantization is not None:
         from longctx.models.quantize import quantize_params  # which imports this file
 
@@ -160,13 +171,23 @@ def init_params(
     return jax.tree.unflatten(structure, [init(*leaf, key) for leaf, key in zip(leaves, keys, strict=True)])
 
 
-def num_stages(config: LlamaConfig, mesh: Mesh | None) -> int:
-    """The stages for which layers are stacked on a mesh: its own, if there are layers for all of them, else 1."""
+def stacking_on(config: LlamaConfig, mesh: Mesh | None, apart: bool | None = None) -> Stacking:
+    """How layers are stacked on a mesh, or on the first device if it is None.
+
+    For its stages, if there are layers for all of them, else for 1.
+
+    Args:
+      apart: whether each place of a stage is apart; None: on accelerators, not on CPUs.
+    """
     stages = 1 if mesh is None else mesh.shape.get("stage", 1)
-    return stages if stages <= config.num_layers else 1
+    if apart is not None:
+        check_bool("apart", apart)
+    else:
+        apart = (jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).platform != "cpu"
+    return Stacking(stages if stages <= config.num_layers else 1, apart)
 
 
-def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
+def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> Params:
     """A PartitionSpec per parameter: layers over `stage`, heads, feed-forward and vocabulary over `tensor`.
 
     An axis is replicated if the mesh lacks its mesh axis, or if the size does not divide. Layers are stacked for the
@@ -175,6 +196,7 @@ def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
     Args:
       config: of the model.
       mesh: with any of the axes `stage`, `context` and `tensor`.
+      apart: whether the layers are apart, see `load_checkpoint`; None: on accelerators.
 
     Returns:
       A pytree as that of the parameters, for `jax.sharding.NamedSharding`.
@@ -184,17 +206,17 @@ def param_specs(config: LlamaConfig, mesh: Mesh) -> Params:
       >>> from longctx.parallel import make_mesh, use_devices
       >>> config = LlamaConfig.preset("llama-3.2-1b")
       >>> use_devices(8)
-      >>> specs = param_specs(config, make_mesh(context=4, tensor=2))
+      >>> specs = param_specs(config, make_mesh(context=4, tensor=2), apart=False)
       >>> specs["layers"]["wq"]  # layers, hidden, heads, head size
       P('stage', None, 'tensor', None)
     """
-    stages = num_stages(config, mesh)
+    stacking = stacking_on(config, mesh, apart)
 
     def spec(param: Param) -> PartitionSpec:
-        sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": stages}
+        sizes = dict(zip(param.axes, param_shape(config, param), strict=True)) | {"layer": stacking.stages}
         return PartitionSpec(*(_mesh_axis(mesh, axis, sizes[axis]) for axis in param.axes))
 
-    return map_table(spec, param_table(config, stages))
+    return map_table(spec, param_table(config, stacking))
 
 
 def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:

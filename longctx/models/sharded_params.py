@@ -14,15 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.models.config import LlamaConfig
 from longctx.models.cpu_weights import OutputMajor
-from longctx.models.layer_stacks import stacks_of
+from longctx.models.layer_stacks import stacking_of, stacks_of, take_apart
 from longctx.models.params import (
     Param,
     Params,
     abstract_params,
     map_table,
-    num_stages,
     param_specs,
     param_table,
+    stacking_on,
 )
 from longctx.models.stage_stacks import stack_for_stages
 
@@ -41,24 +41,42 @@ def device_config(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
     )
 
 
-def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
+def shard_params(params: Params, config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> Params:
     """Shard parameters of one device, or of another mesh, over a mesh.
 
     Layers are sharded over `stage`; heads, feed-forward and the vocabulary of the embedding over `tensor`; the
     vocabulary of the head over both. Where stages don't divide the layers, smaller stages have a layer of zeros.
 
-    On the CPUs of one process they are arranged so that XLA's backend reads them fast (docs/design.md). `layers`
+    On accelerators layers are apart (`LayerRuns`), as a program copies the weights that it slices out of a stack: each
+    place of a stage has arrays `[stage, ...]`, of which a device holds one layer. Stacks are taken apart on the mesh,
+    one weight after another; the given ones stay until the caller drops them. Layers that are given apart stay apart on
+    any device.
+
+    On the CPUs of one process stacks are arranged so that XLA's backend reads them fast (docs/design.md). `layers`
     becomes a tuple of one pytree for each layer of a stage, `[stage, ...]`, because a program copies weights that it
     slices out of a stack before each product; and projections become `OutputMajor`, which is a copy, those of the same
     input one (under their names with spaces between them). Matrices of 16-bit floats become bits (`kernels.bits`). A
     model with quantised weights keeps its stacks; a slice of a stack of 16-bit floats would convert the whole stack, so
     they become bits too.
+
+    Args:
+      apart: whether to take stacks apart; None: on accelerators, not on CPUs.
     """
-    dtype = params["embed"].dtype
-    params = stack_for_stages(params, config, num_stages(config, mesh))
+    stacking = stacking_on(config, mesh, apart)
+    params = stack_for_stages(params, config, stacking.stages)
+    is_apart = stacking_of(params["layers"]).apart
     if mesh.is_multi_process:
-        return _shard_over_processes(params, config, mesh)
-    if all(device.platform == "cpu" for device in mesh.devices.flat):
+        params = _shard_over_processes(params, config, mesh)
+    else:
+        params = _shard_in_process(params, config, mesh, stays_stacked=not (stacking.apart or is_apart))
+    if stacking.apart and not is_apart:
+        params["layers"] = take_apart(params["layers"], stacking.stages)
+    return params
+
+
+def _shard_in_process(params: Params, config: LlamaConfig, mesh: Mesh, stays_stacked: bool) -> Params:
+    dtype = params["embed"].dtype
+    if stays_stacked and all(device.platform == "cpu" for device in mesh.devices.flat):
         params = _pad_params(jax.tree.map(np.asarray, params), config, mesh)
         if config.quantization is not None:
             params = _bits_of_floats(params)
@@ -89,7 +107,8 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
             return jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
         return x
 
-    params = jax.tree.map(place, params, param_specs(config, mesh))
+    is_apart = stacking_of(params["layers"]).apart
+    params = jax.tree.map(place, params, param_specs(config, mesh, is_apart))
     wanted = jax.eval_shape(finish, params)
     specs = sharded_specs(wanted, config, mesh)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -110,9 +129,14 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
     return jax.tree.unflatten(structure, [made.get(path, there.get(path)) for path, _ in leaves])
 
 
-def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Params:
-    """The result of `shard_params` on accelerators as `jax.ShapeDtypeStruct`; no array is allocated."""
-    params = abstract_params(device_config(config, mesh), dtype, num_stages(config, mesh))
+def abstract_sharded_params(
+    config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32, apart: bool | None = None
+) -> Params:
+    """The result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`.
+
+    No array is allocated. `apart` as for `shard_params`.
+    """
+    params = abstract_params(device_config(config, mesh), dtype, stacking_on(config, mesh, apart))
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
     struct = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
@@ -121,7 +145,7 @@ def abstract_sharded_params(config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.fl
 
 def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     """The PartitionSpecs of the result of `shard_params`."""
-    specs = param_specs(device_config(config, mesh), mesh)
+    specs = param_specs(device_config(config, mesh), mesh, stacking_of(params["layers"]).apart)
     head = params["lm_head"]
     if isinstance(head, OutputMajor):
         specs["lm_head"] = OutputMajor(P(("tensor", "stage"), None), head.out_shapes)  # type: ignore[arg-type]
@@ -135,7 +159,7 @@ def sharded_specs(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 def layer_specs(layer: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     """The PartitionSpecs of one of the layers that `shard_params` arranges for CPUs."""
-    (specs,) = stacks_of(param_specs(device_config(config, mesh), mesh)["layers"])
+    (specs,) = stacks_of(param_specs(device_config(config, mesh), mesh, apart=False)["layers"])
 
     def of_weight(name: str, weight: Any) -> Any:
         if not isinstance(weight, OutputMajor):
@@ -160,7 +184,7 @@ def _pad_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
             return numpy.pad(x, [(0, more if axis == "vocab" else 0) for axis in param.axes])
         return x
 
-    return map_table(pad, param_table(config, num_stages(config, mesh)), params)
+    return map_table(pad, param_table(config, stacking_of(params["layers"])), params)
 
 
 def _bits_of_floats(params: Params) -> Params:

@@ -14,22 +14,23 @@ from longctx.kernels.fp8 import E4M3
 from longctx.models.config import LlamaConfig
 from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import Run, layer_runs
-from longctx.models.layer_stacks import by_run, stacks_of, stages_of
+from longctx.models.layer_stacks import by_run, stacking_of, stacks_of
 from longctx.models.params import INPUT_AXES, Params
 
 
 def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params:
-    """The parameters with the structure of `abstract_params(config, stages=stages)`.
+    """The parameters with their layers stacked for so many stages, or as much apart as they are.
 
-    Those that have it already are returned as they are; others are copied to the host.
+    Those that have this structure already are returned as they are; others are copied to the host.
 
     Raises:
       ValueError: they have the structure of no number of stages; or of another one than these, and are partly
         quantised, or spread over several processes.
     """
     layers = params["layers"]
-    own = stages_of(layers)
-    wanted, given = layer_runs(config, stages), layer_runs(config, own)
+    stacking = stacking_of(layers)
+    own, new = stacking.stages, stacking._replace(stages=stages)
+    wanted, given = layer_runs(config, new), layer_runs(config, stacking)
     if wanted == given:
         return params
     if own > config.num_layers or [*map(_describe, stacks_of(layers))] != [*map(_describe_run, given)]:
@@ -55,7 +56,7 @@ def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params
 
         return {name: stack(name) for name in by_layer[0]}
 
-    return params | {"layers": by_run(wanted, restack, stages)}
+    return params | {"layers": by_run(wanted, restack, new)}
 
 
 _Description = tuple[int, frozenset[str], frozenset[str]]  # layers; names that are quantised, and partly so

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from longctx.kernels.arrays import check_floating
 from longctx.kernels.attention.kernel import IMPLEMENTATIONS
 from longctx.kernels.attention.operands import check_implementation
+from longctx.models.layer_stacks import LayerRuns, put_together
 from longctx.models.llama import Llama, check_positions, check_range, check_tokens, like_tokens
 from longctx.models.params import Params, abstract_params
 from longctx.models.validation import MAX_INT32, check_bool, check_integer
@@ -158,8 +159,10 @@ def to_nnx(
     alone.
 
     Args:
-      model, params: of `load_checkpoint`, or `model.init`: Llama, Mistral, Qwen2.5 or Qwen3. Arrays that are where the
-        module wants them are its own from then on, not copied: a step that donates the module deletes them.
+      model, params: of `load_checkpoint`, or `model.init`: Llama, Mistral, Qwen2.5 or Qwen3. Layers that are apart, as
+        `load_checkpoint` gives them on accelerators, are stacked, which is a copy (`apart=False` there avoids it).
+        Arrays that are where the module wants them are its own from then on, not copied: a step that donates the module
+        deletes them.
       mesh: a mesh with `axis_name`, on which the parameters are placed. None: that of `jax.set_mesh`; without one, all
         is computed on one device.
       layout: tokens come in order, and are arranged as integers once, not their hidden states in each layer;
@@ -208,6 +211,8 @@ def to_nnx(
         raise TypeError(f"model must be a longctx.models.Llama, got {type(model).__name__}")
     if model.config.quantization is not None:
         raise ValueError("quantization: RowwiseFp8 weights can't be fine-tuned; load the checkpoint they were made of")
+    if isinstance(layers := params["layers"], LayerRuns) and layers.stacking.apart:
+        params = params | {"layers": put_together(layers)}
     _check_params(model, params)
     if chunk_size is not None:
         chunk_size = check_integer("chunk_size", chunk_size, 1)

@@ -4,7 +4,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from thunks import Sequence, Thunk, thunks_of
+from hlo import copied_bytes
+from thunks import CONFIG, Sequence, Thunk, thunks_of
 
 from longctx import xla_flags
 from longctx.serving.request.sampling_params import SamplingLevel
@@ -26,15 +27,20 @@ def between_collectives(thunks: list[Thunk]) -> list[list[Thunk]]:
 COLLECTIVES = {"AllGather", "AllReduce", "AllToAll", "CollectivePermute", "AsyncDone"}
 
 
-def test_a_step_on_one_gpu_is_one_command_buffer(tmp_path: Path) -> None:
-    """With the loop over layers, and both attention kernels of a layer."""
-    found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), xla_flags())
+def check_one_gpu(folder: Path, flags: str, model: str, num_layers: int, temp: int) -> None:
+    """One command buffer with all layers, and two attention kernels in each."""
+    found = thunks_of(folder, (1, 1, 1), (0, 0, 64), flags, model=model)
     assert found.outermost == ["CommandBuffer"]
     assert all(thunk.is_captured for thunk in found.leaves)
     kernels = [thunk for thunk in found.leaves if thunk.kind == "CustomCall"]
-    assert len(kernels) == 2
-    assert all(thunk.within == ("CommandBuffer", "While") for thunk in kernels)
-    assert not any("Conditional" in thunk.within for thunk in found.leaves)
+    assert len(kernels) == 2 * num_layers
+    assert all(thunk.within == ("CommandBuffer",) for thunk in kernels)
+    assert copied_bytes(found.hlo, "params") == 0
+    assert found.temp <= temp << 20
+
+
+def test_a_step_on_one_gpu_is_one_command_buffer_and_copies_no_weights(tmp_path: Path) -> None:
+    check_one_gpu(tmp_path, xla_flags(), "small", CONFIG.num_layers, temp=16)
 
 
 # Kernels of a level, its product with the head included, at most.
@@ -48,10 +54,9 @@ def test_sampling_on_one_gpu_is_one_command_buffer(tmp_path: Path, level: Sampli
 
 
 @pytest.mark.slow
-def test_without_the_flags_a_layer_is_a_command_buffer(tmp_path: Path) -> None:
-    found = thunks_of(tmp_path, (1, 1, 1), (0, 0, 64), "")
-    assert found.outermost == ["CommandBuffer", "While", "CommandBuffer"]
-    assert [thunk for thunk in found.leaves if not thunk.is_captured] == [Thunk("CustomKernel", ("While",))]  # i < 4
+@pytest.mark.parametrize("flags", ["", xla_flags()], ids=["without", "with"])
+def test_so_is_one_of_llama_3_8b_with_the_flags_and_without(flags: str, tmp_path: Path) -> None:
+    check_one_gpu(tmp_path, flags, "llama-3-8b", 32, temp=32)
 
 
 def check_pallas(found: Sequence) -> None:

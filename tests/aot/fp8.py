@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from abstract_step import PAGE_SIZE, compile_step, make_shape
 from h100 import h100_mesh
-from hlo import collectives
+from hlo import collectives, copied_bytes
 
 from longctx.models import LlamaConfig, RowwiseFp8
 from longctx.models.footprint import cache_bytes, weight_bytes
+from longctx.models.layer_runs import Stacking, layer_runs
 from longctx.parallel.mesh import AXES
 
 LAYERS = 4
@@ -37,7 +38,7 @@ def compile_quantized(
 
 
 def products(text: str) -> tuple[list[tuple[str, str]], int]:
-    """The computations that make rows and weights of each FP8 call, and the number of other products."""
+    """The computations that make rows and weights of each FP8 call (`"parameter"`: none), and how many others are."""
     bodies = {match[1]: match[0] for match in _COMPUTATION.finditer(text)}
     made = {name: (opcode, rest) for name, opcode, rest in _INSTRUCTION.findall(text)}
 
@@ -45,6 +46,8 @@ def products(text: str) -> tuple[list[tuple[str, str]], int]:
         opcode, rest = made[name]
         while opcode in ("bitcast", "get-tuple-element", "fusion-done"):
             opcode, rest = made[rest.split("%", 1)[1].split(")")[0].split(",")[0]]
+        if opcode == "parameter":
+            return opcode
         assert opcode in ("fusion", "fusion-start"), f"{name} is made by {opcode}"
         return bodies[rest.split("calls=%", 1)[1].split(",")[0]]
 
@@ -65,39 +68,38 @@ def check_products(text: str, fp8: int, others: int) -> None:
         # One fusion divides by the scale and rounds, from what was before: no scaled float is stored between.
         assert re.search(r"= f8e4m3fn\[.* convert\(", rows)
         assert "divide(" in rows
-        assert "convert(" not in weights, "weights stay FP8"
+        assert weights == "parameter", "weights are read as they are"
+    assert copied_bytes(text, "params") == 0
 
 
 @pytest.mark.parametrize(
     ("sizes", "rows"), [((1, 1, 1), 64), pytest.param((1, 1, 2), 512, marks=pytest.mark.slow)], ids=str
 )
 def test_every_product_of_a_quantised_model_is_one_fp8_call(sizes: tuple[int, int, int], rows: int) -> None:
-    """XLA joins the products of the same rows: q, k and v, and gate and up. The head isn't quantised."""
+    """Seven in a layer. The head isn't quantised."""
     compiled = compile_quantized(SMALL, sizes, rows, 64, "all")
     text, config, tensor = compiled.as_text(), SMALL, sizes[2]
-    check_products(text, fp8=4, others=1)
-    # Among them they have the outputs of all seven projections.
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // tensor
+    check_products(text, fp8=7 * LAYERS, others=1)
+    heads, kv_heads = (count * config.head_dim // tensor for count in (config.num_heads, config.num_kv_heads))
+    ffn = config.intermediate_size // tensor
     outputs = [int(n) for n in re.findall(rf"= \(f32\[{rows},(\d+)\].* custom-call.*{re.escape(FP8_CALL)}", text)]
-    assert sorted(outputs) == sorted([heads, config.hidden_size, 2 * config.intermediate_size // tensor, 4096])
-    if tensor > 1:  # the maxima of rows that are shared: a float32 for each
-        sent = [x.sent for x in collectives(text, tensor) if x.within == (f"body of {LAYERS}",)]
-        assert sorted(sent) == [4.0 * rows] * 2 + [2.0 * rows * SMALL.hidden_size] * 2
+    assert sorted(outputs) == sorted(LAYERS * [heads, kv_heads, kv_heads, config.hidden_size, ffn, ffn, 4096])
+    if tensor > 1:  # the maxima of rows that are shared: a float32 for each; and the embedding
+        sent = [x.sent for x in collectives(text, tensor) if not x.within]
+        assert sorted(sent) == [4.0 * rows] * 2 * LAYERS + [2.0 * rows * SMALL.hidden_size] * (2 * LAYERS + 1)
 
 
 @pytest.mark.slow
 def test_a_step_of_one_row_multiplies_in_fp8() -> None:
     """Alone, a row would have its weights converted to float32. (The head's product is a sum then.)"""
-    check_products(compile_quantized(SMALL, (1, 1, 1), 1, 64, "all").as_text(), fp8=4, others=0)
+    check_products(compile_quantized(SMALL, (1, 1, 1), 1, 64, "all").as_text(), fp8=7 * LAYERS, others=0)
 
 
 @pytest.mark.slow
 def test_layers_that_are_not_quantised_lie_beside_those_that_are() -> None:
-    """The first and the last layer, beside a loop over the others."""
+    """The first and the last layer; attention in all of them; the head."""
     text = compile_quantized(SMALL, (1, 1, 1), 64, 64).as_text()
-    calls, _ = products(text)
-    assert len(calls) == 2  # gate and up, and down, in the loop
-    check_products(text, fp8=2, others=2 + 2 * 5 + 1)  # attention in the loop; q k v, o, gate, up, down; the head
+    check_products(text, fp8=3 * (LAYERS - 2), others=4 * LAYERS + 3 * 2 + 1)
 
 
 @pytest.mark.slow
@@ -115,5 +117,7 @@ def test_405b_in_fp8_with_a_cache_of_128k_fits_8_gpus_of_80_gb(sizes: tuple[int,
     expected = weight_bytes(quantized, stage, tensor) + cache_bytes(quantized, tokens, stage, tensor)
     assert expected <= memory.argument_size_in_bytes <= expected + 50e6
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < most
-    calls, _ = products(compiled.as_text())
-    assert len(calls) == 3
+    text = compiled.as_text()
+    calls, _ = products(text)
+    assert len(calls) == 3 * sum(bool(run.quantized) for run in layer_runs(quantized, Stacking(stage, apart=True)))
+    assert copied_bytes(text, "params") == 0

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from longctx.kernels import attention
 from longctx.models import Llama, LlamaConfig, RopeConfig, param_specs
 from longctx.models.layer_stacks import stacks_of
-from longctx.models.params import Params, abstract_params
+from longctx.models.params import Params, abstract_params, stacking_on
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -165,7 +165,7 @@ def test_param_specs(shape: dict[str, int], expected: dict[str, P]) -> None:
     (layers,) = stacks_of(specs["layers"])
     for name, spec in expected.items():
         assert layers[name] == spec
-    params = abstract_params(CONFIG, stages=mesh.shape.get("stage", 1))
+    params = abstract_params(CONFIG, stacking=stacking_on(CONFIG, mesh))
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
         NamedSharding(mesh, spec).shard_shape(leaf.shape)  # raises where the shape does not divide
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx.models import Llama, LlamaConfig, RowwiseFp8, load_checkpoint, save_checkpoint
-from longctx.models.layer_runs import layer_runs, layers_of_stages, layers_per_stage
+from longctx.models.layer_runs import Stacking, layer_runs, layers_of_stages, layers_per_stage
 from longctx.models.layer_stacks import LayerRuns
 from longctx.models.sharded_params import abstract_sharded_params, shard_params
 from longctx.parallel import make_mesh
@@ -62,7 +62,7 @@ def test_every_layer_is_in_one_stage(num_layers: int, data: st.DataObject) -> No
 def test_405b_in_fp8_has_three_runs_on_every_number_of_stages(stages: int) -> None:
     """Its first and last layers are not quantised: they are in the first and the last place of their stages."""
     llama = LlamaConfig.preset("llama-3.1-405b")
-    runs = layer_runs(dataclasses.replace(llama, quantization=RowwiseFp8.of(llama.num_layers)), stages)
+    runs = layer_runs(dataclasses.replace(llama, quantization=RowwiseFp8.of(llama.num_layers)), Stacking(stages))
     ffn = {"w_gate", "w_up", "w_down"}
     assert [(set(run.quantized), set(run.partly)) for run in runs] == [(set(), ffn), (ffn, set()), (set(), ffn)]
     assert [len(run.layers) // stages for run in runs] == [1, layers_per_stage(126, stages) - 2, 1]

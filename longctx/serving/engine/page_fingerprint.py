@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from longctx.models.config import LlamaConfig
 from longctx.models.layer_runs import layer_runs
-from longctx.models.layer_stacks import stacks_of, stages_of
+from longctx.models.layer_stacks import stacking_of, stacks_of
 from longctx.models.params import Params
 from longctx.serving.kv_cache.page_layout import PageLayout
 from longctx.serving.kv_cache.tiers.fingerprint import fingerprint_of
@@ -35,7 +35,7 @@ def page_fingerprint(config: LlamaConfig, params: Params, layout: PageLayout) ->
     stacks = stacks_of(params["layers"])
     embed = _digests(params["embed"][None])
     weights = {f"embed{path}": digest.hex() for path, (digest,) in embed}
-    for run, stack in zip(layer_runs(config, stages_of(params["layers"])), stacks, strict=True):
+    for run, stack in zip(layer_runs(config, stacking_of(params["layers"])), stacks, strict=True):
         for path, digests in _digests(stack):
             for layer, digest in zip(run.layers, digests, strict=True):
                 if layer is not None:

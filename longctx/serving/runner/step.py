@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, UInt32
 
 from longctx.models import Llama
+from longctx.models.layer_stacks import of_one_stage
 from longctx.models.llama import Rope
 from longctx.models.params import Params
 from longctx.models.sharded_params import sharded_specs
@@ -32,6 +33,9 @@ from longctx.serving.runner.sample_step import from_last_stage, padding_out_of_b
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
+# XLA would join products of the same rows, and copy their weights side by side for that in every step.
+_APART: Any = {"xla_gpu_dot_merger_threshold_mb": 0}
+# Products are cuBLASLt's then, not of kernels that XLA writes (docs/fp8.md).
 _CUBLASLT: Any = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -78,13 +82,13 @@ def step_program(mesh: Mesh, is_quantized: bool = False, is_fp8: bool = False) -
     """`step`, jitted for a mesh; `is_quantized`: for a model with FP8 weights; `is_fp8`: for FP8 pages."""
     outputs = named_sharding(mesh, P(("stage", "context"))), named_sharding(mesh, P("context"))
     shardings = (state_shardings(mesh, is_fp8), *outputs)
+    on_gpu = mesh.devices.flat[0].platform != "cpu"
     return jax.jit(
         step,
         static_argnums=(0, 1, 6, 7),
         donate_argnums=3,
         out_shardings=shardings,
-        # Products are cuBLASLt's then, not of kernels that XLA writes (docs/fp8.md).
-        compiler_options=_CUBLASLT if is_quantized and mesh.devices.flat[0].platform != "cpu" else None,
+        compiler_options=_APART | (_CUBLASLT if is_quantized else {}) if on_gpu else None,
     )
 
 
@@ -131,7 +135,7 @@ def _step_on_device(
 ) -> tuple[DeviceState, Array, Array]:
     x, rope, attend = begin_step(model, mesh, shape, sections, params["embed"], state, rows)
     reductions = (lambda x: psum(x, "tensor")), (lambda x: pmax(x, "tensor"))
-    x, cache = model.run_layers(params["layers"], x, rope, attend, state.cache, *reductions)
+    x, cache = model.run_layers(of_one_stage(params["layers"]), x, rope, attend, state.cache, *reductions)
     stage_rows, hidden = end_layers(model, shape, sections, params, state.rows, x)
     last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
     table, page_index = jax.tree.map(lambda x: x[None], attend.tables)
