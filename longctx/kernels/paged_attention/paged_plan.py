@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.kernels import selection
-from longctx.kernels.arrays import check_floating
+from longctx.kernels.arrays import check_constant, check_floating
 from longctx.kernels.attention.operands import check_implementation
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
@@ -163,6 +163,8 @@ def _plan(
 def make_plan(operands: PagedOperands, implementation: str, max_rows_per_sequence: int | None = None) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
+    if implementation != "reference":
+        check_constant(implementation, T=q.shape[0], M=operands.page_table.shape[1])
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
     data = None if empty else IMPLEMENTATIONS[implementation][0](operands, max_rows_per_sequence)
     return PagedPlan(implementation, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
