@@ -53,10 +53,10 @@ def check_int32(name: str, x: ArrayLike) -> Any:
       TypeError: x is not of integers.
       ValueError: a value is outside the range of int32; those of a traced array are not known.
     """
-    x = _check_integers(name, x)
-    if _is_unknown(x):
-        x = x.clip(max(_INT32.min, int(jnp.iinfo(x.dtype).min)), _INT32.max)
-    return x.astype(np.int32)
+    integers = _check_integers(name, x)
+    if _is_unknown(integers):
+        integers = integers.clip(max(_INT32.min, int(jnp.iinfo(integers.dtype).min)), _INT32.max)
+    return integers.astype(np.int32)
 
 
 def check_ids(name: str, x: ArrayLike) -> Any:
@@ -66,15 +66,15 @@ def check_ids(name: str, x: ArrayLike) -> Any:
       TypeError: x is not of integers, or is traced and of a type that neither int32 nor int64 holds.
       ValueError: a value is outside the range of int32; those of a traced array are not known.
     """
-    x = _check_integers(name, x)
-    if not _is_unknown(x):
-        return x.astype(np.int32)
-    if not jnp.can_cast(x.dtype, jnp.int64) or not jax.config.jax_enable_x64:
+    ids = _check_integers(name, x)
+    if not _is_unknown(ids):
+        return ids.astype(np.int32)
+    if not jnp.can_cast(ids.dtype, jnp.int64) or not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(
-            f"{name} must be int32 or int64 where it is traced, got {x.dtype}, whose values are not known and might "
+            f"{name} must be int32 or int64 where it is traced, got {ids.dtype}, whose values are not known and might "
             f'not fit: convert it, x.astype("int32"), if they do'
         )
-    return x.astype(np.int64)
+    return ids.astype(np.int64)
 
 
 def _is_unknown(x: Any) -> bool:
