@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?= tests
 
-.PHONY: demo chat serve test test-all check bench docs figures notebooks clean
+.PHONY: demo chat serve test test-all gpu-check gpu-report check bench docs figures notebooks clean
 
 $(VENV)/python-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -90,6 +90,24 @@ test: $(VENV)/installed-aot $(VENV)/installed-ptxas
 # The tests of the page take a Chromium besides, such as Debian's package.
 test-all: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model $(VENV)/installed-routers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'slow or not slow' $(TESTS)
+
+# Ten minutes on a GPU. It uses PYTHON as it is if that has pytest and a JAX that finds a GPU, for machines without a
+# network; else it installs JAX for the CUDA version of the driver. OUT gets gpu.json, which is written as results come.
+OUT ?= build/gpu
+MINUTES ?= 9.6
+
+$(VENV)/installed-gpu: $(VENV)/installed
+	cuda=$$(nvidia-smi | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p') && \
+	  $(BIN)/pip install --quiet --editable ".[cuda$${cuda:-12}]" pytest
+	touch $@
+
+gpu-check:
+	@if $(PYTHON) -c 'import jax, pytest; jax.devices("gpu")' 2>/dev/null; then python=$(PYTHON); \
+	  else $(MAKE) --no-print-directory $(VENV)/installed-gpu && python=$(BIN)/python; fi && \
+	  $$python -m pytest tests/gpu --out '$(OUT)' --minutes $(MINUTES)
+
+gpu-report:
+	$(PYTHON) tests/gpu/gpu_report.py '$(OUT)/gpu.json' docs/results/gpu.md
 
 check: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""The contenders of `benchmarks.kernels`, with one interface: our kernels, cuDNN, XLA and torch."""
+"""The contenders of `benchmarks.kernels`, with one interface: our kernels, cuDNN, JAX's kernel, XLA and torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -87,7 +87,7 @@ def contiguous(implementation: str) -> Contender:
     return prepare
 
 
-def paged(implementation: str, page_size: int) -> Contender:
+def paged(implementation: str | None, page_size: int) -> Contender:
     """Our `paged_attention` to the same keys, taken for pages of a pool; each sequence has shuffled ones."""
 
     def prepare(case: Case, sets: list[Operands]) -> Prepared:
@@ -137,6 +137,20 @@ def jax_nn(implementation: Literal["cudnn", "xla"]) -> Contender:
         return prepare_jax(compute, case, sets, (), causal=causal)
 
     return prepare
+
+
+def attention_mgpu(case: Case, sets: list[Operands]) -> Prepared:
+    """The Hopper kernel that comes with JAX, forward, in float16: its shared memory has that dtype whatever q has."""
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as peer
+
+    causal, config = _square(case), peer.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2)
+    if case.backward:
+        raise NotImplementedError("left out: its gradients are of calls without a mask")
+    config = replace(config, causal=causal)
+    # It doesn't scale scores.
+    scale = case.shape.head_size**-0.5
+    halves = [tuple((x * factor).astype(jnp.float16) for x, factor in zip(s, (scale, 1, 1), strict=True)) for s in sets]
+    return prepare_jax(lambda q, k, v: peer.attention(q, k, v, config), case, halves, (), causal=causal)
 
 
 def torch_flash(case: Case, sets: list[Operands]) -> Prepared:
@@ -192,7 +206,13 @@ def our_contenders(implementation: str = "mosaic_gpu") -> dict[str, Contender]:
 
 
 def peers() -> dict[str, Contender]:
-    return {"cuDNN": jax_nn("cudnn"), "XLA": contiguous("xla"), "jax.nn XLA": jax_nn("xla"), "torch": torch_flash}
+    return {
+        "cuDNN": jax_nn("cudnn"),
+        "attention_mgpu": attention_mgpu,
+        "XLA": contiguous("xla"),
+        "jax.nn XLA": jax_nn("xla"),
+        "torch": torch_flash,
+    }
 
 
 def applicable(case: Case, contenders: dict[str, Contender]) -> dict[str, Contender]:

@@ -2,9 +2,11 @@
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jaxlib
@@ -163,23 +165,26 @@ def report(results: list[Result], copy: float, where: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def to_row(result: Result) -> dict[str, Any]:
+    """A result for JSON."""
+    error = None if result.error is None or not math.isfinite(result.error) else result.error
+    return {
+        "case": result.case.name,
+        "contender": result.contender,
+        "ms": result.ms,
+        "flops": result.case.flops,
+        "bytes": result.case.bytes,
+        "of_floor": result.of_floor,
+        "error": error,
+        "failed": result.failed,
+        "rounds": result.rounds,
+        "passes": result.passes,
+        "reason": result.reason,
+    }
+
+
 def to_json(results: list[Result], copy: float, where: dict[str, str]) -> str:
-    rows = [
-        {
-            "case": r.case.name,
-            "contender": r.contender,
-            "ms": r.ms,
-            "flops": r.case.flops,
-            "bytes": r.case.bytes,
-            "of_floor": r.of_floor,
-            "error": None if r.error is None or r.error == float("inf") else r.error,
-            "failed": r.failed,
-            "rounds": r.rounds,
-            "passes": r.passes,
-            "reason": r.reason,
-        }
-        for r in results
-    ]
+    rows = [to_row(r) for r in results]
     verdicts = [
         {"aim": a.name, "limit": a.limit, "at_least": a.at_least, "measured": a.measured, "verdict": a.verdict}
         for a in aims(results, copy)

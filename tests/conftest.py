@@ -40,6 +40,8 @@ from hypothesis import HealthCheck, Phase, settings
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+collect_ignore = ["gpu"]  # a run of its own, with settings of its own: `make gpu-check`
+
 # Workers of one run share what they compile. They inherit the folder from the process that starts them and removes it.
 if "LONGCTX_TEST_PROGRAMS" not in os.environ:
     os.environ["LONGCTX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="longctx-tests-")
@@ -81,8 +83,3 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem != "test_aot")  # the longest first, so that workers end together
-    if jax.default_backend() != "gpu":
-        no_gpu = pytest.mark.skip(reason="needs a GPU")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(no_gpu)

@@ -88,28 +88,3 @@ class TestMosaicGpu(AttentionTestBase):
     def compare(self, got: tuple[jax.Array, jax.Array], want: tuple[jax.Array, jax.Array]) -> None:
         np.testing.assert_allclose(got[0].astype(jnp.float32), want[0].astype(jnp.float32), atol=2e-2)
         np.testing.assert_allclose(got[1], want[1], atol=1e-5)
-
-
-@pytest.mark.gpu
-class TestMosaicGpuCompiled(AttentionTestBase):
-    implementation = "mosaic_gpu"
-    shapes = half_shapes = (
-        ((), 1, 1, 1, 1, 64),
-        ((), 1, 3000, 2, 4, 128),
-        ((2,), 7, 300, 3, 1, 256),
-        ((), 700, 700, 1, 8, 64),
-        ((2, 1), 257, 1100, 2, 4, 128),
-        ((), 1100, 257, 1, 2, 256),
-        ((), 2100, 2100, 32, 1, 128),  # more tiles than four a multiprocessor: each a worker of its own
-    )
-    any_shape = st.tuples(
-        st.sampled_from([(), (1,), (2,), (2, 1), (3, 2)]),
-        st.integers(1, 1300),
-        st.integers(1, 1300),
-        st.integers(1, 4),
-        st.sampled_from([1, 2, 3, 4, 8]),
-        st.sampled_from([64, 128, 256]),
-    )
-    half_examples, slow_examples = 60, 150
-    supports_float32 = False
-    supports_float64 = False

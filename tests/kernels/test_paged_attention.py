@@ -75,18 +75,6 @@ def test_mosaic_gpu_decodes_beside_chunks(group: int, rows: tuple[int, ...]) -> 
     TestMosaicGpu().check_half(mixed_rows(group, rows), jnp.bfloat16, False)
 
 
-@pytest.mark.gpu
-class TestMosaicGpuCompiled(PagedAttentionTestBase):
-    implementation = "mosaic_gpu"
-    shapes = half_shapes = (
-        *MOSAIC_GPU_SHAPES,
-        Shape(rows=90, heads=8, kv_heads=2, size=256, page_size=64, sequences=5, entries=30, index_given=True),
-        Shape(rows=300, heads=3, kv_heads=3, size=128, page_size=32, sequences=2, entries=90, index_given=False),
-    )
-    half_examples, merge_examples = 60, 15
-    supports_float32 = supports_float64 = False
-
-
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def write(k_pages, v_pages, k, v, page, offset):  # type: ignore[no-untyped-def]
     return write_pages(k_pages, v_pages, k, v, page, offset)
