@@ -337,7 +337,8 @@ def rehearse(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     hidden.mkdir(parents=True)
     for name in ("hypothesis", "chex", "flax", "optax", "torch", "transformers", "fastapi", "zmq", "matplotlib"):
         (hidden / f"{name}.py").write_text(f"raise ImportError('{name} is not on a bare machine')\n")
-    environment = os.environ | {"PYTHONPATH": str(hidden)}
+    # Plugins of pytest come with what is hidden.
+    environment = os.environ | {"PYTHONPATH": str(hidden), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if programs := os.environ.get("LONGCTX_TEST_PROGRAMS"):
         environment |= {"JAX_COMPILATION_CACHE_DIR": programs}
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--rehearse", "--out", str(folder), "-q", *arguments]
