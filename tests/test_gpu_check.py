@@ -24,6 +24,8 @@ import json, os, signal, time
 
 def right(context, value): return {"value": value, "small": context.small, "process": os.getpid()}
 
+def flags(context): return {"flags": os.environ["XLA_FLAGS"], "process": os.getpid()}
+
 def wrong(context): raise AssertionError("off by 3")
 
 def refused(context):
@@ -55,9 +57,15 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake(
-    name: str, function: str, stage: str = "correct", limit: float = 60, devices: int = 1, **arguments: Any
+    name: str,
+    function: str,
+    stage: str = "correct",
+    limit: float = 60,
+    devices: int = 1,
+    flags: str = "",
+    **arguments: Any,
 ) -> Case:
-    return Case(stage, name, f"fakes.{function}", arguments, limit, devices)
+    return Case(stage, name, f"fakes.{function}", arguments, limit, devices, flags)
 
 
 def take_all(run: Run, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -109,6 +117,15 @@ def test_an_error_of_the_device_takes_a_new_worker(fakes: Path) -> None:
     got = take_all(Run(fakes, cases, minutes=10, rehearse=True), cases)
     assert got["breaks"]["status"] == "failed"
     assert got["one"]["figures"]["process"] != got["two"]["figures"]["process"]
+
+
+def test_flags_of_xla_take_a_worker_that_has_them(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--own")
+    flags = ["", "", "--other", "--other", ""]
+    cases = [fake(str(i), "flags", flags=x) for i, x in enumerate(flags)]
+    got = [result["figures"] for result in take_all(Run(fakes, cases, minutes=10, rehearse=True), cases).values()]
+    assert [x["flags"] for x in got] == ["--own", "--own", "--own --other", "--own --other", "--own"]
+    assert len({x["process"] for x in got}) == 3
 
 
 def test_a_run_that_is_cut_off_counts(fakes: Path) -> None:
@@ -331,6 +348,17 @@ def test_the_page_is_of_a_run_or_says_that_there_was_none(tmp_path: Path) -> Non
     assert paths[1].read_text() == render(a_record())
 
 
+def test_make_takes_a_python_that_has_what_it_needs(tmp_path: Path) -> None:
+    """It installs nothing then, for machines without a network."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$1" in -c) echo 3.12;; *) echo "$@";; esac\n')
+    python.chmod(0o755)
+    command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/none", "OUT=there", "MINUTES=3"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "-m pytest tests/gpu --out there --minutes 3"
+    assert not (tmp_path / "none").exists()
+
+
 def rehearse(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """A run by pytest at small sizes; it finds none of what the extra `test` installs."""
     hidden = folder / "hidden"
@@ -357,9 +385,9 @@ def test_a_run_by_pytest(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_case_is_rehearsed(tmp_path: Path) -> None:
-    record, said = rehearse(tmp_path, "--minutes", "300")
+    record, said = rehearse(tmp_path, "--minutes", "300", "-k", "not (ring-5 or ring-6 or ring-7)")
     results = record["cases"]
-    assert len(results) == len(CASES)
+    assert len(results) == len(CASES) - 9
     bad = {name: x for name, x in results.items() if x["status"] != "passed"}
     assert set(bad) == {name for name in results if "backward" in name and name.startswith("correct")}, said
     assert {x["status"] for x in bad.values()} == {"skipped"}

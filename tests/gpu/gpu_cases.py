@@ -24,6 +24,7 @@ class Case:
     Attributes:
       limit: seconds after which the worker is ended.
       devices: GPUs that it needs.
+      flags: of XLA, which its worker has besides those of the command line.
     """
 
     stage: str
@@ -32,6 +33,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     limit: float = 60
     devices: int = 1
+    flags: str = ""
 
     def __str__(self) -> str:
         return f"{self.stage}/{self.name}"
@@ -121,9 +123,22 @@ def _pages() -> list[Case]:
     return [Case("pages", name, f"engine_checks.{name}") for name in names]
 
 
+# What moves keys and queries while a kernel computes: NCCL on a few multiprocessors, or as it likes, or copy engines.
+_OVERLAPS = {
+    "channels": "--xla_gpu_nccl_p2p_max_nchannels=4",
+    "copy-engines": "--xla_gpu_use_memcpy_local_p2p=true",
+    "nccl": "--xla_gpu_nccl_p2p_max_nchannels=0",
+}
+
+
 def _rings() -> list[Case]:
-    sizes = (2, 8, 4, 3, 5, 6, 7)
-    return [Case("rings", f"ring-{n}", "measurements.ring", {"ranks": n}, limit=90, devices=n) for n in sizes]
+    """One worker after another, as flags count for a process; the sizes that machines have come first."""
+    return [
+        Case("rings", f"ring-{ranks}-{name}", "measurements.ring", {"ranks": ranks}, 90, ranks, flags)
+        for sizes in ((8, 4, 2), (3, 5, 6, 7))
+        for name, flags in _OVERLAPS.items()
+        for ranks in sizes
+    ]
 
 
 CASES = [*_device(), *_correct(), *_kernels(), *_engine(), *_pages(), *_rings()]

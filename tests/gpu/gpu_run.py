@@ -33,10 +33,13 @@ Result = dict[str, Any]
 class Worker:
     """A process that runs cases one at a time. What it prints goes to a log."""
 
-    def __init__(self, log: Path, rehearse: bool) -> None:
+    def __init__(self, log: Path, rehearse: bool, flags: str = "") -> None:
         read, write = os.pipe()
         paths = (str(HERE.parents[1]), os.environ.get("PYTHONPATH", ""))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+        if flags:
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flags}".strip()
+        self.flags = flags
         command = [sys.executable, str(HERE / "gpu_worker.py"), str(write), *["--rehearse"] * rehearse]
         self._log, self._start_of_output = log, log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
@@ -169,8 +172,10 @@ class Run:
 
     def _run(self, case: Case, seconds: float, result: Result) -> Result:
         until = time.monotonic() + seconds
+        if self._worker is not None and self._worker.flags != case.flags:
+            self._end_worker()
         if self._worker is None:
-            self._worker = Worker(self._log, self._rehearse)
+            self._worker = Worker(self._log, self._rehearse, case.flags)
             if failure := self._failure(case, min(until, time.monotonic() + STARTING), "starting JAX"):
                 self._start_failures += 1
                 return failure
