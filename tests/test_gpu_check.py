@@ -216,7 +216,7 @@ def test_results_that_are_wrong_are_noticed() -> None:
 
 
 def test_tokens_may_differ_where_logits_are_equal() -> None:
-    from engine_checks import _last_logits, compare_tokens
+    from engine_checks import _logits, compare_tokens
 
     from longctx.models import Llama, LlamaConfig
 
@@ -224,7 +224,7 @@ def test_tokens_may_differ_where_logits_are_equal() -> None:
     model = Llama(LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=16))
     params = model.init(jax.random.key(0), jnp.bfloat16, 0.2)
     prompt = [3, 1, 4, 1, 5]
-    ranked = np.argsort(np.asarray(_last_logits(model, params, jnp.array(prompt))))
+    ranked = np.argsort(np.asarray(_logits(model, params, jnp.array(prompt), 4)))
     best, worst = int(ranked[-1]), int(ranked[0])
     assert compare_tokens(model, params, [prompt], [[best]], [[best]]) == {
         "sequences": 1,

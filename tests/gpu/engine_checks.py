@@ -39,7 +39,7 @@ def _model(is_small: bool) -> tuple[Llama, Any]:
 def _engine(context: Context, **options: Any) -> Engine:
     model, params = _model(context.small)
     sizes = {"max_length": 256, "num_pages": 40} if context.small else {"max_length": 9216, "num_pages": 1536}
-    config = {"page_size": 64, "token_budget": 512, "buckets": (8, 64, 512), "prefix_cache": False}
+    config = {"page_size": 64, "token_budget": 2048, "buckets": (8, 64, 2048), "prefix_cache": False}
     return Engine(model, params, EngineConfig(**config | sizes | options))
 
 
@@ -65,20 +65,24 @@ def _steps(engine: Engine, requests: list[Request]) -> list[StepMetrics]:
     return steps
 
 
-def _decode_seconds(steps: list[StepMetrics], batch: int) -> list[float]:
-    return [step.seconds for step in steps if step.decodes == batch and not step.chunks][1:]
+def _decodes(steps: list[StepMetrics], batch: int) -> list[StepMetrics]:
+    """The steps of decodes alone, of all sequences."""
+    found = [step for step in steps if step.decodes == batch and not step.chunks][1:]
+    assert found, f"no step has {batch} decodes alone"
+    return found
 
 
 def decode(context: Context, batch: int) -> Figures:
     """Decodes after 1,024 tokens: seconds of a step, bytes that it has to read, and launches in a profile."""
     engine, count = _engine(context), _batch(context, batch)
-    seconds = _decode_seconds(_steps(engine, _requests(context, count, 1024, 64)), count)
-    step = statistics.median(seconds)
+    # The last prompt is read before the first sequence has all its tokens.
+    steps = _decodes(_steps(engine, _requests(context, count, 1024, 128)), count)
+    seconds, keys = (statistics.median(x) for x in zip(*((x.seconds, x.decode_keys) for x in steps), strict=True))
     config, params = engine.model.config, _model(context.small)[1]
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes * (not config.tie_embeddings)
-    cache = count * 1056 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    cache = keys * 4 * config.num_layers * config.num_kv_heads * config.head_dim
     context.note(
-        {"step_seconds": step, "steps": len(seconds), "batch": count, "tokens_per_second": count / step}
+        {"step_seconds": seconds, "steps": len(steps), "batch": count, "tokens_per_second": count / seconds}
         | {"weight_bytes": weights, "cache_bytes": cache}
     )
     return profile(engine, _requests(context, count, 128, 16))
@@ -120,7 +124,7 @@ def read_profile(data: Any, num_steps: int) -> Figures:
 
 
 def prefill(context: Context) -> Figures:
-    """A prompt of 8,192 tokens, in chunks of 512."""
+    """A prompt of 8,192 tokens, in chunks of 2,048."""
     steps = [step for step in _steps(_engine(context), _requests(context, 1, 8192, 2)) if step.chunks][1:]
     tokens = sum(count for step in steps for _, count in step.chunks)
     return {"tokens_per_second": tokens / sum(step.seconds for step in steps)} if steps else {}
@@ -163,8 +167,8 @@ def compare_tokens(
     for i in different[:MAX_COMPARED]:
         at = next((n for n, (x, y) in enumerate(zip(got[i], want[i], strict=False)) if x != y), None)
         assert at is not None, f"sequence {i} has {len(got[i])} tokens instead of {len(want[i])}"
-        before = jnp.asarray([*prompts[i], *want[i][:at]])
-        rough, exact = (np.asarray(_last_logits(model, weights, before)) for weights in (params, wide))
+        sequence, last = jnp.asarray([*prompts[i], *want[i]]), len(prompts[i]) + at - 1
+        rough, exact = (np.asarray(_logits(model, weights, sequence, last)) for weights in (params, wide))
         gap = float(rough.max() - rough[got[i][at]])
         allowed = _ERRORS * float(np.abs(rough - exact).max()) + _ABSOLUTE if is_half else 1e-4
         assert gap <= allowed, f"sequence {i} differs at token {at}: logits {gap:.1e} apart, more than {allowed:.1e}"
@@ -173,11 +177,12 @@ def compare_tokens(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _last_logits(model: Llama, params: Any, tokens: jax.Array) -> jax.Array:
+def _logits(model: Llama, params: Any, tokens: jax.Array, at: int) -> jax.Array:
+    """Of one token, by XLA. Later ones don't matter, so that sequences of one length are one program."""
     positions = jnp.arange(len(tokens))
     attend = dense_attend(model.config, params["embed"].dtype, positions, implementation="xla")
     hidden, _ = model.forward(params, tokens, positions, attend, None)
-    return model.logits(params, hidden[-1:])[0].astype(jnp.float32)
+    return model.logits(params, hidden[at][None])[0].astype(jnp.float32)
 
 
 def transfers(context: Context) -> Figures:
@@ -219,7 +224,7 @@ def sampling(context: Context) -> Figures:
     seconds: dict[str, float] = {}
     for name, way in ways.items():
         steps = _steps(engine, _requests(context, count, 128, 32, **way))
-        seconds[name] = statistics.median(_decode_seconds(steps, count))
+        seconds[name] = statistics.median(step.seconds for step in _decodes(steps, count))
         context.note({"batch": count, "step_seconds": seconds})
     return {}
 
@@ -227,7 +232,8 @@ def sampling(context: Context) -> Figures:
 def memory(context: Context) -> Figures:
     """What an engine with default pages takes, and whether its steps have room beside them."""
     model, params = _model(context.small)
-    engine = Engine(model, params, EngineConfig(max_length=128 if context.small else None))
+    sizes = {"max_length": 256, "buckets": (512,)} if context.small else {"buckets": (64, 512)}
+    engine = Engine(model, params, EngineConfig(**sizes))
     stats = jax.devices()[0].memory_stats() or {}
     context.note({"pages": engine.num_pages, "tokens": engine.num_pages * engine.config.page_size})
     context.note({"in_use_bytes": stats.get("bytes_in_use"), "limit_bytes": stats.get("bytes_limit")})

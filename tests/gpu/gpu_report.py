@@ -209,7 +209,7 @@ def _engine(record: Record) -> list[str]:
     if longest:
         parts.append("\n".join(["| batch | kernel | us a step |", "|---|---|---|", *longest]))
     if "tokens_per_second" in (prefill := _figures(record, "engine/prefill")):
-        parts.append(f"A prompt of 8,192 tokens in chunks of 512: {prefill['tokens_per_second']:,.0f} tokens/s.")
+        parts.append(f"A prompt of 8,192 tokens in chunks of 2,048: {prefill['tokens_per_second']:,.0f} tokens/s.")
     if tokens := _figures(record, "engine/tokens"):
         parts.append(
             f"Greedy tokens: {tokens['equal']} of {tokens['sequences']} sequences are equal to those by "
