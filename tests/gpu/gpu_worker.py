@@ -62,9 +62,10 @@ def main() -> None:
         # Eight devices: with fewer, JAX has too few threads for the interpreter.
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     else:
-        from longctx.gpu_flags import set_xla_flags
+        from longctx.gpu_flags import set_memory_fraction, set_xla_flags
 
         set_xla_flags()  # as the command line does
+        set_memory_fraction()
         import jax
 
         if jax.default_backend() != "gpu":
