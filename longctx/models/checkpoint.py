@@ -1,15 +1,19 @@
 """Loads Hugging Face checkpoints, and GGUF files of llama.cpp, directly into their sharding.
 
 The host never holds a stack of layers: it reads a slice of one layer and sends it to the device, which writes it into
-the stack, or into the array of that layer where layers are apart. Peak host memory is one slice of one tensor.
+the stack, or into the array of that layer where layers are apart. Several threads do so, each for a parameter. Peak
+host memory is a slice for each, or 2 GiB if that is less, and one slice at least.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ from longctx.models.validation import shown
 TensorReader = SafetensorsReader | GgufReader
 """What reads tensors by their Hugging Face names."""
 
+_MAX_THREADS = 8  # more do not read faster
+_MOST_BYTES = 2 << 30  # of slices on the host, as float32
 _EMBEDDING, _TIED_COPY = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -83,8 +89,9 @@ def load_checkpoint(
       '1'
     """
     with _open_checkpoint(Path(directory), dtype) as (reader, model, dtype):
-        params = jax.tree.map(
-            lambda layout, sharding: _load_param(reader, layout, sharding, layout.dtype or jnp.dtype(dtype)),
+        params = _load_params(
+            reader,
+            jnp.dtype(dtype),
             layouts(model.config, stacking_on(model.config, mesh, apart)),
             _shardings(model.config, mesh, apart),
         )
@@ -172,7 +179,54 @@ def _shardings(config: LlamaConfig, mesh: Mesh | None, apart: bool | None) -> An
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, mesh, apart))
 
 
-def _load_param(reader: TensorReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any]) -> jax.Array:
+class _SlicesInFlight:
+    """The slices that threads have on the host: they wait where there are too many bytes of them, or to stop."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._changed = most_bytes, threading.Condition()
+        self._num_bytes, self._is_stopped = 0, False
+
+    @contextlib.contextmanager
+    def slice(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_stopped or not self._num_bytes or self._num_bytes + num_bytes <= self._most_bytes
+            )
+            if self._is_stopped:
+                raise InterruptedError("another parameter can't be loaded")
+            self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_bytes -= num_bytes
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+
+def _load_params(reader: TensorReader, dtype: np.dtype[Any], layouts: Any, shardings: Any) -> Params:
+    """Load all parameters, several at a time. Of several errors, that of the first parameter is raised."""
+    slices, threads = _SlicesInFlight(_MOST_BYTES), min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
+    leaves, structure = jax.tree.flatten(layouts)
+    pool = ThreadPoolExecutor(threads, "load")
+    try:
+        loading = [
+            pool.submit(_load_param, reader, layout, sharding, layout.dtype or dtype, slices)
+            for layout, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        ]
+        return jax.tree.unflatten(structure, [each.result() for each in loading])
+    finally:
+        slices.stop()
+        pool.shutdown(cancel_futures=True)  # waits for the slices that are being read, before their files are closed
+
+
+def _load_param(
+    reader: TensorReader, layout: Layout, sharding: Sharding, dtype: np.dtype[Any], in_flight: _SlicesInFlight
+) -> jax.Array:
     shape = (len(layout.names), *layout.shape) if layout.stacked else layout.shape
     loaded: dict[tuple[tuple[int, int], ...], jax.Array] = {}
     arrays = []
@@ -181,7 +235,7 @@ def _load_param(reader: TensorReader, layout: Layout, sharding: Sharding, dtype:
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         if ranges not in loaded:
             load_shard = _load_stacked_shard if layout.stacked else _load_single_shard
-            loaded[ranges] = load_shard(reader, layout, ranges, dtype, device)
+            loaded[ranges] = load_shard(reader, layout, ranges, dtype, device, in_flight)
         # A shard is read once: other devices that hold it get a copy of the first device's.
         arrays.append(jax.device_put(loaded[ranges], device))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -193,6 +247,7 @@ def _load_stacked_shard(
     ranges: tuple[tuple[int, int], ...],
     dtype: np.dtype[Any],
     device: jax.Device,
+    in_flight: _SlicesInFlight,
 ) -> jax.Array:
     layers, *rest = ranges
     shape = tuple(stop - start for start, stop in ranges)
@@ -202,9 +257,11 @@ def _load_stacked_shard(
         name = layout.names[layer]
         if name is None:
             continue
-        tensor = jax.device_put(_read(reader, layout, name, slices), device)
-        # Without the wait, asynchronous dispatch would keep many slices alive on the host.
-        stack = _write_layer(layout, stack, tensor, np.int32(i)).block_until_ready()
+        with in_flight.slice(4 * math.prod(shape[1:])):
+            tensor = jax.device_put(_read(reader, layout, name, slices), device)
+            # Without the wait, asynchronous dispatch would keep many slices alive on the host.
+            stack = _write_layer(layout, stack, tensor, np.int32(i)).block_until_ready()
+            del tensor
     return stack
 
 
@@ -222,13 +279,15 @@ def _load_single_shard(
     ranges: tuple[tuple[int, int], ...],
     dtype: np.dtype[Any],
     device: jax.Device,
+    in_flight: _SlicesInFlight,
 ) -> jax.Array:
     slices = layout.file_slices(tuple(slice(*part) for part in ranges))
     shape = tuple(stop - start for start, stop in ranges)
     name = layout.names[0]
     assert name is not None
-    tensor = jax.device_put(reader.read(name, slices), device)
-    return _convert(layout, tensor, shape, dtype).block_until_ready()
+    with in_flight.slice(4 * math.prod(shape)):
+        tensor = jax.device_put(reader.read(name, slices), device)
+        return _convert(layout, tensor, shape, dtype).block_until_ready()
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

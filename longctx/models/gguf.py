@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,15 +74,12 @@ class GgufReader:
             for name, (_, own) in self._stored.items()
             if name != ROPE_FREQUENCIES
         }
-        self._file: BinaryIO | None = None
 
     def __enter__(self) -> GgufReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Do nothing: no file is open between reads."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> np.dtype[Any]:
         """Check that the tensor exists, has this shape and a supported type, and return the dtype it is read as."""
@@ -165,10 +162,9 @@ class GgufReader:
 
     def _bytes(self, own: str, begin: int, count: int) -> np.ndarray:
         try:
-            if self._file is None:
-                self._file = self.directory.open("rb")
-            self._file.seek(begin)
-            data = np.fromfile(self._file, np.uint8, count)
+            with self.directory.open("rb") as file:  # of its own, as several threads read
+                file.seek(begin)
+                data = np.fromfile(file, np.uint8, count)
         except (OSError, MemoryError) as error:
             raise CheckpointError(f"{self.directory}: cannot read tensor {shown(own)}: {error}") from error
         if data.size != count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class SafetensorsReader:
                 raise problems[0]
         self.tensors = tensors
         self._open_files: dict[Path, Any] = {}
+        self._opening = threading.Lock()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> SafetensorsReader:
@@ -128,15 +130,19 @@ class SafetensorsReader:
         """Read a part of the tensor, and nothing else of it; of an e4m3 tensor its bits."""
         stored = self.tensors[name]
         try:
-            if stored.dtype == _E4M3:  # for which numpy has no dtype, so safetensors gives no part of it
-                return np.array(np.memmap(stored.file, np.uint8, "r", stored.begin, stored.shape)[slices])
-            if stored.file not in self._open_files:
-                self._open_files[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="numpy"))
-            part = self._open_files[stored.file].get_slice(name)
-            # The library reads the header again.
-            if (part.get_dtype(), tuple(part.get_shape())) != (stored.dtype, stored.shape):
-                raise CheckpointError(f"{stored.file}: tensor {shown(name)} has changed since its header was read")
-            return part[slices]
+            if stored.dtype != _E4M3:  # the library has no dtype of numpy for it
+                with self._opening:
+                    if stored.file not in self._open_files:
+                        file = self._stack.enter_context(safe_open(stored.file, framework="numpy"))
+                        self._open_files[stored.file] = file
+                    part = self._open_files[stored.file].get_slice(name)
+                # The library reads the header again.
+                if (part.get_dtype(), tuple(part.get_shape())) != (stored.dtype, stored.shape):
+                    raise CheckpointError(f"{stored.file}: tensor {shown(name)} has changed since its header was read")
+            # Numpy copies without Python's lock, with which the library would read one tensor at a time.
+            bits = np.dtype(f"u{_ITEM_BYTES[stored.dtype]}")
+            values = np.array(np.memmap(stored.file, bits, "r", stored.begin, stored.shape or (1,))[slices])
+            return values.view(_DTYPES.get(stored.dtype, bits)).reshape(values.shape if stored.shape else ())
         except CheckpointError:
             raise
         except (SafetensorError, OSError, MemoryError, ValueError) as error:  # ValueError: a file cut off since

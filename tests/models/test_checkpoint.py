@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from longctx.models import CheckpointError, load_checkpoint, param_specs, save_checkpoint
+from longctx.models import checkpoint as loading
 from longctx.models.checkpoint import read_model
 from longctx.models.params import Params
 from longctx.models.safetensors_reader import SafetensorsReader
@@ -95,9 +98,50 @@ def test_the_host_holds_one_slice_at_a_time(written: Path, monkeypatch: pytest.M
         return tensor
 
     monkeypatch.setattr(SafetensorsReader, "read", tracked_read)
+    monkeypatch.setattr(loading, "_MOST_BYTES", 0)
     _, params = load_checkpoint(written, make_mesh(stage=2, tensor=4))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 20 * largest
     assert peak <= 2 * largest
+
+
+def test_threads_wait_for_room_and_stop() -> None:
+    in_flight, order = loading._SlicesInFlight(10), list[int]()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(number: int, num_bytes: int) -> None:
+        with in_flight.slice(num_bytes):
+            order.append(number)
+            entered.set()
+            assert leave.wait(60)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(hold, 0, 100)  # more than there may be, but alone
+        assert entered.wait(60)
+        second = pool.submit(hold, 1, 1)
+        assert order == [0]
+        in_flight.stop()
+        assert isinstance(second.exception(60), InterruptedError)
+        leave.set()
+        assert first.exception(60) is None
+    assert order == [0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError("cannot read it")])
+def test_an_error_ends_loading_and_all_threads(error: Any, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, names = SafetensorsReader.read, list[str]()
+
+    def failing_read(self: SafetensorsReader, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        names.append(name)
+        if "layers.1." in name:
+            raise error
+        return read(self, name, slices)
+
+    monkeypatch.setattr(SafetensorsReader, "read", failing_read)
+    with pytest.raises(error if isinstance(error, type) else CheckpointError):
+        load_checkpoint(written)
+    count = len(names)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load")]
+    assert len(names) == count
 
 
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16, jnp.float16])
