@@ -34,6 +34,20 @@ def check_floating(name: str, dtype: DTypeLike) -> None:
         raise TypeError(f"{name} must be floating point, got {jnp.dtype(dtype)}")
 
 
+def check_constant(implementation: str, **dims: Any) -> None:
+    """Check that dimensions which loops and blocks follow from are no symbols of `jax.export`.
+
+    Raises:
+      NotImplementedError: one is; the message names it and what to do.
+    """
+    for name, dim in dims.items():
+        if not isinstance(dim, int):
+            raise NotImplementedError(
+                f'{name} must be a constant for implementation="{implementation}", got the symbol {dim}: export a '
+                'program for each length, or take "reference"'
+            )
+
+
 def check_int32(name: str, x: ArrayLike | Nested) -> Any:
     """Convert integers to int32, those of NumPy on the host. Traced ones saturate: their order to int32 stays.
 

@@ -66,9 +66,11 @@ def attention(
     Returns:
       out `[*B, T, N, H]`, and lse `[*B, T, N]`: float32 (float64 for float64 inputs), natural log of the sum of
       exp(score). A query that sees nothing has `out = 0`, `lse = -inf`. Scores, softmax and sums are computed in
-      float32 or wider. Both results are differentiable in q, k and v, once and in reverse mode; for `jax.jvp` and
-      second derivatives there is `"reference"`. Scores may be any finite float32 numbers, and a row of scores that are
-      all -inf counts as empty. Gradients compute weights again from lse: 6e-8 times a score is their relative error.
+      float32 or wider. Scores may be any finite float32 numbers; a row of scores that are all -inf counts as empty.
+
+      Both results are differentiable in q, k and v in reverse mode, and these gradients in forward mode:
+      `jax.grad(f)`, `jax.jvp(jax.grad(f), ...)`, `jax.hessian(f)`. For `jax.jvp(f, ...)` and `jax.grad(jax.grad(f))`
+      there is `"reference"`. Gradients compute weights again from lse, with a relative error of 6e-8 times the score.
 
     Raises:
       ValueError, TypeError: an argument has the wrong shape, dtype or value; the message names it.
@@ -106,7 +108,15 @@ def attention(
         implementation = plan.implementation
     out_dtype = check_out_dtype(out_dtype, arguments.q.dtype)
     kernel = check_kernel(arguments.q, causal, scale, implementation)
-    return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments, plan)
+    try:
+        return _attention(dataclasses.replace(kernel, out_dtype=out_dtype), arguments, plan)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            f'attention of implementation="{kernel.implementation}" is differentiable in reverse mode alone (jax.grad, '
+            'jax.vjp), and its gradients in forward mode: for jax.jvp of attention itself there is "reference"'
+        ) from error
 
 
 def _check_plan(plan: AttentionPlan, arguments: Arguments, causal: bool, implementation: str | None) -> None:

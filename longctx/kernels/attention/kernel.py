@@ -11,10 +11,12 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from longctx.gpu_flags import reserved_multiprocessors
+from longctx.kernels.arrays import check_constant
 from longctx.kernels.attention import batches
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.reference import reference_attention, reference_backward
 from longctx.kernels.attention.xla import xla_attention, xla_backward
+from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.partitioning import match_sharding
 
@@ -48,6 +50,12 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "xla": (xla_attention, xla_backward),
     "reference": (reference_attention, reference_backward),
 }
+
+
+_ONCE = (
+    "gradients of attention are differentiable in forward mode alone: take jax.jvp(jax.grad(f), ...) or "
+    'jax.jacfwd(jax.grad(f)), or longctx.kernels.attention of implementation="reference", which has any mode'
+)
 
 
 class Operands(NamedTuple):
@@ -106,6 +114,8 @@ class Kernel:
         return batches.forward(self._forward, operands, state, plan)
 
     def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
+        if self.implementation != "reference":
+            check_constant(self.implementation, T=operands.q.shape[-3], S=operands.k.shape[-3])
         static = (self.causal, self.scale)
         if self.implementation == "mosaic_gpu":
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
@@ -167,7 +177,7 @@ def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array])
     d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
     # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
-    gradients = algorithm.backward(operands, lse, row_terms, d_out)
+    gradients = end_reverse_mode(algorithm.backward(operands, lse, row_terms, d_out), _ONCE)
     typed = (match_sharding(d.astype(x.dtype), x) for d, x in zip(gradients, operands[:3], strict=True))
     # Operands after v are integers and have no gradient.
     return (type(operands)(*typed, *(None,) * (len(operands) - 3)),)

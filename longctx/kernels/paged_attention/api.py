@@ -8,6 +8,7 @@ from jaxtyping import ArrayLike, Float, Float32, Int, Shaped
 
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale
+from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
@@ -18,6 +19,11 @@ from longctx.kernels.paged_attention.paged_plan import (
     shapes_of,
 )
 from longctx.kernels.partitioning import Rule, match_varying, partitioned, without_ones
+
+_NO_GRADIENT = (
+    'paged_attention has no gradient but for implementation="reference": take longctx.kernels.attention, whose keys '
+    "are not in pages, or jax.jvp"
+)
 
 
 def paged_attention(
@@ -41,8 +47,8 @@ def paged_attention(
 
     Row t of q sees the keys of sequence `q_sequence[t]` at positions up to `q_positions[t]` and below that sequence's
     `kv_lengths`, if their pages are in its row of the page table. Rows may come in any order; consecutive rows of one
-    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient. As `attention`, it
-    compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
+    sequence save work. The work follows the lengths, not M, B or padding. There is no gradient but for `"reference"`,
+    only `jax.jvp`. As `attention`, it compiles once for its shapes outside of `jax.jit`, and arrays may be NumPy's.
 
     Args:
       q: queries `[T, N, H]`, floating point.
@@ -50,7 +56,7 @@ def paged_attention(
         16-bit q.dtype. With scales float8_e4m3fn, or uint8: its bits. Unused slots may hold anything, including NaN.
       page_table: `[B, M]` integers. Entry m of sequence b is page `first_page + page_table[b, m]`. An entry in
         use that is outside the pool is an error under `jax.experimental.checkify` if no `plan` is given (a check is an
-        effect, and JAX dispatches programs with effects slowly); otherwise some other page is read.
+        effect, which JAX dispatches slowly and `jax.export` refuses); otherwise some other page is read.
       page_index: `[B, M]` integers: the same entry is page number `page_index[b, m]` of the sequence, its keys at
         positions from `page_index[b, m] * page_size` on. On a rank that holds some of a sequence's pages it has gaps.
         Entries in use come first, ascending. All others have `page_index * page_size >= kv_lengths[b]`, and their
@@ -136,6 +142,8 @@ def _paged_attention(
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         out, lse = _divided(operands, plan, scale, out_dtype)
+        if plan.implementation != "reference":
+            out, lse = end_reverse_mode((out, lse), _NO_GRADIENT)
     return out.astype(out_dtype), lse
 
 

@@ -15,7 +15,7 @@ from jaxtyping import ArrayLike, Int, Shaped
 
 from longctx.annotations import Nested
 from longctx.kernels import selection
-from longctx.kernels.arrays import check_floating
+from longctx.kernels.arrays import check_constant, check_floating
 from longctx.kernels.attention.operands import check_implementation
 from longctx.kernels.fp8 import BITS, E4M3
 from longctx.kernels.kernel_jit import kernel_jit
@@ -168,6 +168,8 @@ def _plan(q: Any, pages: Any, implementation: str, limits: tuple[int | None, int
 def make_plan(operands: PagedOperands, implementation: str, *limits: Any) -> PagedPlan:
     """`plan_paged_attention` of checked operands, for a chosen implementation."""
     q, k_pages = operands.q, operands.k_pages
+    if implementation != "reference":
+        check_constant(implementation, T=q.shape[0], M=operands.page_table.shape[1])
     empty = 0 in (q.shape[0], k_pages.shape[0], *operands.page_table.shape)
     data = None if empty else IMPLEMENTATIONS[implementation][0](operands, *limits)
     return PagedPlan(implementation, shapes_of(operands), k_pages.dtype in (BITS, E4M3), empty, data)
