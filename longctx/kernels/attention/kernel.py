@@ -115,6 +115,8 @@ class Kernel:
         return batches.forward(self._forward, operands, state, plan)
 
     def _forward(self, operands: Operands, state: tuple[Array, Array] | None, plan: Any) -> tuple[Array, Array]:
+        if self.implementation != "reference":
+            check_constant(self.implementation, T=operands.q.shape[-3], S=operands.k.shape[-3])
         static = (self.causal, self.scale)
         if self.implementation == "mosaic_gpu":
             out_dtype = jnp.float32 if self.out_dtype is None else self.out_dtype
