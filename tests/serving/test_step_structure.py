@@ -95,7 +95,7 @@ def test_sampling_counts_tokens_in_place() -> None:
         assert "scatter" in opcodes
         assert opcodes <= IN_PLACE
         assert program.memory_analysis().alias_size_in_bytes >= SLOTS * VOCAB_SIZE * 4
-        assert not re.search(r" (sort|conditional|while)\(", program.as_text().replace("TopK", ""))
+        assert not re.search(r" (sort|conditional)\(", program.as_text())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
