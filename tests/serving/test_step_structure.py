@@ -90,12 +90,12 @@ def test_sampling_counts_tokens_in_place() -> None:
     """Of as many counts as there are slots times tokens, each program changes one for each token that it samples."""
     mesh, config = make_mesh(), dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE)
     counts = f"u32[{SLOTS},{VOCAB_SIZE}]"
-    for program in compile_sampling(mesh, make_shape(mesh), jnp.float32, config).values():
+    for program in compile_sampling(mesh, make_shape(mesh, (0, 0, 4)), jnp.float32, config).values():
         opcodes = set(re.findall(rf"= {re.escape(counts)}\S* ([a-z\-]+)\(", program.as_text()))
         assert "scatter" in opcodes
         assert opcodes <= IN_PLACE
         assert program.memory_analysis().alias_size_in_bytes >= SLOTS * VOCAB_SIZE * 4
-        assert not re.search(r" (sort|conditional|while)\(", program.as_text().replace("TopK", ""))
+        assert not re.search(r" (sort|conditional)\(", program.as_text())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

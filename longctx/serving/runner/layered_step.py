@@ -187,7 +187,7 @@ def _end_layers(
     def on_device(params: Params, stage_rows: Array | None, x: Array, samples: Array) -> Any:
         stage_rows, hidden = end_layers(model, shape, sections, params, stage_rows, x[0])
         last_rows = rows_to_sample(SampleInputs.views(samples, shape), hidden)
-        return stage_rows, hidden[None], last_rows[None]
+        return stage_rows, hidden[None], last_rows
 
     specs = sharded_specs(outer, model.config, mesh), _EACH, _EACH, P()
     return shard_map(on_device, mesh, specs, (_EACH, _EACH, P("context")))(outer, stage_rows, x, samples)
