@@ -76,7 +76,9 @@ def partitioned(function: Function, rule: Rule, fold: Fold | None, *operands: Ar
     """
     meshes = (get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands))
     mesh = next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
-    if INTERPRETER.get() is not None or set(mesh.axis_types) == {AxisType.Manual}:
+    # JAX refuses the operation in a program of one device whose arrays are on several meshes of it.
+    is_one = mesh.size == 1 and not mesh.empty
+    if INTERPRETER.get() is not None or is_one or set(mesh.axis_types) == {AxisType.Manual}:
         return function(*operands)
 
     @jax.custom_batching.custom_vmap

@@ -140,7 +140,6 @@ def test_positions_that_equal_segments_are_padded_apart(length: int) -> None:
     compare(make_mesh(context=3), *arrays(4, 2, length, 0), method="pass_kv", **dict.fromkeys(names, index))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 def test_a_sharded_batch_stays_sharded_without_batch_axis(kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(kind,) * 2)
@@ -155,6 +154,7 @@ def test_a_sharded_batch_stays_sharded_without_batch_axis(kind: AxisType) -> Non
     np.testing.assert_allclose(compiled(*sharded), attention(q, k, v, implementation="reference")[0], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_explicit_axes(use_mesh: bool) -> None:
     """Inputs whose types carry their sharding: the result's type carries the queries'."""
