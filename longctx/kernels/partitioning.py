@@ -13,6 +13,7 @@ devices.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -81,11 +82,14 @@ def partitioned(function: Function, rule: Rule, fold: Fold | None, *operands: Ar
     if INTERPRETER.get() is not None or is_one or set(mesh.axis_types) == {AxisType.Manual}:
         return function(*operands)
 
+    is_explicit = AxisType.Explicit in mesh.axis_types
+
+    def over_explicit_axes(*operands: Array) -> tuple[Array, ...]:
+        return _over_explicit_axes(function, rule, operands, mesh)
+
     @jax.custom_batching.custom_vmap
     def divided(*operands: Array) -> tuple[Array, ...]:
-        if AxisType.Explicit in mesh.axis_types:
-            return _over_explicit_axes(function, rule, operands, mesh)
-        return _over_auto_axes(function, rule, mesh)(*operands)
+        return over_explicit_axes(*operands) if is_explicit else _over_auto_axes(function, rule, mesh)(*operands)
 
     @divided.def_vmap
     def _(size: int, mapped: Sequence[bool], *operands: Array) -> Any:
@@ -95,7 +99,10 @@ def partitioned(function: Function, rule: Rule, fold: Fold | None, *operands: Ar
             results = fold(size, mapped, *operands)
         return results, (True,) * len(results)
 
-    return divided(*operands)
+    # Neither a rule for `jax.vmap` nor XLA's operation has derivatives: with Auto axes they are not divided.
+    differentiable = jax.custom_jvp(divided)
+    differentiable.defjvp(functools.partial(jax.jvp, over_explicit_axes if is_explicit else function))
+    return differentiable(*operands)
 
 
 def match_sharding(x: Array, like: Array) -> Array:
@@ -176,14 +183,7 @@ def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Funct
         decode_shardings=False,  # JAX knows no parts of axes
         sharding_rule=lambda mesh, operands, results: _for_shardy(rule, operands),
     )
-
-    @jax.custom_jvp
-    def differentiable(*operands: Array) -> tuple[Array, ...]:
-        return operation(*operands)
-
-    # `jax.jvp` of a gradient is of the undivided function.
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
-    return differentiable
+    return operation
 
 
 def _for_shardy(rule: Rule, operand_types: Sequence[Any]) -> SdyShardingRule:
