@@ -18,22 +18,21 @@ _FLAGS = {
     _COMMANDS: "+WHILE",
     "xla_gpu_command_buffer_unroll_loops": "true",
 }
-# A collective inside a conditional node can't be instantiated (github.com/NVIDIA/nccl, issue 1986), and the sampler's
-# branches have collectives. So the branch is outside, and what is in it is captured.
+# A collective inside a conditional node can't be instantiated (github.com/NVIDIA/nccl, issue 1986). So branches stay
+# outside, and what is in them is captured.
 _COLLECTIVES = "+COLLECTIVES,-CONDITIONAL"
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables of the share of a GPU's memory that JAX takes, the second one deprecated."""
 _MEMORY = "0.9"  # CUDA, NCCL and CUDA graphs need some beside JAX
 _JAX_MEMORY = 0.75
-# By the choice of `overlap`. Channels are multiprocessors: NCCL has a thread block for each.
+# By the choice of `overlap`. Channels are multiprocessors: NCCL has a thread block for each. XLA's own way is the
+# default until a measurement decides, although the static model favours copy engines (docs/mosaic_gpu.md).
 _CHANNELS, _COPIES = "xla_gpu_nccl_p2p_max_nchannels", "xla_gpu_use_memcpy_local_p2p"
 OVERLAPS: dict[str | None, dict[str, str]] = {
     "multiprocessors": {_CHANNELS: "4"},
     "copy_engines": {_COPIES: "true"},
     None: {},
 }
-# What the static model predicts to be fastest (docs/mosaic_gpu.md); not measured.
-DEFAULT_OVERLAP = "copy_engines"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # The shared libraries that read XLA_FLAGS, by package: jaxlib's own, and those of CUDA plugins.
 _LIBRARIES = {
@@ -43,7 +42,7 @@ _LIBRARIES = {
 }
 
 
-def xla_flags(collectives: bool = False, overlap: str | None = DEFAULT_OVERLAP) -> str:
+def xla_flags(collectives: bool = False, overlap: str | None = None) -> str:
     """Flags for the environment variable `XLA_FLAGS`, to be set before JAX starts.
 
     With them a step on one GPU is one command buffer; on a mesh, what lies between two collectives is. They have no
@@ -74,7 +73,6 @@ def xla_flags(collectives: bool = False, overlap: str | None = DEFAULT_OVERLAP) 
       ...     print(flag)
       --xla_gpu_enable_command_buffer=+WHILE
       --xla_gpu_command_buffer_unroll_loops=true
-      --xla_gpu_use_memcpy_local_p2p=true
     """
     if overlap not in OVERLAPS:
         raise ValueError(f"overlap must be one of {', '.join(map(repr, OVERLAPS))}, got {overlap!r}")
@@ -92,11 +90,10 @@ def set_xla_flags() -> None:
     given = os.environ.get("XLA_FLAGS", "").strip()
     if given and not given.startswith("--"):
         return  # the name of a file of flags
-    flags = _FLAGS | OVERLAPS[DEFAULT_OVERLAP]
-    if not _may_have_gpus() or not all(map(xla_knows, flags)):
+    if not _may_have_gpus() or not all(map(xla_knows, _FLAGS)):
         return
     own = _parse(given)
-    missing = _text({name: value for name, value in flags.items() if name not in own})
+    missing = _text({name: value for name, value in _FLAGS.items() if name not in own})
     os.environ["XLA_FLAGS"] = f"{missing} {given}".strip()
 
 
