@@ -108,6 +108,8 @@ def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str
     Zigzag sends half-shards in two permutes, striped one all-to-all: L tokens at most leave a rank.
     """
     n = lax.axis_size(axis_name)
+    if n == 1:  # which all layouts are the same on
+        return x
     if layout == "zigzag":
         first, second = jnp.split(x, 2, 1)
         even = lax.ppermute(first, axis_name, _chunk_owners(n, 0))
@@ -125,6 +127,8 @@ def reshard_to_layout(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str
 def reshard_to_contiguous(x: Shaped[Array, "B L *rest"], axis_name: str, layout: str) -> Shaped[Array, "B L *rest"]:
     """Undo `reshard_to_layout`."""
     n = lax.axis_size(axis_name)
+    if n == 1:
+        return x
     if layout == "zigzag":
         low, high = jnp.split(x, 2, 1)
         low_is_even = lax.axis_index(axis_name) % 2 == 0

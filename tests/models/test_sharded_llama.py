@@ -8,7 +8,8 @@ from hlo import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from longctx.models import Llama, LlamaConfig
+from longctx.models import Llama, LlamaConfig, param_specs
+from longctx.parallel import make_mesh
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -41,6 +42,19 @@ def test_data_parallelism_only_sums_gradients() -> None:
     got, want = compiled(params, tokens), step(PARAMS, TOKENS)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=2e-5)
+
+
+def test_tensor_parallelism_only_sums_activations() -> None:
+    """Each layer sums the results of attention and of its feed-forward; the embedding is summed too."""
+    mesh = make_mesh(tensor=2)
+    specs = param_specs(CONFIG, mesh, apart=False)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS, specs)
+    compiled = jax.jit(MODEL.__call__).lower(params, TOKENS).compile()
+    found = collectives(compiled.as_text(), 2)
+    assert [x.opcode for x in found] == ["all-reduce"] * 3
+    assert sum("body of 2" in x.within for x in found) == 2
+    assert {x.sent for x in found} == {TOKENS.size * CONFIG.hidden_size * 4}
+    np.testing.assert_allclose(np.asarray(compiled(params, TOKENS)), MODEL(PARAMS, TOKENS), rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow

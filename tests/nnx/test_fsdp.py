@@ -1,12 +1,19 @@
 """Parameters of a module that are sharded over the ranks of a sequence."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
+from hlo import collectives
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from longctx.models import Llama, LlamaConfig
-from longctx.nnx import LlamaModule, from_nnx, to_nnx
+from longctx.nnx import LlamaModule, attention_fn, from_nnx, to_nnx
 from longctx.parallel import make_mesh
 
 CONFIG = LlamaConfig(
@@ -53,3 +60,43 @@ def test_parameters_and_gradients_are_sharded_and_equal_those_of_one_device() ->
             leaf = tree["layers"][name]
             assert leaf.sharding.is_equivalent_to(jax.NamedSharding(module.plan.mesh, spec), leaf.ndim), name
         assert tree["embed"].sharding.shard_shape(tree["embed"].shape) == (25, 32)
+
+
+def of_heads(path: Any, x: jax.Array) -> P:
+    """Tensor parallelism: heads are the first axis of the output projection, and the last but one elsewhere."""
+    if x.ndim == 1:
+        return P()
+    return P("data") if "'out'" in jax.tree_util.keystr(path) else P(*(None,) * (x.ndim - 2), "data")
+
+
+@pytest.mark.parametrize(
+    ("batch", "spec_of"),
+    [
+        (P("data"), lambda path, x: P()),
+        (P("data"), lambda path, x: P("data") if x.shape[0] % 4 == 0 else P()),
+        (P(), of_heads),
+    ],
+    ids=["data", "fsdp", "tensor"],
+)
+def test_a_module_of_flax_exchanges_what_it_does_with_the_attention_of_jax(
+    batch: P, spec_of: Callable[[Any, jax.Array], P]
+) -> None:
+    mesh = jax.make_mesh((4, 1), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    x = np.random.default_rng(0).standard_normal((8, 24, 32), np.float32)
+
+    def compile_gradient(**options: Any) -> tuple[list[tuple[str, float]], Any]:
+        module = nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **options)
+        graph, state = nnx.split(module)
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: jax.device_put(x, NamedSharding(mesh, spec_of(path, x))), state
+        )
+        inputs = state, jax.device_put(x, NamedSharding(mesh, batch))
+        loss = jax.grad(lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2))
+        compiled = jax.jit(loss).lower(*inputs).compile()
+        return sorted((c.opcode, c.sent) for c in collectives(compiled.as_text(), 4)), compiled(*inputs)
+
+    head_axis = "data" if batch == P() else None
+    found, gradient = compile_gradient(attention_fn=attention_fn(mesh, head_axis=head_axis))
+    wanted, expected = compile_gradient()
+    assert found == wanted
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, expected)
