@@ -211,7 +211,7 @@ def to_nnx(
         raise TypeError(f"model must be a longctx.models.Llama, got {type(model).__name__}")
     if model.config.quantization is not None:
         raise ValueError("quantization: RowwiseFp8 weights can't be fine-tuned; load the checkpoint they were made of")
-    if isinstance(layers := params["layers"], LayerRuns) and layers.stacking.apart:
+    if isinstance(layers := params.get("layers"), LayerRuns) and layers.stacking.apart:
         params = params | {"layers": put_together(layers)}
     _check_params(model, params)
     if chunk_size is not None:

@@ -110,7 +110,7 @@ def test_a_doubled_psum_changes_the_logprobs(number: int, monkeypatch: pytest.Mo
 
     assert error() < 1e-4
     monkeypatch.setattr(tensor, "psum", doubled)
-    for module in ("step", "layered_step"):
+    for module in ("step", "layered_step", "sample_step"):
         monkeypatch.setattr(f"longctx.serving.runner.{module}.psum", doubled)
     try:
         assert error() > 1e-3

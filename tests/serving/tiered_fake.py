@@ -30,6 +30,7 @@ class TieredExecutor(FakeExecutor):
 
     def __init__(self, config: EngineConfig, plan: ParallelPlan, num_pages: int, **options: Any) -> None:
         super().__init__(config, plan, num_pages, **options)
+        self._num_pages = num_pages
         self._layout = PageLayout(plan.stage, 1, 1, config.page_size, "int32")
         runner: Any = self.runner
         for name in ("read_pages", "needed", "place_block", "write_placed", "write_pages", "compile_pages"):
