@@ -33,8 +33,9 @@ from longctx.serving.runner.sample_step import from_last_stage, padding_out_of_b
 from longctx.serving.runner.sampler import LogitBias
 from longctx.serving.runner.step_inputs import RowInputs, SampleInputs, Shape
 
-# XLA would join products of the same rows, and copy their weights side by side for that in every step. To save memory it
-# would compute parts of a step twice: it counts the pages once for each layer that writes them. `PageFit` has left room.
+# XLA would join products of the same rows, and copy their weights side by side for that in every step. To save memory
+# it would compute parts of a step twice, as it counts the pages once for each layer that writes them; `PageFit` leaves
+# room for what a step takes.
 _ON_GPUS: Any = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_disable_hlo_passes": "rematerialization"}
 # Products are cuBLASLt's then, not of kernels that XLA writes (docs/fp8.md).
 _CUBLASLT: Any = {"xla_gpu_enable_triton_gemm": False}
