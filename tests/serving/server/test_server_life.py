@@ -356,11 +356,11 @@ def test_asyncio_is_not_blocked_by_what_is_prepared(letters: Served) -> None:
     async def run() -> int:
         answered = 0
         async with httpx.AsyncClient(base_url=letters.url, timeout=30) as client:
-            calls = [asyncio.ensure_future(client.post("/v1/completions", json=BODY)) for _ in range(60)]
+            calls = [asyncio.ensure_future(client.post("/v1/completions", json=BODY)) for _ in range(400)]
             while not all(call.done() for call in calls):
                 assert (await client.get("/health")).status_code == 200
                 answered += not all(call.done() for call in calls)
             assert all(call.result().json()["choices"][0]["text"] == ANSWER for call in calls)
         return answered
 
-    assert asyncio.run(run()) > 3
+    assert asyncio.run(run()) > 1
