@@ -20,7 +20,7 @@ def index_page(readme: str) -> str:
 
 if __name__ == "__main__":
     # `make` installs the checkout so, and nobody is to be told of it each time.
-    warnings.filterwarnings("ignore", r"\s*Editable installation")
+    warnings.filterwarnings("ignore", r"\s*(Editable installation|Compat editable installs)")
     setup(
         long_description=index_page(Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
         long_description_content_type="text/markdown",
