@@ -1,6 +1,5 @@
 """A server's life: warming up, ready, failing, draining; and what it says of itself."""
 
-import asyncio
 import contextlib
 import io
 import json
@@ -20,8 +19,10 @@ from served import NAME, Served, fake_engine, served
 
 from longctx.serving import Engine, SamplingParams
 from longctx.serving.engine.admission_control import AdmissionLimits
+from longctx.serving.server import preparer
 from longctx.serving.server.observers import ObserverSettings
-from longctx.serving.server.preparer import LONG_BYTES
+from longctx.serving.server.preparer import LONG_BYTES, SHORT_BYTES
+from longctx.serving.server.read_call import read
 from longctx.serving.server.settings import ServerSettings
 
 TEXT = LetterTokenizer()
@@ -350,17 +351,25 @@ def test_pings_keep_a_silent_stream_open() -> None:
             assert [line for line in lines if line.startswith("data")][-1] == "data: [DONE]"
 
 
-def test_asyncio_is_not_blocked_by_what_is_prepared(letters: Served) -> None:
-    """While many calls come and go, probes are answered."""
+def test_asyncio_is_not_blocked_by_what_is_prepared(letters: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While more prompts are read than there are threads, probes and short calls are answered."""
+    go, held = threading.Event(), 2 * preparer._THREADS
 
-    async def run() -> int:
-        answered = 0
-        async with httpx.AsyncClient(base_url=letters.url, timeout=30) as client:
-            calls = [asyncio.ensure_future(client.post("/v1/completions", json=BODY)) for _ in range(400)]
-            while not all(call.done() for call in calls):
-                assert (await client.get("/health")).status_code == 200
-                answered += not all(call.done() for call in calls)
-            assert all(call.result().json()["choices"][0]["text"] == ANSWER for call in calls)
-        return answered
+    def read_when_told(reader: Any, kind: Any, body: bytes, origin: Any) -> Any:
+        assert len(body) <= SHORT_BYTES or go.wait(60)
+        return read(reader, kind, body, origin)
 
-    assert asyncio.run(run()) > 1
+    monkeypatch.setattr(preparer, "read", read_when_told)
+    with ThreadPoolExecutor(held) as pool, letters.http_client() as client:
+        padded = BODY | {"user": "x" * SHORT_BYTES}
+        url = f"{letters.url}/v1/completions"
+        try:
+            calls = [pool.submit(lambda: httpx.post(url, json=padded, timeout=60)) for _ in range(held)]
+            letters.wait_until("they wait", lambda: letters.server.preparer._threads._work_queue.qsize() >= held // 2)
+            for _ in range(20):
+                assert status(client, "/health") == 200
+                assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == ANSWER
+            assert not any(call.done() for call in calls)
+        finally:
+            go.set()
+        assert [call.result().json()["choices"][0]["text"] for call in calls] == [ANSWER] * held
