@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, UInt8
 
 from longctx.kernels.fp8 import BITS, from_e4m3_bits, quantize_rows
+from longctx.kernels.operand_dtype import wide_dtype
 
 SCALE_BYTES = 4
 
@@ -19,7 +20,7 @@ def dequantize_rows(
     bits: UInt8[Array, "*rows H"], scale: Float32[Array, "*rows"], dtype: DTypeLike
 ) -> Float[Array, "*rows H"]:
     """`values * scale` in float32 (in float64 for float64), rounded to `dtype`, whose subnormals are 0."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = wide_dtype(dtype)
     rows = from_e4m3_bits(bits, wide) * scale[..., None].astype(wide)
     if jnp.dtype(dtype) == wide:
         return rows

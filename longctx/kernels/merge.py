@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import ArrayLike, Float
 
@@ -76,7 +77,8 @@ def _merge_states(outs: Array, lses: Array, axis: int) -> tuple[Array, Array]:
     peak = jnp.where(empty, 0, peak)
     weights = jnp.exp(lses - peak)
     total = jnp.where(empty, 1, jnp.sum(weights, axis, keepdims=True))
-    out = jnp.sum(outs * (weights / total)[..., None], axis).astype(outs.dtype)
+    dtype = np.promote_types(outs.dtype, lses.dtype)
+    out = jnp.sum(outs.astype(dtype) * (weights / total)[..., None].astype(dtype), axis).astype(outs.dtype)
     lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))
     return out, jnp.squeeze(lse, axis)
 

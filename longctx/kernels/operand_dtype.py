@@ -1,9 +1,10 @@
-"""The dtype in which XLA multiplies 16-bit floats: their own on GPUs; a CPU may be faster in float32."""
+"""The dtypes in which floats are summed, and in which XLA multiplies 16-bit ones: on GPUs their own."""
 
 import functools
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from longctx.kernels.mosaic_gpu.device import Device
@@ -22,7 +23,13 @@ def operand_dtype(dtype: DTypeLike) -> jnp.dtype:
         return dtype
     if dtype == jnp.bfloat16 and device.platform == "cpu" and _cpu_multiplies_bfloat16():
         return dtype
-    return jnp.dtype(jnp.promote_types(dtype, jnp.float32))
+    return wide_dtype(dtype)
+
+
+def wide_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of sums of arrays of `dtype`: float32 or wider."""
+    # NumPy's rule: JAX's may be refused by the user's `jax_numpy_dtype_promotion`.
+    return np.promote_types(jnp.dtype(dtype), np.float32)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from jaxtyping import ArrayLike, Float, Int
 from longctx.annotations import Nested, Real
 from longctx.kernels.attention.kernel import Kernel, Operands, attention_with_vjp
 from longctx.kernels.attention.mask import Tokens
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.parallel.exchange import check_arguments, gather_tokens, restore_shape
 
 
@@ -105,7 +106,7 @@ class AllGatherKV:
             return self.kernel.forward(Operands(q, kv, kv, queries, keys), state), None
 
         # Zeros made from q, so that they vary over its mesh axes.
-        zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
+        zeros = jnp.zeros_like(q, wide_dtype(q.dtype))
         state = (zeros, jnp.full_like(zeros[..., 0], -jnp.inf))
         return state if q.size == 0 else lax.scan(step, state, _gather_shards(operands, self.axis_name))[0]
 

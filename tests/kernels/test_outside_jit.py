@@ -57,6 +57,16 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_promoted_that_strict_types_refuse(name: str, dtype: Any) -> None:
+    function, arrays = CALLS[name]
+    states = {LSE.shape, (2, *LSE.shape)} if "merge" in name else set()
+    arrays = tuple(array if array.shape in states else array.astype(dtype) for array in arrays)
+    with jax.numpy_dtype_promotion("strict"):
+        jax.block_until_ready(function(*arrays))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_call_compiles_nothing(name: str) -> None:
     call, arrays = CALLS[name]

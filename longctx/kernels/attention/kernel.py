@@ -18,6 +18,7 @@ from longctx.kernels.attention.reference import reference_attention, reference_b
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.partitioning import match_sharding
 
 ATTENTION_STATE = "longctx.attention_state"
@@ -107,7 +108,7 @@ class Kernel:
             if state is not None:
                 return state
             q = operands.q
-            zeros = jnp.zeros_like(q, jnp.promote_types(q.dtype, jnp.float32))
+            zeros = jnp.zeros_like(q, wide_dtype(q.dtype))
             return zeros, jnp.full_like(zeros[..., 0], -jnp.inf)
         if self.implementation == "reference":  # XLA divides it by itself
             return batches.on_one_batch(self._forward, operands, state, plan)

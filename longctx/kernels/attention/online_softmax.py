@@ -5,11 +5,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from longctx.kernels.operand_dtype import wide_dtype
+
 
 def dot(a: Array, b: Array) -> Array:
     """The matrix product in float32 or wider."""
     # By default a GPU multiplies float32 in TF32, with 10 bits of mantissa.
-    return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return jnp.matmul(a, b, precision="highest", preferred_element_type=wide_dtype(a.dtype))
 
 
 def exp_below(scores: Array, peak: Array) -> Array:

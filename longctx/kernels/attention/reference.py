@@ -7,6 +7,7 @@ from jax import Array, lax
 from longctx.kernels.attention.mask import Tokens, visible
 from longctx.kernels.attention.online_softmax import exp_below
 from longctx.kernels.merge import merge_state
+from longctx.kernels.operand_dtype import wide_dtype
 
 
 def reference_attention(
@@ -66,7 +67,7 @@ def _scores(
 
     The scale is not applied to scores: XLA may round a product differently in each place that it computes it in.
     """
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wide_dtype(q.dtype)
     k, v = k if k.ndim == 5 else (k, v)  # both in one array
     q = scale * rearrange(q.astype(dtype), "b t (k g) h -> b t k g h", k=k.shape[2])
     k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])).astype(dtype) for x in (k, v))

@@ -15,7 +15,7 @@ from longctx.kernels.attention.online_softmax import OnlineSoftmax, dot, exp_bel
 from longctx.kernels.attention.tiling import Tiling
 from longctx.kernels.barrier import hold
 from longctx.kernels.merge import merge_state
-from longctx.kernels.operand_dtype import operand_dtype
+from longctx.kernels.operand_dtype import operand_dtype, wide_dtype
 
 # With at most this many rows over all heads, one product serves all KV heads of a block.
 _FEW_ROWS = 256
@@ -36,7 +36,7 @@ def xla_attention(
     k, v and keys may have B = 1 for any batch of q; k and v may be the same array `[2, B, S, K, H]`, which holds both.
     Given the `state` (out, lse) of other keys, the result is over those keys and these.
     """
-    dtype, operands = jnp.promote_types(q.dtype, jnp.float32), operand_dtype(q.dtype)
+    dtype, operands = wide_dtype(q.dtype), operand_dtype(q.dtype)
     # With few queries the products of single KV heads are too small to be fast, so one product serves all of them.
     kv_heads = k.shape[-2]
     join_heads = kv_heads > 1 and q.shape[1] * q.shape[2] <= _FEW_ROWS

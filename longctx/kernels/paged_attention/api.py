@@ -10,6 +10,7 @@ from longctx.annotations import Nested, Real
 from longctx.kernels.attention.operands import check_implementation, check_out_dtype, check_scale
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands, check_paged_operands, debug_check_table
 from longctx.kernels.paged_attention.paged_plan import (
     IMPLEMENTATIONS,
@@ -138,7 +139,7 @@ def _paged_attention(
         if not plan.empty:
             debug_check_table(operands)
     if plan.empty:
-        out = jnp.zeros_like(operands.q, jnp.promote_types(operands.q.dtype, jnp.float32))
+        out = jnp.zeros_like(operands.q, wide_dtype(operands.q.dtype))
         lse = jnp.full_like(out[..., 0], -jnp.inf)
     else:
         out, lse = _divided(operands, plan, scale, out_dtype)

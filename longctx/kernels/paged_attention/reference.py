@@ -6,13 +6,14 @@ from jax import Array
 
 from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8_rows import dequantize_rows
+from longctx.kernels.operand_dtype import wide_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands
 
 
 def reference_paged_attention(operands: PagedOperands, scale: float, plan: None = None) -> tuple[Array, Array]:
     """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, from scores of every row with every sequence."""
     q, k_pages, v_pages, table, index, kv_lengths, q_positions, q_sequence, first_page, k_scale, v_scale = operands
-    page_size, kv_heads, dtype = k_pages.shape[1], k_pages.shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    page_size, kv_heads, dtype = k_pages.shape[1], k_pages.shape[2], wide_dtype(q.dtype)
     if index is None:
         index = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32), table.shape)
     index = jnp.minimum(index, (2**31 - 1) // page_size - 1)  # the index of an unused entry must not overflow

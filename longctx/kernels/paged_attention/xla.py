@@ -14,7 +14,7 @@ from jax import Array, lax
 from longctx.kernels.attention.online_softmax import OnlineSoftmax
 from longctx.kernels.bits import from_bits
 from longctx.kernels.fp8_rows import dequantize_rows
-from longctx.kernels.operand_dtype import operand_dtype
+from longctx.kernels.operand_dtype import operand_dtype, wide_dtype
 from longctx.kernels.paged_attention.operands import PagedOperands
 from longctx.kernels.paged_attention.tiles import Tiles, partition_rows
 
@@ -41,7 +41,7 @@ def plan_xla(operands: PagedOperands) -> list[Tiles]:
 def xla_paged_attention(operands: PagedOperands, scale: float, plan: list[Tiles]) -> tuple[Array, Array]:
     """(out `[T, N, H]`, lse `[T, N]`), float32 or wider, for at least one row and one page table entry."""
     q, kv_heads = operands.q, operands.k_pages.shape[2]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = wide_dtype(q.dtype)
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
     out = jnp.zeros_like(grouped, dtype)
     state = out, jnp.full_like(out[..., 0], -jnp.inf)
