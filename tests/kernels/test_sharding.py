@@ -205,6 +205,20 @@ def test_vmap_shares_what_is_not_mapped() -> None:
     compare(got, want)
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_scan_and_remat_of_sharded_arrays(kind: AxisType) -> None:
+    """As layers of a model are trained: nothing moves, and gradients are those of one device."""
+    xs = place(mesh_of(2, 2, kind), SPECS["both"], arrays((2,), 4, 2))
+
+    def layers(function: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x, _: (x + function(x, k, v), None))
+        return jax.lax.scan(layer, q, length=2)[0]
+
+    compiled = jax.jit(with_gradients(functools.partial(layers, out_of))).lower(*xs).compile()
+    assert moved(compiled) == {}
+    compare(compiled(*xs), of_one_device(with_gradients(functools.partial(layers, reference)), xs))
+
+
 def test_planned_attention_stays_sharded() -> None:
     mesh = mesh_of(2, 2)
     xs = place(mesh, SPECS["both"], arrays((2,), 4, 2))
@@ -237,6 +251,24 @@ def test_pages_of_sharded_heads(kind: AxisType) -> None:
             q, k, v, np.array([29, 8, 28]), np.arange(30), implementation="reference"
         ), [q, k, v])  # fmt: skip
     compare(compiled(*xs)[0], want)
+
+
+def test_fp8_pages_of_sharded_heads() -> None:
+    mesh = mesh_of(1, 2)
+    pages, scale = np.full((4, 8, 2, 8), 0x38, np.uint8), np.ones((4, 2, 8), np.float32)  # 0x38 is 1
+    q = jnp.ones((3, 4, 8))
+    q, pages, scale = (
+        jax.device_put(x, NamedSharding(mesh, P(*(None,) * at, "tensor"))) for at, x in ((1, q), (2, pages), (1, scale))
+    )
+
+    def attend(q: jax.Array, pages: jax.Array, scale: jax.Array) -> jax.Array:
+        metadata = np.array([[3, 1]]), None, np.array([13]), np.array([12, 5, 9]), np.zeros(3, int)
+        return paged_attention(q, pages, pages, *metadata, k_scale=scale, v_scale=2 * scale)[0]
+
+    compiled = jax.jit(attend).lower(q, pages, scale).compile()
+    assert moved(compiled) == {}
+    assert compiled.output_shardings.is_equivalent_to(q.sharding, 3)
+    compare(compiled(q, pages, scale), np.full((3, 4, 8), 2.0))
 
 
 def test_one_device_has_no_operation_for_partitioning() -> None:
