@@ -10,8 +10,9 @@ import numpy as np
 OPCODES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
 BYTES = dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn"), 1) | dict.fromkeys(("bf16", "f16", "u16"), 2)
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
-# Opcodes that may have results the size of the cache if it is updated in place.
-IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "dynamic-update-slice", "scatter"}
+# Opcodes that may have results the size of the cache if it is updated in place; of a call, its instructions count.
+IN_PLACE = {"parameter", "tuple", "get-tuple-element", "while", "bitcast", "fusion", "call"}
+IN_PLACE |= {"dynamic-update-slice", "scatter"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)(?<=[)}\]]) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
