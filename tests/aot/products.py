@@ -25,6 +25,11 @@ def prefill(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     return lambda q, k, v: attention(q, k, v)[0], [((TOKENS, HEADS, SIZE), dtype), keys, keys]
 
 
+def gradients(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
+    forward, arguments = prefill(dtype)
+    return jax.grad(lambda *x: jnp.sum(forward(*x).astype(jnp.float32)), (0, 1, 2)), arguments
+
+
 def paged(dtype: Any) -> tuple[Callable[..., Any], list[Any]]:
     def forward(q, k, v, table, lengths, positions, sequence):  # type: ignore[no-untyped-def]
         return paged_attention(q, k, v, table, table, lengths, positions, sequence)[0]
@@ -60,7 +65,9 @@ def products(case: Callable[..., Any], kind: str, dtype: Any, folder: Path) -> d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", [prefill, projection, *(pytest.param(x, marks=pytest.mark.slow) for x in (paged,))])
+@pytest.mark.parametrize(
+    "case", [prefill, projection, *(pytest.param(x, marks=pytest.mark.slow) for x in (paged, gradients))]
+)
 def test_tensor_cores_multiply_16_bit_floats(case: Callable[..., Any], kind: str, tmp_path: Path) -> None:
     for name, kernel in products(case, kind, "bfloat16", tmp_path).items():
         assert "f32.bf16.bf16.f32" in kernel, f"{name} has no mma of bfloat16 that sums in float32"
@@ -75,7 +82,7 @@ def test_float16_too(case: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [prefill, paged, projection])
+@pytest.mark.parametrize("case", [prefill, paged, gradients, projection])
 def test_float32_stays_float32(case: Callable[..., Any], tmp_path: Path) -> None:
     """No TF32, which has 10 bits of mantissa."""
     for kernel in products(case, "A100", "float32", tmp_path).values():

@@ -18,7 +18,7 @@ from longctx.kernels.attention.reference import reference_attention, reference_b
 from longctx.kernels.attention.xla import xla_attention, xla_backward
 from longctx.kernels.derivatives import end_reverse_mode
 from longctx.kernels.kernel_jit import kernel_jit
-from longctx.kernels.operand_dtype import wide_dtype
+from longctx.kernels.operand_dtype import operand_dtype, wide_dtype
 from longctx.kernels.partitioning import match_sharding
 
 ATTENTION_STATE = "longctx.attention_state"
@@ -177,6 +177,8 @@ def _backward(algorithm: Algorithm, saved: Any, cotangents: tuple[Array, Array])
     # Without the barrier, common subexpression elimination would keep what backward recomputes or fetches again.
     (operands, out, lse), cotangents = lax.optimization_barrier((saved, cotangents))
     d_out, d_lse = (x.astype(lse.dtype) for x in cotangents)
+    # Rounded here, so that both terms of d score are of one d_out: what they differ by would not cancel.
+    d_out = d_out.astype(operand_dtype(operands.q.dtype)).astype(lse.dtype)
     # d score = weight * (d_out . v - d_out . out + d_lse): the last two terms don't depend on the key: one per row.
     row_terms = jnp.where(lse == -jnp.inf, 0, d_lse - jnp.sum(d_out * out, -1))
     gradients = end_reverse_mode(algorithm.backward(operands, lse, row_terms, d_out), _ONCE)

@@ -86,9 +86,10 @@ def xla_backward(
 ) -> tuple[Array, Array, Array]:
     """d_q, d_k and d_v in one pass over the tiles and ranges of the forward pass, with five matrix products a block.
 
-    Factors are float32 or wider: with 16-bit ones gradients of keys exceed 2.5 times the error of a dense run.
+    Factors of products have the dtype of `operand_dtype`: where that has 16 bits, d_out, the weights and the gradients
+    of scores are rounded to it, and in float16 must be within 65504. Results are summed in float32.
     """
-    dtype = lse.dtype
+    dtype, operands = lse.dtype, operand_dtype(q.dtype)
     tiling = Tiling.of(q, k, queries, keys, causal)
     # Every weight of an empty row is exp(score - inf) = 0.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
@@ -96,23 +97,23 @@ def xla_backward(
 
     def compute_tile(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tile = tiling.tile(index)
-        q_rows, d_out_rows = (tile.rows(x).astype(dtype) for x in (grouped, d_out))
+        q_rows, d_out_rows = (tile.rows(x).astype(operands) for x in (grouped, d_out))
         terms = tile.rows(row_terms)
         # Rows that the last tile shares with the tile before get weight 0 here, and add nothing.
         lse_rows = jnp.where(tile.own_rows(), tile.rows(lse), jnp.inf)
 
         def step(block: Array, carry: tuple[Array, Array, Array], masked: bool) -> tuple[Array, Array, Array]:
             d_q_rows, d_k, d_v = carry
-            k_block, v_block = (tile.block(x, block, i).astype(dtype) for i, x in enumerate((k, v)))
+            k_block, v_block = (tile.block(x, block, i).astype(operands) for i, x in enumerate((k, v)))
             # The same operations as in the forward pass, so that scores are the same to the bit: exp multiplies what
             # they differ by, which is 1e-7 of them.
             scores = dot(q_rows, k_block.T) * scale
             if masked:
                 scores = jnp.where(tile.visible(block), scores, -jnp.inf)
             weights = exp_below(scores, lse_rows[:, None])
-            d_scores = weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * scale
+            d_scores = (weights * (dot(d_out_rows, v_block.T) + terms[:, None]) * scale).astype(operands)
             d_k = tile.add_block(d_k, block, dot(d_scores.T, q_rows))
-            d_v = tile.add_block(d_v, block, dot(weights.T, d_out_rows))
+            d_v = tile.add_block(d_v, block, dot(weights.astype(operands).T, d_out_rows))
             return d_q_rows + dot(d_scores, k_block), d_k, d_v
 
         d_q, d_k, d_v = state
