@@ -21,20 +21,22 @@ _ABOUT_ROWS = (
 _LIMITS = """\
 ## What a simulation can and cannot show
 
-The scheduler, the page pool, the placement and the plans here are the code that serves: what they decide, and in which
-order, is not modelled but run. So orderings of policies, where one plan overtakes another, how a queue grows, and what
-a chunk or a rank's share comes to are found, as far as the seconds of steps are right. Those are predicted: from
-operations and bytes, data sheets, and the shares of these that are reached, which were fitted once, for all models and
-plans, on half of the measured operators of other engines ([simulation_hardware.md](../simulation_hardware.md) has the
-errors on the other half). Meta's GPUs and network are known from that paper's own micro-measurements (attention,
-SendRecv and All2All of its tables 5 and 8, appendix A's FLOP/s, and what transfers take from attention, at two rows of
-table 4): those rows show that the model agrees with itself, not that it predicts, and are counted apart. What attention
-reaches on Mnemosyne's and Medha's H100 (35 %) is from the abstract of FlashAttention-3, of the kernels before it; it
-was looked for after 59 %, A100's share, had turned out 1.7 times too fast. A simulation cannot show that a kernel
-reaches such a share, that two transfers leave each other alone, what a host adds that is late, clocks that fall with
-heat, or failures; and it knows of a paper's setting only what the paper says: neither its requests nor its kernels were
-published. So ratios between two settings are worth more than seconds, orderings more than ratios, and all of them less
-than one measurement on the devices themselves."""
+The scheduler, the page pool, the placement and the plans here are the code that serves: where requests are served in
+virtual time, what they decide, and in which order, is not modelled but run. Not every row is such a run: Meta's tables
+2, 4, 5 and 8 and figure 9, Mooncake's figures 2 and 5, and rows that are marked *arithmetic*, evaluate the cost model
+for one step or one layer, with no scheduler. In runs, orderings of policies, where one plan overtakes another, how a
+queue grows, and what a chunk or a rank's share comes to are found, as far as the seconds of steps are right. Those are
+predicted: from operations and bytes, data sheets, and the shares of these that are reached, which were fitted once, for
+all models and plans, on half of the measured operators of other engines
+([simulation_hardware.md](../simulation_hardware.md) has the errors on the other half). Meta's GPUs and network are
+known from that paper's own micro-measurements (attention, SendRecv and All2All of its tables 5 and 8, appendix A's
+FLOP/s, and what transfers take from attention, at two rows of table 4): those rows show that the model agrees with
+itself, not that it predicts, and are counted apart. What attention reaches on Mnemosyne's and Medha's H100 (35 %) is
+from the abstract of FlashAttention-3, of the kernels before it; it was looked for after 59 %, A100's share, had turned
+out 1.7 times too fast. A simulation cannot show that a kernel reaches such a share, that two transfers leave each other
+alone, what a host adds that is late, clocks that fall with heat, or failures; and it knows of a paper's setting only
+what the paper says: neither its requests nor its kernels were published. So ratios between two settings are worth more
+than seconds, orderings more than ratios, and all of them less than one measurement on the devices themselves."""
 
 
 def write_pages(results: dict[str, list[Result]], out: Path) -> None:
