@@ -190,7 +190,7 @@ class Choice:
       equation 1: miss rate 1.00% < 12.50%: Q is fewer bytes
       equation 2: T 1,280 < 4,000: pass-KV is exposed
       equation 3: T + P 128,000 >= 32,000: Q is hidden
-      equation 5: miss rate 1.00% < 4.25%: All2All costs less
+      equation 5: miss rate 1.00% < 8.50%: All2All costs less
       predicted: pass_q
       algorithm_1: pass_q
       algorithm_5: pass_q

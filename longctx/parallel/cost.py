@@ -88,8 +88,8 @@ class Hardware:
       bytes_per_element: e, of queries, keys and values.
       latency: seconds that an exchange, a hop or a collective, takes for any size.
       memory_bandwidth: bytes/s at which the device reads keys and values, which limits decode.
-      partial_bytes: bytes of an element of a partial result, float32 here. (The paper's equation 5 has e for it, and
-        its table 5 fits 2.)
+      partial_bytes: bytes of an element of a partial result, float32 here, for predicted times. (The paper's equation 5
+        has e for it, and its table 5 fits 2.)
       collective_bandwidth, collective_latency: bytes/s and seconds of a collective, which nothing runs beside; None: as
         of a hop.
       contention: which share of the seconds of a hop the attention that hides it loses to it.
@@ -352,8 +352,8 @@ class Thresholds:
     From a miss rate `T / (T + P)` of `equation_1` on, keys and values are no more bytes than queries. From T =
     `equation_2` on, attention hides ring pass-KV; from T + P = `equation_3` on, it hides pass-Q's ring. From a miss
     rate of `equation_5` on, which depends on T, pass-Q's all-to-all costs more than the part of pass-KV that isn't
-    hidden; its partial results have `partial_bytes` here, where the paper has e. As in the paper, all four count
-    attention without a causal mask, which is twice the work where P = 0.
+    hidden. All are as printed: they count attention without a causal mask, which is twice the work where P = 0, and
+    partial results with e bytes an element. Predicted times count the mask, and `Hardware.partial_bytes`.
     """
 
     equation_1: Real
@@ -371,5 +371,5 @@ class Thresholds:
             equation_1=miss_rate,
             equation_2=num_ranks * intensity * miss_rate / 4,
             equation_3=num_ranks * intensity / 4,
-            equation_5=(miss_rate - hidden) * hardware.bytes_per_element / hardware.partial_bytes,
+            equation_5=miss_rate - hidden,
         )

@@ -108,7 +108,7 @@ class ParallelPlan:
         """The plan of the context parallelism paper: CP over hosts, TP within them.
 
         Keys and values are spread evenly, those of decodes too (3.6), and algorithm 1 chooses the exchange of each step
-        (3.4).
+        (3.4), by its chunks of prompts alone: decodes beside them change none.
 
         Args:
           context, tensor: sizes of the mesh.

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.cli import main
@@ -357,3 +357,86 @@ def test_a_step_is_filled_by_the_time_of_the_exchange_that_it_will_take(exchange
     found, works = by.choose([chunk(80_000, 8000)])
     assert found is not None
     assert step.seconds_with(sequence, 8000) == pytest.approx(max(map(predictor.seconds, works)))
+
+
+def steps_beside_decodes(
+    config: EngineConfig, prompts: list[tuple[int, int]], decodes: int, topology: str = "h100-rdma"
+) -> list[StepMetrics]:
+    """Steps of `ParallelPlan.meta(4, 8)` with chunks of prompts that come together, beside running decodes.
+
+    Args:
+      prompts: cached and new tokens of each.
+    """
+    cached = [
+        WorkloadRequest(0.0, start, 1, (order,), start, order) for order, (start, _) in enumerate(prompts) if start
+    ]
+    running = [WorkloadRequest(1e3, 100, 400, number=len(prompts) + number) for number in range(decodes)]
+    last = [
+        WorkloadRequest(1010.0, start + new, 1, (order,) * (start > 0), start, len(prompts) + decodes + order)
+        for order, (start, new) in enumerate(prompts)
+    ]
+    predictor = roofline(MODEL, Topology.preset(topology), config.token_budget, tensor=8, context=RANKS)
+    instance = Instance(MODEL, config, predictor, ParallelPlan.meta(RANKS, 8))
+    steps = [step for step in Simulation([instance]).run([*cached, *running, *last]).steps if step.chunks]
+    found = [step for step in steps if step.finished > 1010]
+    assert sum(tokens for step in found for _, tokens in step.chunks) == sum(new for _, new in prompts)
+    return steps
+
+
+def algorithm_1(step: StepMetrics, topology: str = "h100-rdma") -> str:
+    """What the paper's algorithm 1 chooses for a step's chunks; single rows, as decodes, go by its algorithm 4."""
+    longer = [(start, tokens) for start, tokens in step.chunks if tokens > 1]
+    if not longer:
+        return "pass_q"
+    cached, new = map(sum, zip(*longer, strict=True))
+    return choose_ring(new, cached, RANKS, LLAMA3_405B.split(8), Topology.preset(topology), "algorithm_1").method
+
+
+@pytest.mark.parametrize("decodes", [0, 1, 9])
+@pytest.mark.parametrize(
+    ("cached", "new", "exchange"),
+    [
+        (126_720, 1280, "pass_q"),
+        (124_800, 3200, "pass_q"),
+        (121_600, 6400, "pass_kv"),
+        (102_400, 25_600, "pass_kv"),
+        (0, 100, "pass_kv"),
+        (0, 6400, "pass_kv"),
+        (0, 12_800, "pass_kv"),
+        (0, 16_384, "pass_kv"),
+        (0, 128_000, "pass_kv"),
+    ],
+)
+def test_meta_takes_what_algorithm_1_chooses(cached: int, new: int, exchange: str, decodes: int) -> None:
+    """Of table 4's prompts and shorter full prefills, beside any number of decodes."""
+    steps = [
+        step
+        for step in steps_beside_decodes(EngineConfig.meta(num_pages=2500), [(cached, new)], decodes)
+        if step.finished > 1010
+    ]
+    assert [step.exchange.name for step in steps if step.exchange] == [exchange] * len(steps)
+    assert all(step.decodes == decodes for step in steps)
+    assert {algorithm_1(step) for step in steps} == {exchange}
+
+
+@settings(max_examples=25)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 1500).map(lambda pages: pages * PAGE), st.integers(1, 20_000)), min_size=1, max_size=3
+    ),
+    decodes=st.integers(0, 12),
+    budget=st.sampled_from([16, 512, 4096, 32_768]),
+    chunking=st.sampled_from(["static", "adaptive"]),
+    policy=st.sampled_from(["fcfs", "ilrs"]),
+    topology=st.sampled_from(["h100-rdma", "h100-tcp"]),
+)
+def test_every_step_of_meta_follows_algorithm_1(
+    prompts: list[tuple[int, int]], decodes: int, budget: int, chunking: str, policy: str, topology: str
+) -> None:
+    """Prompts in any number of chunks, several in a step, and steps of which decodes leave little."""
+    if budget == 16:
+        prompts = [(start, new % 500 + 1) for start, new in prompts]
+    sizes: Any = {"num_pages": 3000, "max_running": 16, "chunking": chunking, "policy": policy}
+    for step in steps_beside_decodes(EngineConfig.meta(budget, **sizes), prompts, decodes, topology):
+        assert step.exchange is not None
+        assert step.exchange.name == algorithm_1(step, topology)

@@ -59,6 +59,31 @@ def test_random_workloads_on_all_three_axes(
     Workload(engine, seed, oracle_of(2, 2).expected_tokens).run(30)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "exchange"),
+    [
+        ((1, 3, 1), "algorithm_1"),
+        *(
+            pytest.param(sizes, exchange, marks=pytest.mark.slow)
+            for sizes in ((1, 2, 1), (1, 5, 1), (1, 8, 1), (1, 2, 2), (2, 2, 1))
+            for exchange in ("algorithm_1", "pass_kv", "auto")
+        ),
+    ],
+    ids=str,
+)
+def test_decodes_beside_a_prompt_whose_keys_travel(sizes: tuple[int, int, int], exchange: str) -> None:
+    """Decodes are replicated in steps by pass-KV, and sharded in those by pass-Q; a prompt's last token too."""
+    plan = ParallelPlan(*sizes, exchange=exchange, placement="interleave")
+    engine, oracle = make_mesh_engine(plan, max_running=8), oracle_of(sizes[0], sizes[2])
+    recorded, params = ChunkRecorder(engine), SamplingParams(max_tokens=12, ignore_eos=True)
+    lengths = (5, 3, 16 * sizes[1] + 1, 150, 1, 2)
+    prompts = [[(7 * i + number) % 50 for i in range(length)] for number, length in enumerate(lengths)]
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert output.token_ids == oracle.expected_tokens(prompt, params)
+    decodes = [chunk for chunk in recorded.chunks if chunk.decodes]
+    assert {chunk.sharded for chunk in decodes} == {False, True}
+
+
 def test_four_turns_of_a_session_find_their_pages() -> None:
     """A session's pages stay where they are between turns, and each turn's prompt finds them."""
     plan = ParallelPlan(1, 2, 1, exchange="auto", rank_tokens=12)

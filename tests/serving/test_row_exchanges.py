@@ -43,15 +43,17 @@ def program(ranks: int, shape: Shape) -> Any:
 
 
 class Case(NamedTuple):
-    """Sequences with so many cached and new tokens; the first is of one rank, the others are sharded."""
+    """Sequences with so many cached and new tokens; the first is of one rank or replicated, the others are sharded."""
 
     ranks: int
     cached: tuple[int, ...]
     new: tuple[int, ...]
     seed: int
+    replicates: bool = False
 
     def shape(self, exchange: str, message: int, rounds: int) -> Shape:
-        return Shape.of((12, 0, 8), SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds)
+        others = (8, 0) if self.replicates else (0, 8)
+        return Shape.of((12, *others), SLOTS, PAGE, PAGES, 0, self.ranks, exchange, message, rounds)
 
 
 def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = False) -> None:
@@ -59,7 +61,10 @@ def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = F
     rng, ranks, shape = np.random.default_rng(case.seed), case.ranks, case.shape(exchange, message, rounds)
     lengths = [cached + new for cached, new in zip(case.cached, case.new, strict=True)]
     free = [(rank * PAGES + rng.permutation(PAGES)).tolist() for rank in range(ranks)]
-    owners = [rng.integers(0, ranks if slot else 1, -(-length // PAGE)) for slot, length in enumerate(lengths)]
+    owners = [
+        rng.integers(0, ranks if slot or case.replicates else 1, -(-length // PAGE))
+        for slot, length in enumerate(lengths)
+    ]
     pages = [[free[rank].pop() for rank in each] for each in owners]
     kv = [rng.normal(size=(length, 2, KV_HEADS, SIZE)).astype(np.float32) for length in lengths]
     queries = [rng.normal(size=(length, HEADS, SIZE)).astype(np.float32) for length in lengths]
@@ -84,28 +89,28 @@ def check(case: Case, exchange: str, message: int, rounds: int, is_fp8: bool = F
         sequence: Any = SimpleNamespace(
             pages=pages[slot], completion=SimpleNamespace(tokens=np.arange(lengths[slot]) + 100 * slot)
         )
-        on = tuple(range(ranks)) if slot else (0,)
+        on = tuple(range(ranks)) if slot or case.replicates else (0,)
         chunks.append(Chunk(sequence, slot, start, count, True, False, on, sharded=slot > 0))
     layout = RowLayout(Batch(case.seed, chunks), ranks, PAGES, PAGE)
     packed = layout.pack_rows(shape)
     inputs = RowInputs.views(packed, shape)
     inputs.message_rounds[:] = rounds
-    row_of = {
-        (slot, at): (r, i)
+    token_of = {
+        (r, i): (slot, at)
         for r in range(ranks)
         for i, (slot, at) in enumerate(zip(inputs.slots[r], inputs.positions[r], strict=True))
         if slot >= 0
     }
     q = np.zeros((ranks, shape.rows, HEADS, SIZE), np.float32)
     new = np.zeros((ranks, shape.rows, 2, KV_HEADS, SIZE), np.float32)
-    for (slot, at), row in row_of.items():
+    for row, (slot, at) in token_of.items():
         q[row], new[row] = queries[slot][at], kv[slot][at]
 
     caches = [cache_of(x.reshape(2, ranks * LAYERS * PAGES, PAGE, KV_HEADS, SIZE), is_fp8) for x in (pool, written)]
     out, cache = program(ranks, shape)(caches[0], PageTables(*tables), packed, q, new[:, :, 0], new[:, :, 1])
     jax.tree.map(np.testing.assert_array_equal, cache, caches[1])
     out, worth = np.asarray(out), [fp8_numpy.round_rows(x) for x in kv] if is_fp8 else kv
-    for (slot, at), row in row_of.items():
+    for row, (slot, at) in token_of.items():
         np.testing.assert_allclose(out[row], attend(queries[slot][at], worth[slot][: at + 1]), atol=1e-5, rtol=1e-5)
 
 
@@ -150,6 +155,25 @@ def test_sharded_rows_see_cached_and_new_keys(
     FP8: what travels, what is attended to and what is written are one row's values and scale.
     """
     check(data.draw(cases(ranks, 20)), exchange, message, rounds, is_fp8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exchange", "message", "rounds"),
+    [
+        (3, "pass_kv", 4, 6),
+        (5, "pass_q", 0, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, "pass_kv", 4, 6), (3, "pass_q", 0, 1))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, "pass_kv", 24, 1), (2, "pass_kv", 0, 1))),
+    ],
+)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_replicated_rows_beside_sharded_ones(
+    ranks: int, exchange: str, message: int, rounds: int, data: st.DataObject
+) -> None:
+    """As decodes are beside a prompt whose keys travel: their pages are on any rank, which writes their keys."""
+    case = data.draw(cases(ranks, 20 if message or exchange == "pass_q" else 0))
+    check(case._replace(replicates=True), exchange, message, rounds)
 
 
 @pytest.mark.parametrize(("exchange", "message", "rounds"), NOTHING_CACHED)

@@ -111,8 +111,8 @@ def _exchange_rule(
         costs = None
         if topology is not None:
             sizes: Any = {"stage": plan.stage, "tensor": plan.tensor, "context": plan.context}
-            rows, kv_dtype = config.token_budget, config.kv_dtype
-            found = roofline(model, topology, rows, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
+            most, kv_dtype = config.token_budget, config.kv_dtype
+            found = roofline(model, topology, most, element_bytes=element_bytes, kv_dtype=kv_dtype, **sizes)
             costs, link = found, found.exchange
     if isinstance(predictor, MeshPredictor) and {"replicated", "pass_kv", "pass_q"} <= predictor.kinds:
         known = [name for name in SHARDED if name in predictor.kinds]

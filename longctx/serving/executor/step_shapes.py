@@ -10,7 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import RowBuckets, Rows, keys_may_travel
+from longctx.serving.scheduler.row_buckets import RowBuckets, Rows
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -94,11 +94,11 @@ class StepShapes:
     def _exchanges(self, rows: Rows) -> dict[str, list[Message]]:
         """The exchanges that steps of such buckets are compiled for, each with its messages.
 
-        Pass-Q needs none; steps full of sharded rows have all-gather of new keys alone besides.
+        Pass-Q needs none; steps full of sharded rows alone have all-gather of new keys besides.
         """
         named, names = str(self._plan.exchange), self._buckets.exchanges(rows)
         found = {name: [NOTHING_CACHED, *self._messages.get(name, [])] for name in names}
-        if named == "pass_q" and keys_may_travel(self._buckets.kinds[0][1:], *rows):
+        if named == "pass_q" and rows[0] == self.largest[0] and max(rows[1:]) <= self._config.growing_buckets(8)[0]:
             found["all_gather"] = [NOTHING_CACHED]
         return found
 

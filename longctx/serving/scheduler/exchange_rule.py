@@ -11,7 +11,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.batch import Exchange as Exchange
 from longctx.serving.scheduler.rank_work import keys_by_rank, place_rows, work_by_exchange, work_by_rank
-from longctx.serving.scheduler.row_buckets import keys_may_travel
+from longctx.serving.scheduler.row_buckets import allows_kv_exchange
 from longctx.serving.scheduler.sequence import Sequence
 
 SHARDED = ("pass_kv", "all_gather", "pass_q")
@@ -23,8 +23,9 @@ class ExchangeRule:
 
     `"auto"` compares predicted seconds: of a prompt's chunk with its rows replicated and with its rows sharded, which
     have a share of the linear layers each; and of sharded rows with each exchange, for the whole step. All other rules
-    shard the rows of prompts longer than a step, and of all where pages interleave. Decodes, where they
-    are sharded, go by pass-Q, as in algorithm 4, whatever the rule: their keys are all that is cached.
+    shard the rows of prompts longer than a step, and of all where pages interleave. Single rows, of decodes and of
+    prompts' last tokens, are not asked about: where they are sharded they go by pass-Q, as in algorithm 4, and beside
+    chunks whose keys travel they are replicated.
 
     Args:
       rows: of a step, at most.
@@ -58,7 +59,7 @@ class ExchangeRule:
         self._compare = functools.lru_cache(1024)(self._seconds_per_token)
 
     def shards_decodes(self, count: int = 1, beside: Sequence | None = None) -> bool:
-        """Whether the rows of decodes are sharded: where pages interleave.
+        """Whether a step is planned with sharded rows of decodes, which `place_single_rows` decides when it is full.
 
         All sharded rows of a step take one exchange, and decodes can't take pass-KV. So beside a prompt whose keys
         travel, they are replicated.
@@ -129,6 +130,23 @@ class ExchangeRule:
             self._offered(rows, *others) if self._is_predicted else (self._by_rule(tokens, cached, rows, *others)[0],)
         )
 
+    def place_single_rows(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks of a step, of which those of one token are sharded if longer ones leave them pass-Q.
+
+        Else they are replicated, so that they change no other chunk's exchange.
+        """
+        if not self._plan.shards_rows or self._plan.placement != "interleave":
+            return chunks
+        replicated = [c._replace(sharded=False) if c.num_tokens == 1 and c.sharded else c for c in chunks]
+        exchange, _ = self.choose(replicated) if any(c.sharded for c in replicated) else (None, ())
+        if exchange is not None and exchange.name != "pass_q":
+            return replicated
+        return [c._replace(sharded=True) if c.num_tokens == 1 and not c.sharded else c for c in chunks]
+
+    def has_room(self, chunks: List[Chunk]) -> bool:
+        """Whether a step has as many rows of each kind as chunks need."""
+        return sum(_count_rows(chunks, self._plan.context)) <= self._rows
+
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
         """What a step's rows exchange, None for nothing, and the work of each rank with that."""
         ranks = self._plan.context
@@ -136,13 +154,18 @@ class ExchangeRule:
         if not sharded:
             works = work_by_rank(chunks, ranks, self._page_size)
             return self._replicated(chunks) if ranks > 1 else None, works
-        if all(chunk.num_tokens > 1 for chunk in sharded):
-            if self._is_predicted:
-                return self._fastest(chunks, sharded)
-            name, reason = self._by_rule(*_sums(sharded), *_count_rows(chunks, ranks))
+        long = [chunk for chunk in sharded if chunk.num_tokens > 1]
+        if len(long) < len(sharded):
+            name, reason = "pass_q", "algorithm 4: single rows alone"
+            if long and not self._is_predicted:
+                _, reason = self._by_rule(*_sums(long), *_count_rows(chunks, ranks))
+            elif long:
+                reason = "predicted, and algorithm 4 for single rows"
+        elif self._is_predicted:
+            return self._fastest(chunks, sharded)
         else:
-            name, reason = "pass_q", "algorithm 4: single rows are among them"
-        exchange = Exchange(name, f"{reason}, {_size(sharded)}")
+            name, reason = self._by_rule(*_sums(sharded), *_count_rows(chunks, ranks))
+        exchange = Exchange(name, f"{reason}, {_size(long or sharded)}")
         return exchange, work_by_rank(chunks, ranks, self._page_size, name)
 
     def _by_rule(self, tokens: int, cached: int, *rows: int) -> tuple[str, str]:
@@ -176,7 +199,7 @@ class ExchangeRule:
 
     def _offered(self, sharded: int, *others: int) -> List[str]:
         """What a rule may choose from in a step with so many rows of each kind on the fullest rank."""
-        if self._buckets and not keys_may_travel(self._buckets, sharded, *others):
+        if self._buckets and not allows_kv_exchange(self._plan, self._buckets, sharded, *others):
             return ["pass_q"]
         return self._known
 

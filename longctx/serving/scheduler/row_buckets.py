@@ -16,14 +16,18 @@ Rows = tuple[int, int, int]
 _RINGS = ("pass_kv", "all_gather")  # exchanges in which keys travel
 
 
-def keys_may_travel(buckets: List[int], sharded: int, *others: int) -> bool:
+def allows_kv_exchange(plan: ParallelPlan, buckets: List[int], sharded: int, *others: int) -> bool:
     """Whether a step with so many rows of each kind is compiled for other exchanges than pass-Q, by a rule.
 
-    It is if it is full of sharded rows and has few others: with fewer rows queries are less than keys.
+    Where pages interleave, every step is compiled for the exchanges that the paper's rules choose from, and for those
+    of `"auto"` if it has few replicated rows. Where sequences grow, there are many more combinations of rows: there a
+    step is, if it is full of sharded rows and has few others.
 
     Args:
       buckets: of sharded rows, ascending; the last is the most that a step has.
     """
+    if plan.placement == "interleave":
+        return plan.exchange != "auto" or max(others, default=0) <= buckets[0]
     return sharded > max(buckets[:-1], default=0) and max(others, default=0) <= buckets[0]
 
 
@@ -38,9 +42,15 @@ class RowBuckets(NamedTuple):
         if plan.context == 1:
             return cls(plan, ((0,), (0,), config.row_buckets))
         buckets, sharded = (0, *config.growing_buckets(8)), (0, *config.sharded_buckets)
-        if plan.placement == "interleave" and plan.exchange == "pass_q":  # then all rows are sharded
-            return cls(plan, (sharded, (0,), (0,)))
-        return cls(plan, (sharded if plan.shards_rows else (0,), buckets, buckets))
+        if not plan.shards_rows:
+            return cls(plan, ((0,), buckets, buckets))
+        if plan.placement == "grow":
+            return cls(plan, (sharded, buckets, buckets))
+        # All ranks have pages of every sequence: no row is local. Without predictions single rows alone are replicated,
+        # one of a sequence, and with pass-Q none.
+        most = {"auto": config.token_budget, "pass_q": 0}.get(str(plan.exchange), config.max_running)
+        replicated = (*(rows for rows in buckets if rows < most), next(rows for rows in buckets if rows >= most))
+        return cls(plan, (sharded, replicated, (0,)))
 
     @property
     def largest(self) -> Rows:
@@ -51,7 +61,8 @@ class RowBuckets(NamedTuple):
     def round_up(self, rows: Rows) -> Rows:
         """The smallest buckets that hold so many rows; for no row at all, those of one row."""
         if not any(rows):
-            rows = (0, 0, 1) if any(self.kinds[2]) else (1, 0, 0)
+            kind = max(number for number, buckets in enumerate(self.kinds) if any(buckets))
+            rows = int(kind == 0), int(kind == 1), int(kind == 2)
         sharded, replicated, local = (
             next(bucket for bucket in kind if bucket >= count) for kind, count in zip(self.kinds, rows, strict=True)
         )
@@ -60,7 +71,7 @@ class RowBuckets(NamedTuple):
     def exchanges(self, rows: Rows) -> tuple[str, ...]:
         """The exchanges that steps of such buckets are compiled for.
 
-        They are the one that the plan names, and pass-Q; see `keys_may_travel` for those that a rule may choose.
+        They are the one that the plan names, and pass-Q; see `allows_kv_exchange` for those that a rule may choose.
         """
         sharded, *others = rows
         named = str(self.plan.exchange)
@@ -68,6 +79,6 @@ class RowBuckets(NamedTuple):
             return ("pass_q",)
         if named in _RINGS:
             return (named, "pass_q") if self.plan.placement == "interleave" else (named,)
-        if named == "pass_q" or not keys_may_travel(self.kinds[0][1:], sharded, *others):
+        if named == "pass_q" or not allows_kv_exchange(self.plan, self.kinds[0][1:], sharded, *others):
             return ("pass_q",)
         return ("pass_q", "pass_kv", "all_gather") if named == "auto" else ("pass_q", "pass_kv")

@@ -148,8 +148,9 @@ class Scheduler:
         self.admission.admit(batch, now)
         self.loads.begin(batch)
         prompts = [s for s in self._prompts(batch) if s.plannable > 0]
-        for sequence, share in self.chunker.pack(prompts, batch.chunks, now, self._in_stages(batch)).items():
+        for sequence, share in self._pack(batch, prompts, now).items():
             self._plan_prompt(batch, sequence, share)
+        batch.chunks = self.chunker.rule.place_single_rows(batch.chunks)
         if self.stores is not None:
             batch.stores = self.stores.take()
         if not batch.chunks:
@@ -185,8 +186,7 @@ class Scheduler:
 
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
-        beside = max(self._prompts(batch), key=lambda sequence: sequence.remaining, default=None)
-        sharded = self.chunker.rule.shards_decodes(len(self.running.decoding), beside)
+        sharded = self.chunker.rule.shards_decodes()
         all_ranks = self._all_ranks if self.plan.shards_rows and self.plan.placement == "interleave" else ()
         index, chunks, decoding = batch.index, batch.chunks, State.DECODING
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
@@ -207,6 +207,21 @@ class Scheduler:
             sequence.length += 1
             sequence.in_flight += 1
             sequence.ready = ready
+
+    def _pack(self, batch: Batch, prompts: list[Sequence], now: float) -> dict[Sequence, Share]:
+        """What prompts get of the step, beside its decodes, which may become replicated rows for it."""
+        rule, decodes, in_stages = self.chunker.rule, batch.chunks, self._in_stages(batch)
+        beside = max(prompts, key=lambda sequence: sequence.remaining, default=None)
+        if beside is None or not decodes or not rule.shards_decodes():
+            return self.chunker.pack(prompts, decodes, now, in_stages)
+        for sharded in (rule.shards_decodes(len(decodes), beside), False):
+            batch.chunks = [chunk._replace(sharded=sharded) for chunk in decodes]
+            shares = self.chunker.pack(prompts, batch.chunks, now, in_stages)
+            chunks = [*batch.chunks, *(_chunk(sequence, share) for sequence, share in shares.items())]
+            # All together they may take another exchange than the longest, for which replicated decodes need room.
+            if rule.has_room(rule.place_single_rows(chunks)):
+                break
+        return shares
 
     def _prompts(self, batch: Batch) -> list[Sequence]:
         """Prompts of which rows may be in a batch."""
@@ -239,14 +254,13 @@ class Scheduler:
         """Add a prompt's next tokens to the batch."""
         start, count = sequence.computed, share.num_tokens
         assert 0 < count <= sequence.remaining
-        assert sequence.slot is not None
+        chunk = _chunk(sequence, share)
         self._extend_pages(batch, sequence, start + count)
-        samples = count == sequence.remaining
-        batch.chunks.append(Chunk(sequence, sequence.slot, start, count, samples, False, share.ranks, share.sharded))
+        batch.chunks.append(chunk)
         sequence.computed += count
         self.running.prompt_rows += count
         self.running.register(sequence)
-        if samples:
+        if chunk.samples:
             sequence.length += 1
             sequence.in_flight += 1
             sequence.ready = batch.index + self.plan.stage
@@ -278,3 +292,10 @@ class Scheduler:
         self.loads.forget(sequence)
         # The last batch planned is in the last stage `stage - 1` steps later.
         self.running.release(sequence, self.num_steps - 1 + self.plan.stage)
+
+
+def _chunk(sequence: Sequence, share: Share) -> Chunk:
+    """A prompt's next tokens."""
+    start, count = sequence.computed, share.num_tokens
+    assert sequence.slot is not None
+    return Chunk(sequence, sequence.slot, start, count, count == sequence.remaining, False, share.ranks, share.sharded)

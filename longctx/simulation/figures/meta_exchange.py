@@ -5,11 +5,16 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from longctx import plotting
-from longctx.parallel.choose import EmpiricalRule, choose_ring, paper_rule
+from longctx.parallel.choose import EmpiricalRule, paper_rule
 from longctx.parallel.cost import LLAMA3_405B, LayerCost, Thresholds, predict_times
+from longctx.serving.config import EngineConfig
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.work import Work
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, based_on, ordering
-from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, meta_predictor, number
+from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, LLAMA, meta_predictor, number
+from longctx.simulation.instance.instance import Instance
+from longctx.simulation.simulation import Simulation
+from longctx.simulation.workloads import WorkloadRequest
 
 TOTAL, HOSTS = 128_000, 4
 # New tokens of T + P = 128,000: milliseconds of TTFT by pass-KV and by pass-Q, on 4 hosts.
@@ -192,19 +197,39 @@ def table_5(inputs: Inputs) -> Figure:
     return Figure("meta_table_5", "Parts of a layer's attention at 2.5 % and 10 % misses", "meta", statements, table)
 
 
+def served_exchanges(rule: str | EmpiricalRule, at_peak: bool = False) -> list[str]:
+    """The exchange of each row of table 4, as the engine reports it of the step that computes the row's new tokens.
+
+    Args:
+      rule: `ParallelPlan.exchange`.
+      at_peak: whether it goes by peak rates, and not by those that were achieved.
+    """
+    config, requests = EngineConfig.meta(num_pages=TOTAL // HOSTS // 64 + 2), list[WorkloadRequest]()
+    for new in TABLE_4:
+        cached, order = TOTAL - new, len(requests)
+        blocks = (order,) if cached else ()
+        if cached:
+            requests.append(WorkloadRequest(1e3 * order, cached, 1, blocks, cached, order))
+        requests.append(WorkloadRequest(1e3 * order + 500, TOTAL, 1, blocks, cached, len(requests)))
+    costs = meta_predictor("meta-gtt", HOSTS, max_rows=config.token_budget)
+    if at_peak and costs.exchange is not None:
+        peak = dataclasses.replace(costs.exchange.hardware, peak_flops=800e12, bandwidth=50e9)
+        costs = dataclasses.replace(costs, exchange=dataclasses.replace(costs.exchange, hardware=peak))
+    engine = Instance(LLAMA, config, costs, ParallelPlan.meta(HOSTS, 8, exchange=rule))
+    chunks = {step.chunks: step.exchange for step in Simulation([engine]).run(requests).steps}
+    found = [chunks[((TOTAL - new, new),)] for new in TABLE_4]
+    return [exchange.name for exchange in found if exchange is not None]
+
+
 def figure_10(inputs: Inputs) -> Figure:
-    """Which exchange each rule chooses for the rows of table 4 (algorithms 1 and 5, appendix D)."""
-    peak = dataclasses.replace(HARDWARE, peak_flops=800e12, bandwidth=50e9)
-    appendix_d = EmpiricalRule(-1.059, 1.145, 12.112)
+    """Which exchange an engine takes for the rows of table 4, by each rule (algorithms 1 and 5, appendix D)."""
+    columns = {rule: served_exchanges(rule) for rule in ("auto", "algorithm_1", "algorithm_5", "empirical")}
+    columns["appendix_d"] = served_exchanges(EmpiricalRule(-1.059, 1.145, 12.112))
+    columns["algorithm_1_at_peak"] = served_exchanges("algorithm_1", at_peak=True)
     table = list[dict[str, Any]]()
-    for new, (kv, q) in TABLE_4.items():
-        cached = TOTAL - new
-        chosen = choose_ring(new, cached, HOSTS, GPU, HARDWARE)
-        at_peak = choose_ring(new, cached, HOSTS, GPU, peak)
+    for at, (new, (kv, q)) in enumerate(TABLE_4.items()):
         row = {"new_tokens": new, "measured": "pass_kv" if kv < q else "pass_q", "tie": abs(kv / q - 1) < TIE}
-        row |= {rule: chosen.answers[rule] for rule in ("predicted", "algorithm_1", "algorithm_5", "empirical")}
-        row["appendix_d"] = "pass_kv" if appendix_d.prefers_pass_kv(new, cached) else "pass_q"
-        table.append(row | {"algorithm_1_at_peak": at_peak.answers["algorithm_1"]})
+        table.append(row | {rule: names[at] for rule, names in columns.items()})
     at = {row["new_tokens"]: row for row in table}
 
     def agrees(rule: str) -> bool:
@@ -214,7 +239,7 @@ def figure_10(inputs: Inputs) -> Figure:
     coefficients = paper_rule()
     statements = [
         ordering("10", f"{rule.replace('_', ' ')} chooses what table 4 measured as faster, but for ties", agrees(rule))
-        for rule in ("predicted", "algorithm_1", "algorithm_5", "empirical")
+        for rule in ("auto", "algorithm_1", "algorithm_5", "empirical")
     ]
     statements += [
         ordering(
@@ -239,5 +264,9 @@ def figure_10(inputs: Inputs) -> Figure:
         ),
     ]
     return Figure(
-        "meta_figure_10", "Which exchange each rule chooses, T + P = 128,000 on 4 hosts", "meta", statements, table
+        "meta_figure_10",
+        "Which exchange an engine takes by each rule, T + P = 128,000 on 4 hosts",
+        "meta",
+        statements,
+        table,
     )
