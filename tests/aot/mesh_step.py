@@ -147,6 +147,15 @@ def expected(case: Case, mesh: Mesh, shape: Shape) -> Iterator[Sent]:
         yield all_gather(STEP, 4 * shape.message * shape.rounds, F32, "context")  # what each page is
 
 
+def hidden_by_pass_q(case: Case, mesh: Mesh, shape: Shape) -> list[tuple[str, float]]:
+    """The gathering of new keys, beside the last queries' attention, and the states' way home, beside that to them."""
+    config, others = device_config(case.config, mesh), shape.ranks - 1
+    kv_heads, heads = (count // mesh.shape["tensor"] for count in (config.num_kv_heads, config.num_heads))
+    token = 2 * kv_heads * kv_row_bytes(config.head_dim, BF16, case.kv_dtype)
+    state = heads * (config.head_dim + 1) * F32
+    return [("all-gather", others * shape.sharded * token), ("all-to-all", others * shape.sharded * state)]
+
+
 def check(case: Case) -> None:
     mesh = h100_mesh(**dict(zip(AXES, case.mesh, strict=True)))
     options = {"exchange": case.exchange, "message": case.message, "rounds": case.rounds}
@@ -166,6 +175,9 @@ def check(case: Case) -> None:
             work = "fusion" if x.axes(mesh.shape) == ("stage",) else "custom-call"
             assert x.is_async, x
             assert work in x.hidden_by, x
+        elif shape.exchange == "pass_q" and (x.opcode, x.sent) in hidden_by_pass_q(case, mesh, shape):
+            assert x.is_async, x
+            assert "custom-call" in x.hidden_by, x
     assert "mosaic_gpu" in text
     assert copied_bytes(text, "params") == 0
 

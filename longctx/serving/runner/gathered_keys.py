@@ -13,6 +13,7 @@ from longctx.kernels import attention, merge_state, paged_attention, plan_paged_
 from longctx.kernels.attention.kernel import Operands
 from longctx.kernels.attention.mask import Tokens
 from longctx.kernels.attention.operands import check_kernel
+from longctx.kernels.barrier import hold
 from longctx.kernels.paged_attention import PagedPlan
 from longctx.kernels.partitioning import match_varying
 from longctx.parallel.pass_q import pass_q_forward
@@ -34,6 +35,9 @@ class GatheredKeys:
     """Attention of sharded rows to their new keys, gathered from all ranks, and to the cached keys of all ranks.
 
     In pass-Q the queries go round, and attend to the pages of each rank; in all-gather those pages are gathered too.
+    In pass-Q attention hides all of it. Each hop of the queries travels beside the attention of those before them, the
+    new keys beside the attention of the last queries that arrive, and the states beside the attention to new keys,
+    which are written after the pages have been read.
 
     Attributes:
       order: sorts the gathered keys by slot and position.
@@ -100,27 +104,42 @@ class GatheredKeys:
           (out `[sharded, N, H]`, the cache).
         """
         sharded, others = jnp.split(new.kv, [self.shape.sharded])
-        gathered = lax.all_gather(sharded, "context", tiled=True)
+        of_pages: State | None = None
+        if self.hops:
+            of_pages, gathered = self._pass_q(cache, tables, first_page, q, sharded)
+        else:
+            gathered = lax.all_gather(sharded, "context", tiled=True)
         cache = new.write(cache, jnp.concatenate([gathered, others]), 0)
         kv = as_floats(gathered[self.order], q.dtype)
         tokens = (self.queries.positions, self.keys.positions, self.queries.segments, self.keys.segments)
         state = attention(q, kv[:, 0], kv[:, 1], *tokens, out_dtype=jnp.float32)
-        if self.hops:
-            state = merge_state(*state, *self._pass_q(cache, tables, first_page, q))
+        if of_pages is not None:
+            state = merge_state(*state, *of_pages)
         elif self.own is not None:
             state, cache = self._all_gather(cache, first_page, q, state)
         return state[0].astype(q.dtype), cache
 
-    def _pass_q(self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array) -> State:
-        def attend_to_local_pages(q: Array, queries: tuple[RowMetadata, PagedPlan]) -> State:
-            metadata, plan = queries
+    def _pass_q(
+        self, cache: PagedCache, tables: PageTables, first_page: Array, q: Array, kv: Array
+    ) -> tuple[State, Array]:
+        """The state of this rank's rows over all cached keys, and the new keys `kv` of all ranks."""
+
+        def attend_to_local_pages(q: Array, hop: int) -> State:
+            nonlocal kv
+            is_last = hop == self.shape.ranks - 1
+            if is_last:  # XLA sends one message at a time: this one, once no query is on its way any more
+                kv, q = hold(kv, q)
+                kv = lax.all_gather(kv, "context", tiled=True)
+            metadata, plan = self.hops[hop]
             arguments = (*tables, *metadata, first_page)
             options: Any = {"plan": plan, "out_dtype": jnp.float32} | cache.scales
-            out, lse = paged_attention(q[0], cache.k, cache.v, *arguments, **options)
-            return out[None], lse[None]
+            state = paged_attention(q[0], cache.k, cache.v, *arguments, **options)
+            if is_last:
+                kv, state = hold(kv, state)
+            return state[0][None], state[1][None]
 
-        out, lse = pass_q_forward(q[None], self.hops.__getitem__, attend_to_local_pages, axis_name="context")
-        return out[0], lse[0]
+        out, lse = pass_q_forward(q[None], lambda hop: hop, attend_to_local_pages, axis_name="context")
+        return (out[0], lse[0]), kv
 
     def _all_gather(self, cache: PagedCache, first_page: Array, q: Array, state: State) -> tuple[State, PagedCache]:
         own, cached, message = self.own, self.cached, self.shape.message
