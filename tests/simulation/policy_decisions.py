@@ -68,7 +68,7 @@ def device_seconds(batch: Batch) -> float:
 
 
 def make_config(case: Case, policy: str) -> EngineConfig:
-    slo = Slo(ttft_least=2**-5, tpot=2**-5, step_seconds=2**-5)
+    slo = Slo(ttft_least=2**-5, tpot=2**-5, tpot_factor=1.0, step_seconds=2**-5)
     settings = {"chunking": "static"} | case.config
     return EngineConfig(token_budget=256, policy=policy, slo=slo, hash_key=bytes(16), **settings)
 
