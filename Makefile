@@ -131,6 +131,7 @@ bench: $(VENV)/installed-aot $(VENV)/installed-ptxas $(VENV)/installed-model
 	$(BIN)/python -m benchmarks.tiers
 	$(BIN)/python -m benchmarks.common_prefix
 	$(BIN)/python -m benchmarks.scheduling
+	$(BIN)/python -m benchmarks.first_question --model $(MODEL)
 	$(BIN)/python -m benchmarks.mixed_load
 
 # Measured workloads and times, where there are any; else the figures are computed from built-in workloads.

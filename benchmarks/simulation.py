@@ -80,6 +80,7 @@ def mooncake(count: int = 16) -> list[Instance]:
         max_running=64,
         token_budget=4096,
         policy="fcfs",
+        chunking="static",
         slo=Slo(tpot=0.1),
         run_ahead=1,
     )

@@ -86,7 +86,7 @@ def serve_command(planned: Planned, options: argparse.Namespace) -> str:
         flags["topology"] = options.topology
     flags |= {} if config.kv_dtype is None else {"kv_dtype": config.kv_dtype}
     flags |= {name: getattr(config, name) for name in ("page_size", "max_length", "token_budget", "chunking")}
-    flags |= {"tpot": config.slo.tpot, "step_seconds": config.slo.step_seconds}
+    flags |= {name: getattr(config.slo, name) for name in ("tpot", "tpot_factor", "step_seconds")}
     words = ["longctx", "serve", "--model", options.model]
     for name, value in flags.items():
         words += [flag(name), str(value)]

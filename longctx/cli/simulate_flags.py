@@ -33,7 +33,7 @@ _PLAN: dict[str, Any] = {
     "exchange": str,
 }
 _INTEGERS = ("instances", "token_budget", "max_running", "page_size", "users", "requests", "seed")
-_NUMBERS = ("max_share", "ttft_factor", "ttft_least", "tpot", "step_seconds", "qps")
+_NUMBERS = ("max_share", "ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds", "qps")
 
 
 def named_model(text: str) -> LlamaConfig:

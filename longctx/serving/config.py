@@ -28,8 +28,8 @@ class EngineConfig:
       token_budget: the most rows of a step on a rank, decodes and prefill chunks together.
       policy: which prompt is prefilled next: `"fcfs"`, `"edf"`, `"srpf"`, `"lrs"`, `"lrs_relative"`, `"ilrs"`, or a
         custom `Policy`.
-      chunking: `"static"` fills the token budget in every step, `"static:N"` N rows of it; `"adaptive"` as many as keep
-        the TPOT targets of running decodes, by prediction.
+      chunking: `"adaptive"` gives prompts as many rows as keep the TPOT targets of running decodes, by prediction;
+        `"static"` fills the token budget in every step, `"static:N"` N rows of it.
       max_share: the largest share of a step that a long prompt leaves to short ones under `ilrs`, 0 to 1.
       slo: deadlines and targets of requests that have no `ttft_deadline` or `tpot_target` of their own.
       buckets: numbers of rows that steps are compiled for. None: doubling from 8, and the exact budget. With several
@@ -78,7 +78,7 @@ class EngineConfig:
     max_length: int | None = None
     token_budget: int = 512
     policy: str | Policy = "ilrs"
-    chunking: str = "static"
+    chunking: str = "adaptive"
     max_share: float = 0.5
     slo: Slo = field(default_factory=Slo)
     buckets: tuple[int, ...] | None = None
@@ -152,7 +152,7 @@ class EngineConfig:
           The configuration.
         """
         paper: dict[str, Any] = {"policy": "ilrs", "chunking": "adaptive", "token_budget": 4096, "admission": "reserve"}
-        return cls(**paper | {"slo": Slo(tpot=0.03, step_seconds=0.03)} | overrides)
+        return cls(**paper | {"slo": Slo(tpot=0.03, tpot_factor=1.0, step_seconds=0.03)} | overrides)
 
     @classmethod
     def sarathi(cls, chunk: int = 512, **overrides: Any) -> "EngineConfig":

@@ -111,5 +111,6 @@ def make_engine(
 ) -> Engine:
     """Make an engine; all engines have the same shapes, so those with one plan share compiled programs."""
     shapes = {"page_size": 8, "num_pages": 24, "max_running": 6, "token_budget": 32, "buckets": (8, 32)}
+    shapes |= {"chunking": "static"}
     config = EngineConfig(**(shapes | options))  # type: ignore[arg-type]
     return Engine(oracle.model, oracle.params if params is None else params, config, plan=plan)

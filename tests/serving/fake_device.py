@@ -246,7 +246,7 @@ def make_engine(
     monitor: Callable[[StepMetrics], object] | None = None,
     **options: object,
 ) -> Engine:
-    options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16)} | options
+    options = {"max_running": 6, "token_budget": 16, "hash_key": bytes(16), "chunking": "static"} | options
     config = EngineConfig(page_size=page_size, num_pages=num_pages, **options)
     executor = FakeExecutor(config, plan or ParallelPlan(), num_pages)
     return Engine(

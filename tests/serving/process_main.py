@@ -19,6 +19,7 @@ def make_engine(group: ProcessGroup, options: dict[str, Any], **more: Any) -> tu
     plan = ParallelPlan(**options["plan"])
     oracle = Oracle(make_model(plan.stage, 8, 2, 48))
     config = {"page_size": 8, "num_pages": 24, "token_budget": 16, "buckets": (16,), "max_length": LENGTH}
+    config |= {"chunking": "static"}
     config |= {"max_running": 6} | options.get("config", {}) | more
     return Engine(oracle.model, oracle.params, EngineConfig(**config), plan=plan, process_group=group), oracle
 

@@ -24,7 +24,7 @@ FULL = DEVICE.seconds(Work().with_chunk(0, BUDGET, True))
 
 
 def serve(requests: list[WorkloadRequest], ranks: int, **options: object) -> Record:
-    options = {"token_budget": BUDGET, "num_pages": 8192, "prefix_cache": False} | options
+    options = {"token_budget": BUDGET, "num_pages": 8192, "prefix_cache": False, "chunking": "static"} | options
     plan = ParallelPlan(context=ranks, exchange="kvp", rank_tokens=LONG)
     instance = Instance(MODEL, EngineConfig(**options), DEVICE, plan)  # type: ignore[arg-type]
     return Simulation([instance]).run(requests)
@@ -89,7 +89,9 @@ def test_decodes_of_other_ranks_keep_their_target_beside_static_chunks(stages: i
     """A chunk of all rows takes up to 0.56 s after 100,000 tokens. On the decode's own rank it would take that."""
     requests = [WorkloadRequest(0.0, LONG, 1), WorkloadRequest(0.1, 50, 300, number=1)]
     model = LlamaConfig(50, 8, 8, 2, 1, 1, 8, max_positions=400_000)
-    config = EngineConfig(token_budget=BUDGET, num_pages=8192, prefix_cache=False, slo=Slo(tpot=0.1 * stages))
+    config = EngineConfig(
+        token_budget=BUDGET, num_pages=8192, prefix_cache=False, chunking="static", slo=Slo(tpot=0.1 * stages)
+    )
     for ranks, is_bounded in ((1, False), (2, True)):
         plan = ParallelPlan(stages, ranks, exchange="kvp", rank_tokens=LONG)
         record = Simulation([Instance(model, config, DEVICE, plan)]).run(requests)

@@ -30,7 +30,8 @@ def serve(
     requests: list[WorkloadRequest], device: Callable[[Batch], float] | None = None, **options: object
 ) -> tuple[Record, Instance]:
     """In virtual time, by a scheduler whose predictor is `DEVICE`."""
-    options = {"token_budget": BUDGET, "page_size": 64, "num_pages": 8192, "prefix_cache": False} | options
+    defaults = {"token_budget": BUDGET, "page_size": 64, "num_pages": 8192, "prefix_cache": False}
+    options = {"chunking": "static"} | defaults | options
     instance = Instance(MODEL.config, EngineConfig(**options), DEVICE, seconds=device)  # type: ignore[arg-type]
     return Simulation([instance]).run(requests), instance
 
@@ -38,6 +39,7 @@ def serve(
 def make_engine(**options: object) -> Engine:
     """An engine in virtual time."""
     executor = VirtualExecutor(lambda batch: DEVICE.seconds(batch.work), 50)
+    options = {"chunking": "static"} | options
     config = EngineConfig(token_budget=BUDGET, page_size=64, num_pages=8192, **options)  # type: ignore[arg-type]
     return Engine(MODEL, None, config, executor=executor, clock=executor.clock, predictor=DEVICE)
 
@@ -75,7 +77,7 @@ def test_no_decode_waits_longer_than_promised(
         return DEVICE.seconds(batch.work) * float(rng.uniform(1 - error, 1 + error))
 
     record, instance = serve(
-        requests, device, policy=policy, chunking="adaptive", slo=Slo(tpot=tpot), run_ahead=run_ahead
+        requests, device, policy=policy, chunking="adaptive", slo=Slo(tpot=tpot, tpot_factor=1.0), run_ahead=run_ahead
     )
     assert len(record.served) == len(requests)
     mixed = [step for step in record.steps if step.decodes and step.chunks]
@@ -116,15 +118,15 @@ def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:
 
 @pytest.mark.parametrize("step_seconds", [0.02, 0.1, 0.15])
 def test_without_decodes_a_step_takes_no_longer_than_those_who_come_may_wait(step_seconds: float) -> None:
-    """Unless that is less than a chunk needs for four fifths of the best one's speed."""
+    """Unless that is less than a chunk needs for nine tenths of the best one's speed."""
     record, instance = serve(
         [WorkloadRequest(0.0, 60_000, 1)], chunking="adaptive", token_budget=2048, slo=Slo(step_seconds=step_seconds)
     )
-    good = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.8)
+    good = functools.partial(instance.core.scheduler.chunker._smallest, efficient=0.9)
     sizes = [(at, count, step.predicted) for step in record.steps for at, count in step.chunks]
     assert all(predicted <= step_seconds or count <= good(at) for at, count, predicted in sizes)
     seconds = sum(step.seconds for step in record.steps)
-    assert seconds < DEVICE.prefill_seconds(0, 60_000, 2048) / 0.79
+    assert seconds < DEVICE.prefill_seconds(0, 60_000, 2048) / 0.89
 
 
 @pytest.mark.parametrize("number", [64, 200])
@@ -148,7 +150,7 @@ def test_short_prompts_wait_for_shorter_steps_where_nobody_decodes() -> None:
         waits[step_seconds] = np.percentile([x.ttft for x in of_length(record, 0, 300) if x.ttft], [50, 99])
         longs[step_seconds] = np.mean([x.ttft for x in of_length(record, 30_000) if x.ttft])
     assert waits[0.1][0] < 0.85 * waits[None][0]
-    assert waits[0.1][1] < 0.65 * waits[None][1]
+    assert waits[0.1][1] < 0.7 * waits[None][1]
     assert longs[0.1] < 1.2 * longs[None]
 
 
@@ -461,8 +463,9 @@ def test_what_cannot_be_met_is_refused() -> None:
     engine.submit(Request(prompt, ttft_deadline=1.0))  # now it is in the cache
     with pytest.raises(ValueError, match="50,000 tokens take"):  # but all of it is asked about
         engine.submit(Request(prompt, SamplingParams(prompt_logprobs=0), ttft_deadline=1.0))
-    with pytest.raises(ValueError, match=r"slo: tpot=0.001 can't be met: a step takes 0.01"):
-        make_engine(slo=Slo(tpot=0.001))
+    (output,) = make_engine(slo=Slo(tpot=0.001)).generate([[1] * 10])  # a default is what the device can keep
+    assert output.metrics.tpot_target == pytest.approx(2 * DEVICE.seconds(Work.of([(10, 1, True)])), rel=0.05)
+    assert output.metrics.kept_tpot
     with pytest.raises(ValueError, match="ttft_factor must be at least 1"):
         Slo(ttft_factor=0.5)
     for change in ({"ttft_deadline": 0.0}, {"tpot_target": -1.0}, {"ttft_deadline": float("inf")}, {"priority": -2}):

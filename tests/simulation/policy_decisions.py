@@ -68,8 +68,9 @@ def device_seconds(batch: Batch) -> float:
 
 
 def make_config(case: Case, policy: str) -> EngineConfig:
-    slo = Slo(ttft_least=2**-5, tpot=2**-5, step_seconds=2**-5)
-    return EngineConfig(token_budget=256, policy=policy, slo=slo, hash_key=bytes(16), **case.config)
+    slo = Slo(ttft_least=2**-5, tpot=2**-5, tpot_factor=1.0, step_seconds=2**-5)
+    settings = {"chunking": "static"} | case.config
+    return EngineConfig(token_budget=256, policy=policy, slo=slo, hash_key=bytes(16), **settings)
 
 
 def make_request(request: WorkloadRequest, number: int) -> Request:

@@ -23,17 +23,18 @@ SIZES: dict[str, int | None] = {
 CHOICES: dict[str, Any] = {
     "admission": "reserve",
     "policy": "ilrs",
-    "chunking": "static",
+    "chunking": "adaptive",
     "max_share": 0.5,
     "kv_dtype": None,
 }
-SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2, "step_seconds": 0.1}
+SLO = {"ttft_factor": 5.0, "ttft_least": 1.0, "tpot": 0.2, "tpot_factor": 2.0, "step_seconds": 0.1}
 PRESETS: dict[str, dict[str, Any]] = {
     "medha": {
         "policy": "ilrs",
         "chunking": "adaptive",
         "token_budget": 4096,
         "tpot": 0.03,
+        "tpot_factor": 1.0,
         "step_seconds": 0.03,
         "placement": "grow",
         "exchange": "kvp",
@@ -142,7 +143,7 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", default=CHOICES["policy"], help="fcfs, edf, srpf, lrs, lrs_relative or ilrs (the default)"
     )
     scheduling.add_argument(
-        "--chunking", default=CHOICES["chunking"], help="static (the default), static:N or adaptive"
+        "--chunking", default=CHOICES["chunking"], help="adaptive (the default), static or static:N"
     )
     scheduling.add_argument(
         "--max-share",
@@ -155,6 +156,7 @@ def add_scheduling_arguments(parser: argparse.ArgumentParser) -> None:
         "TTFT target: times the prompt alone",
         "TTFT target: at least, seconds",
         "TPOT target, seconds",
+        "TPOT target: at least, times a token alone",
         "of a step with adaptive chunks while nobody decodes",
     )
     for (name, default), about in zip(SLO.items(), abouts, strict=True):

@@ -27,10 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     other = parser.add_argument_group("the same requests under other settings")
     other.add_argument("--policy", help="fcfs, edf, srpf, lrs, lrs_relative or ilrs")
-    other.add_argument("--chunking", help="static, static:N or adaptive")
+    other.add_argument("--chunking", help="adaptive, static or static:N")
     other.add_argument("--max-share", type=float, metavar="X", help="share of a step for short prompts, ilrs")
     other.add_argument(
-        "--slo", metavar="NAME=X[,NAME=X]", help="ttft_factor, ttft_least, tpot, step_seconds: default targets"
+        "--slo",
+        metavar="NAME=X[,NAME=X]",
+        help="ttft_factor, ttft_least, tpot, tpot_factor, step_seconds: default targets",
     )
     other.add_argument("--num-pages", type=int, metavar="N", help="pages on each context rank")
     other.add_argument("--token-budget", type=int, metavar="N", help="rows of a step")

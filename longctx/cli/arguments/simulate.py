@@ -27,7 +27,7 @@ SWEPT = (
         "exchange",
     ),
     *("policy", "chunking", "max_share", "token_budget", "max_running", "page_size", "admission"),
-    *("ttft_factor", "ttft_least", "tpot", "step_seconds", "qps", "users", "requests", "seed"),
+    *("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds", "qps", "users", "requests", "seed"),
 )
 """Names that `--sweep` takes: those of flags."""
 

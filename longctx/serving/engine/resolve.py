@@ -36,7 +36,6 @@ from longctx.serving.predictor.roofline import element_bytes_of, roofline
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.runner.device_memory import DeviceMemory, MemoryUse
 from longctx.serving.runner.page_parts import process_part
-from longctx.serving.scheduler.slo import check_slo
 
 
 class PageIdentity(NamedTuple):
@@ -173,11 +172,10 @@ def resolve(
             config.token_budget,
             element_bytes=element_bytes,
             kv_dtype=config.kv_dtype,
+            buckets=config.row_buckets if plan.context == 1 else (),
             **sizes,
         )
     check_predictor(predictor, config.token_budget)
-    if is_profiled:
-        check_slo(config.slo, predictor)
     return Resolved(
         model, config, plan, mesh, tokenizer, predictor, is_profiled, num_pages, max_length, topology, element_bytes
     )

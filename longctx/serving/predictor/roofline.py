@@ -58,6 +58,7 @@ def roofline(
     overhead: float = 0.0,
     element_bytes: float | None = None,
     kv_dtype: str | None = None,
+    buckets: tuple[int, ...] = (),
 ) -> CurvePredictor:
     """Make the predictor of a model on `stage * context * tensor` devices.
 
@@ -77,6 +78,7 @@ def roofline(
       overhead: further seconds of each batch.
       element_bytes: of a number that is not quantised; None: the hardware's, 2 with a topology.
       kv_dtype: of cached keys and values, as of `EngineConfig`; they are exchanged as they are cached.
+      buckets: numbers of rows that steps are compiled for, ascending; empty: a step computes no padding.
 
     Raises:
       ValueError: there are fewer layers than stages, tensor does not divide the heads, the topology has no link for an
@@ -140,6 +142,7 @@ def roofline(
         per_sample=2 * head / flops,
         exchange=exchange_cost(model, topology, stage, context, tensor, element, partial, kv_dtype),
         overlap=device.attention_overlap,
+        buckets=buckets,
     )
 
 

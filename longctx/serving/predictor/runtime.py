@@ -244,7 +244,7 @@ class RuntimePredictor:
 
 @dataclasses.dataclass(frozen=True)
 class CurvePredictor:
-    """Predicts operators that run without padding, from data sheets (`roofline`) or tables (`from_tables`).
+    """Predicts operators from data sheets (`roofline`) or tables (`from_tables`).
 
     seconds = linear(rows) + attention + per_sample * samples + exchange, see `Work`. Attention of each longer chunk,
     and of all decodes together, takes per_pair * pairs + per_key * keys, less `overlap` times the smaller of these.
@@ -257,6 +257,8 @@ class CurvePredictor:
       per_sample: seconds of a row of logits.
       exchange: what replicated and sharded rows exchange; None: nothing.
       overlap: of attention's products and reading keys, the longer hides so much of the shorter; 0 to 1.
+      buckets: numbers of rows that steps are compiled for, ascending: the linear layers of a batch take what the next
+        of them does. Empty, and beyond the last: a batch has no padding.
 
     Raises:
       ValueError: lengths differ, or a number is negative, not finite or out of order.
@@ -280,8 +282,11 @@ class CurvePredictor:
     per_sample: float
     exchange: ExchangeCost | None = None
     overlap: float = 0.0
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if list(self.buckets) != sorted(set(self.buckets)) or any(rows < 1 for rows in self.buckets):
+            raise ValueError(f"buckets must be positive and ascending, got {self.buckets}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap must be 0 to 1, got {self.overlap}")
         if len(self.rows) < 2 or len(self.rows) != len(self.linear):
@@ -377,9 +382,10 @@ class CurvePredictor:
         known: dict[int, float] = self._known  # type: ignore[attr-defined]
         seconds = known.get(rows)
         if seconds is None:
-            at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+            computed = next((bucket for bucket in self.buckets if bucket >= rows), rows)
+            at = min(bisect_left(self.rows, computed), len(self.rows) - 1)
             slope = self._slopes[at]  # type: ignore[attr-defined]
-            seconds = self.linear[at] + slope * (rows - self.rows[at])
+            seconds = self.linear[at] + slope * (computed - self.rows[at])
             if len(known) < _REMEMBERED:
                 known[rows] = seconds
         return seconds

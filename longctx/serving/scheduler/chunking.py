@@ -20,9 +20,9 @@ from longctx.serving.scheduler.tenants import TenantShares
 from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
-# below the second, whoever else waits for it; above the last a larger one gains nothing, but keeps whoever comes
-# meanwhile waiting.
-EFFICIENT, _GOOD, _BEST = 0.5, 0.8, 0.95
+# below the second, the prompt loses more than those gain that may come meanwhile; above the last a larger one gains
+# nothing, but keeps them waiting.
+EFFICIENT, _GOOD, _BEST = 0.5, 0.9, 0.95
 
 
 class Chunking(NamedTuple):
@@ -36,7 +36,7 @@ class Chunking(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, token_budget: int, max_running: int) -> "Chunking":
-        """From `"static"`, `"static:N"` or `"adaptive"`.
+        """From `"adaptive"`, `"static"` or `"static:N"`.
 
         Raises:
           TypeError, ValueError: it is none of these, or N is not `max_running` to `token_budget`: with fewer, decodes
@@ -87,8 +87,9 @@ class Chunker:
 
     With adaptive chunking a step takes the time that the tightest TPOT target of its decodes allows, by prediction; so
     chunks shrink as the context before them grows. They don't shrink below the smallest efficient chunk, whatever the
-    target. Without a target a step takes `step_seconds`, as those that come meanwhile wait for it; its chunks are no
-    larger than is of use. With static chunking, prompts share tokens.
+    target. Without a target a step takes `step_seconds`, as those that come meanwhile wait for it; if it takes longer,
+    its chunks are no larger than is of use. Chunks fill the programs that steps are compiled for. With static
+    chunking, prompts share tokens.
 
     Ranks wait for the slowest. So each of them is filled up to the time of the step, not to equal rows, by the most
     urgent prompts that have their pages there (Mnemosyne, 7: KVP instances are scheduled independently for short
@@ -217,9 +218,10 @@ class Chunker:
         if targets:
             step.limit, efficient = min(targets) / self.plan.stage, EFFICIENT
         elif self.chunking.adaptive:
-            best = self._smallest(0 if has_others else context, _BEST)
-            step.tokens = min(best + step.rows, step.tokens)
             step.limit, efficient = self.step_seconds / self.plan.stage, _GOOD
+            if not step.seconds_with(head, step.room(head)) <= step.limit < math.inf:
+                best = self._smallest(0 if has_others else context, _BEST)
+                step.tokens = min(best + step.rows, step.tokens)
         if has_others:
             good = min(self._smallest(context, _GOOD) * spread, step.room(head))
             step.limit = min(step.limit, max(step.full_seconds(), step.seconds_with(head, good)))
@@ -241,7 +243,20 @@ class Chunker:
             beside.fill(sorted(borrowers, key=lambda s: (s.prefill_remaining, s.order)))
             for borrower, share in beside.shares.items():
                 step.take_share(borrower, share)
-        step.take(sequence, max(min(least, step.room(sequence)), step.largest(sequence)))
+        count = max(min(least, step.room(sequence)), step.largest(sequence))
+        step.take(sequence, self._fill_program(step, sequence, count) if self.chunking.adaptive else count)
+
+    def _fill_program(self, step: StepBudget, sequence: Sequence, count: int) -> int:
+        """`count` tokens of a prompt, or fewer that fill a smaller program, if that takes less time for each token.
+
+        The last chunk of a prompt stays whole. On several ranks programs have rows of three kinds, which are not
+        filled.
+        """
+        fewer = max((bucket for bucket in self._buckets if bucket < step.rows + count), default=0) - step.rows
+        if self.plan.context > 1 or not 0 < fewer < count or count == sequence.remaining:
+            return count
+        smaller, larger = step.seconds_with(sequence, fewer), step.seconds_with(sequence, count)
+        return fewer if count * smaller < fewer * larger else count
 
     def _smallest(self, start: int, efficient: float) -> int:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)

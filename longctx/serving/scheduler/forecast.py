@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.scheduler.prompt_time import PromptTime
 from longctx.serving.scheduler.sequence import Sequence, State
@@ -21,8 +22,9 @@ class Forecast:
       time: predicts what runs alone; its predictor is `predictor`.
     """
 
-    def __init__(self, predictor: Corrected, time: PromptTime, num_ranks: int, slo: Slo) -> None:
-        self._predictor, self.time, self._num_ranks, self._slo = predictor, time, num_ranks, slo
+    def __init__(self, predictor: Corrected, time: PromptTime, plan: ParallelPlan, slo: Slo) -> None:
+        self._predictor, self.time, self._slo = predictor, time, slo
+        self._num_stages, self._num_ranks = plan.stage, plan.context
         self._factor = predictor.prompt_factor
 
     @property
@@ -46,7 +48,9 @@ class Forecast:
 
     def promise(self, sequence: Sequence) -> None:
         """Predict a prompt that comes; set when its first token is due, and how long each later one may take: once."""
-        sequence.tpot_target = self._slo.tpot if sequence.tpot_target is None else sequence.tpot_target
+        if sequence.tpot_target is None and self._slo.tpot is not None:
+            alone = self.time.decode_seconds(sequence.prompt_length, self._slo.tpot)
+            sequence.tpot_target = self._slo.tpot_target(self._num_stages * alone)
         self.update(sequence)
         ttft = sequence.ttft_deadline
         if ttft is None:

@@ -67,7 +67,7 @@ class Scheduler:
         self.running = Running(pool, page_size, max_running, self.stores)
         rows, rank_tokens = chunker.chunking.tokens, pool.per_rank * page_size
         time = PromptTime(chunker.predictor, chunker.rule, placer, rows, page_size, rank_tokens)
-        self.forecast = Forecast(chunker.predictor, time, self.plan.context, slo or Slo())
+        self.forecast = Forecast(chunker.predictor, time, self.plan, slo or Slo())
         self.growth = Growth(
             self.running,
             placer,

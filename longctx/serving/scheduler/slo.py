@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.predictor.work import Work
 from longctx.serving.request.request import Request
 from longctx.serving.validation import check_real
 
@@ -22,11 +20,13 @@ class Slo:
       ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
       ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
       tpot: seconds between tokens at most; None: nothing is promised.
+      tpot_factor: but not less than this many times the predicted seconds of a token decoded alone, so that a slow
+        machine has a target that it can keep while it reads prompts.
       step_seconds: that a step may take with adaptive chunks where no decode has a target, by prediction, since whoever
         comes meanwhile waits for it; a chunk of 80 % of the best one's speed may take longer. None: any.
 
     Raises:
-      TypeError, ValueError: one is not a positive, finite number, or ttft_factor is below 1.
+      TypeError, ValueError: one is not a positive, finite number, or a factor is below 1.
 
     Source:
       Medha, 4.2: deadlines are a multiple of the time that a prompt takes alone.
@@ -36,22 +36,26 @@ class Slo:
       >>> slo = Slo(ttft_factor=5.0, ttft_least=1.0)
       >>> slo.ttft(0.01), slo.ttft(60.0)  # a short prompt, and one that takes a minute to read
       (1.0, 300.0)
+      >>> slo.tpot_target(0.01), slo.tpot_target(1.5)  # a fast machine, and one that decodes a token in 1.5 s
+      (0.2, 3.0)
     """
 
     ttft_factor: float = 5.0
     ttft_least: float = 1.0
     tpot: float | None = 0.2
+    tpot_factor: float = 2.0
     step_seconds: float | None = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("ttft_factor", "ttft_least", "tpot", "step_seconds"):
+        for name in ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds"):
             value = getattr(self, name)
             if name not in ("tpot", "step_seconds") or value is not None:
                 object.__setattr__(self, name, check_real(name, value, 0))
                 if getattr(self, name) == 0:
                     raise ValueError(f"{name} must be above 0")
-        if self.ttft_factor < 1:
-            raise ValueError(f"ttft_factor must be at least 1, no prompt being read faster, got {self.ttft_factor}")
+        for name in ("ttft_factor", "tpot_factor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, no request being faster, got {getattr(self, name)}")
 
     def ttft(self, prefill_seconds: float) -> float:
         """Seconds within which the first token of a prompt is due that takes so long alone.
@@ -64,12 +68,17 @@ class Slo:
         """
         return max(self.ttft_least, self.ttft_factor * prefill_seconds)
 
+    def tpot_target(self, decode_seconds: float) -> float | None:
+        """Seconds between the tokens of a request whose tokens take so long alone; None: nothing is promised.
 
-def check_slo(slo: Slo, predictor: Predictor) -> None:
-    """ValueError if no token can ever keep the default TPOT."""
-    least = predictor.seconds(Work(1, 1, 1))
-    if slo.tpot is not None and least > slo.tpot:
-        raise ValueError(f"slo: tpot={slo.tpot} can't be met: a step takes {least:.3g} s, by the engine's profile")
+        Args:
+          decode_seconds: predicted seconds of a token decoded alone, in all stages.
+
+        Returns:
+          Seconds. A relative target has two digits, as what is derived from targets is remembered for each.
+        """
+        relative = float(f"{self.tpot_factor * decode_seconds:.2g}")
+        return None if self.tpot is None else max(self.tpot, relative)
 
 
 def check_possible(request: Request, cached: int, length: int, alone: PromptTime, stages: int) -> None:

@@ -172,6 +172,7 @@ class ClusterDeployment:
             max_running=max_running,
             token_budget=token_budget,
             policy="fcfs",
+            chunking="static",
             slo=Slo(tpot=self.config.tpot),
             run_ahead=1,
             prefix_cache=self.prefix_cache if prefix_cache is None else prefix_cache,

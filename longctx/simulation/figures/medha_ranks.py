@@ -22,7 +22,7 @@ def load(inputs: Inputs, name: str, rate: float, of_a_stage: bool = False) -> Ou
     """A plan under load; `of_a_stage`: the target is a batch's in a stage, not a token's through all stages."""
     plan, window = PLANS[name], QUICK / 2 if inputs.quick else WINDOW
     target = TARGET * (plan.stage if of_a_stage else 1)
-    slo = Slo(tpot=target, step_seconds=target)
+    slo = Slo(tpot=target, tpot_factor=1.0, step_seconds=target)
     workload = requests(inputs, "long", rate, window, SCALE)
     return run("medha", "llama-3-70b", "h100-rdma", plan.num_devices, workload, window, plan, slo=slo)
 

@@ -66,7 +66,7 @@ def serve(prompt: int, context: int = 1, tensor: int = 8, topology: str = "meta-
     plan = ParallelPlan.meta(context, tensor)
     rows = -(-prompt // context // PAGE) * PAGE
     pages = -(-(prompt + outputs) // PAGE // context) + 2
-    config = EngineConfig(num_pages=pages, page_size=PAGE, token_budget=rows, max_running=8)
+    config = EngineConfig(num_pages=pages, page_size=PAGE, token_budget=rows, max_running=8, chunking="static")
     engine = Instance(LLAMA, config, meta_predictor(topology, context, tensor, rows), plan)
     record = Simulation([engine]).run([WorkloadRequest(0.0, prompt, outputs)])
     return Times(record.served[0].ttft, record.served[0].tpot or 0.0)

@@ -61,12 +61,12 @@ def static(rows: int, target: float | None = None) -> EngineConfig:
     Args:
       target: seconds between tokens; a request grows onto another rank so that it is kept.
     """
-    return EngineConfig.sarathi(rows, slo=Slo(tpot=target, step_seconds=None), max_running=1)
+    return EngineConfig.sarathi(rows, slo=Slo(tpot=target, tpot_factor=1.0, step_seconds=None), max_running=1)
 
 
 def adaptive(target: float) -> EngineConfig:
     """Chunks as large as a target of seconds between tokens allows."""
-    return EngineConfig.medha(slo=Slo(tpot=target, step_seconds=target))
+    return EngineConfig.medha(slo=Slo(tpot=target, tpot_factor=1.0, step_seconds=target))
 
 
 @dataclasses.dataclass(frozen=True)

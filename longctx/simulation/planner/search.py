@@ -308,7 +308,7 @@ def evaluate(
         max_length=length,
         token_budget=budget,
         chunking=chunking,
-        slo=Slo(tpot=goal.tpot, step_seconds=goal.tpot),
+        slo=Slo(tpot=goal.tpot, tpot_factor=1.0, step_seconds=goal.tpot),
         kv_dtype=kv_dtype,
     )
     deployment = Deployment(model, topology, plan, config, gpus // plan.num_devices)
