@@ -24,6 +24,7 @@ from longctx.cluster.conductor.load import (
     demand_of,
     future_demands,
     ratio,
+    tbt_load,
 )
 from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
 from longctx.serving.validation import check_real
@@ -77,23 +78,43 @@ class Question:
         """The predicted TTFT of this request over its SLO: it is the last of its instance's queue, whose load it is."""
         return Load(ratio(self.open_request.assignment.ttft, self.ttft), "ttft")
 
+    def tbt_load(self) -> Load:
+        """The TBT of the instance where it decodes over its SLO, as it is now, with this request (algorithm 1, 27)."""
+        instance = self.state.instances[self.open_request.assignment.decode]
+        return self._tbt_load(instance, decode_demand(instance))
+
+    def predicted_tbt_load(self) -> Load:
+        """The same at `prefill_end`."""
+        name = self.open_request.assignment.decode
+        [(instance, demand)] = (each for each in self._future_demands() if each[0].name == name)
+        return self._tbt_load(instance, demand)._replace(at=self.prefill_end)
+
     def decode_pool_load(self) -> Load:
         """The load of the decode pool as it is now, with this request, over `decode_limit`."""
         return self._pool_load([(each, decode_demand(each)) for each in self.state.decode_pool()])
 
     def predicted_decode_pool_load(self) -> Load:
         """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
-        demands = future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
-        return self._pool_load(demands)._replace(at=self.prefill_end)
+        return self._pool_load(self._future_demands())._replace(at=self.prefill_end)
 
     def least_decode_pool_load(self) -> Load:
         """The load of the decode pool with this request alone, over `decode_limit`."""
         return self._pool_load([(each, NOTHING) for each in self.state.decode_pool()])
 
+    def least_tbt_load(self) -> Load:
+        """The least TBT over its SLO that an instance would have with this request alone."""
+        return min(self._tbt_load(each, NOTHING) for each in self.state.decode_pool())
+
     def decode_load(self) -> Load:
         """The load of the instance where it decodes, as it is now, with this request."""
         instance = self.state.instances[self.open_request.assignment.decode]
         return decode_load(instance, decode_demand(instance).plus(demand_of(self.open_request)), self.tpot)
+
+    def _future_demands(self) -> list[tuple[InstanceState, DecodeDemand]]:
+        return future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
+
+    def _tbt_load(self, instance: InstanceState, demand: DecodeDemand) -> Load:
+        return Load(tbt_load(instance, demand.plus(demand_of(self.open_request)), self.tpot), "tbt")
 
     def _pool_load(self, pool: list[tuple[InstanceState, DecodeDemand]]) -> Load:
         load = decode_pool_load_with(pool, demand_of(self.open_request), self.tpot)
@@ -114,17 +135,22 @@ def baseline(question: Question) -> Load | None:
 
 
 def early_rejection(question: Question) -> Load | None:
-    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes."""
+    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes.
+
+    Before the prefill, the TBT of the selected instance counts too (algorithm 1, line 27): the pool's is a mean.
+    """
     if question.before == "decode":
         return question.decode_load()
-    return max(question.prefill_load(), question.decode_pool_load(), key=lambda each: each.value)
+    loads = question.prefill_load(), question.decode_pool_load(), question.tbt_load()
+    return max(loads, key=lambda each: each.value)
 
 
 def predicted_early_rejection(question: Question) -> Load | None:
-    """As early rejection, with the decode pool's load at the moment at which this prefill will have ended (6.4)."""
+    """As early rejection, with the decode loads at the moment at which this prefill will have ended (6.4)."""
     if question.before == "decode":
         return question.decode_load()
-    return max(question.prefill_load(), question.predicted_decode_pool_load(), key=lambda each: each.value)
+    loads = question.prefill_load(), question.predicted_decode_pool_load(), question.predicted_tbt_load()
+    return max(loads, key=lambda each: each.value)
 
 
 ADMISSION_RULES: dict[str, AdmissionRule] = {
@@ -219,9 +245,13 @@ def retry_seconds(question: Question, load: Load, limit: float) -> float:
         return inf
     if load.bound in ("memory", "decode_load") and question.least_decode_pool_load().value > limit:
         return inf  # it would not pass if all others had ended
+    if load.bound == "tbt" and question.least_tbt_load().value > limit:
+        return inf
     at = now if load.at is None else load.at
     ends = [
-        each.decode_since + question.decode_seconds for each in state.decoding.values() if each.decode_since is not None
+        each.decode_since + question.decode_seconds
+        for each in state.decoding.values()
+        if each.decode_since is not None and (load.bound != "tbt" or each.assignment.decode == placed.decode)
     ]
     coming = 0
     if at > now:  # who will have ended by then was not counted, and who is in prefill now was
