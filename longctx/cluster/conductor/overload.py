@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.config import ConductorConfig, PrefillLoad
 from longctx.cluster.conductor.decision import Bound
 from longctx.cluster.conductor.load import (
     NOTHING,
@@ -23,6 +23,7 @@ from longctx.cluster.conductor.load import (
     decode_pool_load_with,
     demand_of,
     future_demands,
+    max_ttft,
     ratio,
     tbt_load,
 )
@@ -57,6 +58,7 @@ class Question:
       open_request: the request, and where it goes, with its predicted TTFT and TBT.
       ttft, tpot: SLOs in seconds that hold for it.
       decode_seconds: t_d, what a request's decoding is assumed to take.
+      prefill_load_of: see `ConductorConfig.prefill_load`.
       decode_limit: of the decode pool's load before a prefill, where 1 is that of its SLO or memory.
     """
 
@@ -68,6 +70,7 @@ class Question:
     tpot: float
     decode_seconds: float
     decode_limit: float = 1.0
+    prefill_load_of: PrefillLoad = "request"
 
     @property
     def prefill_end(self) -> float:
@@ -75,8 +78,12 @@ class Question:
         return self.now + self.open_request.assignment.ttft
 
     def prefill_load(self) -> Load:
-        """The predicted TTFT of this request over its SLO: it is the last of its instance's queue, whose load it is."""
-        return Load(ratio(self.open_request.assignment.ttft, self.ttft), "ttft")
+        """The predicted TTFT of this request over its SLO; or the greatest one of its instance, without it (6.1)."""
+        placed = self.open_request.assignment
+        if self.prefill_load_of == "request":
+            return Load(ratio(placed.ttft, self.ttft), "ttft")
+        seconds, end = max_ttft(self.state, placed.prefill, self.now)
+        return Load(ratio(seconds, self.ttft), "prefill_load", end)
 
     def tbt_load(self) -> Load:
         """The TBT of the instance where it decodes over its SLO, as it is now, with this request (algorithm 1, 27)."""
@@ -223,7 +230,9 @@ class Admission:
         config, request = self._config, open_request.request
         # Its own TTFT is its own affair; a batch has one TBT, so a laxer one must not spoil that of others.
         ttft, tpot = request.ttft or config.ttft, min(request.tpot or config.tpot, config.tpot)
-        question = Question(before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit)
+        question = Question(
+            before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit, config.prefill_load
+        )
         load, limit = self._rule(question), self.limit(request.priority)
         if load is None or load.value <= limit:
             return None
@@ -233,14 +242,16 @@ class Admission:
 def retry_seconds(question: Question, load: Load, limit: float) -> float:
     """Seconds after which a request like this one would pass, by prediction, if nobody else came until then.
 
-    A queue gets shorter by a second a second: for a TTFT, what is above the limit, if its own prefill leaves room. The
-    decode pool gets emptier as the oldest requests end, `decode_seconds` after they began: until the share of them has
-    that is above the limit.
+    The load of an instance falls when its prompt with the greatest TTFT is computed. A queue gets shorter by a second
+    a second: for a TTFT, what is above the limit, if its own prefill leaves room. The decode pool gets emptier as the
+    oldest requests end, `decode_seconds` after they began: until the share of them has that is above the limit.
     """
     placed, state, now = question.open_request.assignment, question.state, question.now
     if load.bound == "ttft":
         over = placed.ttft - limit * question.ttft
         return max(_LEAST_RETRY, over) if over <= placed.queue else inf
+    if load.bound == "prefill_load" and load.at is not None:
+        return max(_LEAST_RETRY, load.at - now)
     if load.value == inf:
         return inf
     if load.bound in ("memory", "decode_load") and question.least_decode_pool_load().value > limit:

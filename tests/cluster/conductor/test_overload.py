@@ -84,6 +84,19 @@ def test_a_request_that_waits_as_long_as_it_was_told_is_accepted() -> None:
     assert isinstance(conductor.assign(request("late", (9, 9)), after + 0.01), Assignment)
 
 
+def test_an_instance_is_loaded_by_its_greatest_ttft_whatever_the_request_s_own() -> None:
+    """6.1: a long request is accepted at a load below 1, and then nobody is until it has been computed."""
+    conductor = two_pools("early_rejection", slots=64, prefill_load="instance")
+    assert isinstance(conductor.assign(request("long", (0, 60)), 0.0), Assignment)  # 6.05 s, the SLO is 5 s
+    found = rejected(conductor.assign(request("short", rest=10), 1.0))
+    assert (found.bound, found.load) == ("prefill_load", pytest.approx(6.05 / 5))
+    assert found.retry_after == pytest.approx(5.05)
+    late = rejected(conductor.assign(request("short", rest=10), 8.0))  # it is not computed yet
+    assert late.load == pytest.approx(8 / 5)
+    assert conductor.prefilled("long", 8.5) is None
+    assert isinstance(conductor.assign(request("short", rest=10), 8.5), Assignment)
+
+
 def test_a_prompt_that_alone_takes_too_long_is_told_never_to_come_again() -> None:
     assert rejected(two_pools("early_rejection").assign(request("long", (0, 60)), 0.0)).retry_after == inf
 
