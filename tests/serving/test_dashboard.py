@@ -76,6 +76,9 @@ class FixedCosts:
     def decode_seconds(self, batch: int, tokens: int) -> float:
         return 0.0
 
+    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
+        return 0.0
+
     def transfer_bytes(self, tokens: int) -> float:
         return 0.0
 

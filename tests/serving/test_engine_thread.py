@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from longctx.serving import Engine, Event, Request, SamplingParams
 from longctx.serving.engine.admission_control import AdmissionControl, AdmissionLimits, Refused
 from longctx.serving.engine.load import StepReport
-from longctx.serving.engine.thread import EngineThread
+from longctx.serving.engine.thread import EngineThread, Received
 
 GREEDY = SamplingParams(max_tokens=6)
 ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
@@ -53,6 +54,53 @@ def hold(engine: Engine) -> threading.Event:
     wait = executor.wait
     executor.wait = lambda pending: (go.wait(10), wait(pending))[1]  # type: ignore[method-assign]
     return go
+
+
+class Coming:
+    """Pages that come to host memory."""
+
+    def __init__(self) -> None:
+        self.ready: Future[None] = Future()
+        self.releases = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def test_a_request_whose_pages_are_coming_takes_no_slot() -> None:
+    """There is one slot, and a request that comes later has it meanwhile (Mooncake, section 3, step 4)."""
+    coming, late = Coming(), Sink()
+    with EngineThread(make_engine(max_running=1)) as thread:
+        prepared = thread.engine.prepare(Request([5] * 20, GREEDY, request_id="late"))
+        thread.submit(prepared, late, received=Received(None, {}, coming))
+        _, other = submit(thread, [7, 8, 9])
+        assert other.output().finish_reason in ("stop", "length")
+        assert not late.ended.is_set()
+        assert not thread.wait_idle(0.0)
+        with pytest.raises(ValueError, match="request_id must be unique"):
+            thread.submit(prepared, late)
+        coming.ready.set_result(None)
+        assert late.output().finish_reason in ("stop", "length")
+        assert late.tokens == expected_tokens([5] * 20, GREEDY, eos=EOS)
+        assert thread.wait_idle(10)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_request_whose_pages_are_coming_can_end(how: str) -> None:
+    coming, sink = Coming(), Sink()
+    with EngineThread(make_engine()) as thread:
+        prepared = thread.engine.prepare(Request([5] * 20, GREEDY, request_id="late"))
+        thread.submit(prepared, sink, received=Received(None, {}, coming))
+        if how == "cancel":
+            assert thread.cancel("late")
+            assert sink.output().finish_reason == "cancelled"
+            assert thread.wait_idle(10)
+        else:
+            thread.close()
+            assert sink.output().finish_reason == "error"
+        coming.ready.set_result(None)
+        assert len(sink.calls) == 1
+        assert not thread.cancel("late")
 
 
 def test_tokens_are_pushed_as_they_come() -> None:

@@ -15,10 +15,10 @@ from longctx.cluster.conductor.overload import Admission, Verdict
 from longctx.cluster.conductor.pending_blocks import PendingBlocks
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
-    Choice,
     Policy,
     PolicyContext,
     check_choice,
+    inline_choice,
     select_decode,
 )
 from longctx.cluster.conductor.request import ClusterRequest
@@ -347,9 +347,16 @@ class Conductor:
         pool = [each for each in prefills if each.role == "prefill" or each.name in with_room]
         if not rooms or not pool:
             return self._rejection(request, self._no_memory(reserved, inf, now), "prefill", None, waited), None
-        choice = self._choose(request, pool, now, exclude)
+        matches, policy_context = self._matches(request, pool, exclude)
+        choice = self._policy(request, matches, pool, now, policy_context)
+        if callable(self.config.policy):
+            check_choice(choice, request, pool, policy_context)
         context = request.prompt_tokens
         decode, tbt = select_decode(self.state.instances[choice.instance], rooms, context, reserved)
+        if self.config.is_inline and decode.role == "decode" and decode.has_room(reserved):
+            inline = inline_choice(request, matches, decode, now, policy_context)
+            if inline is not None:
+                choice, is_held = inline, True
         assignment = Assignment(
             request.request_id, choice.instance, decode.name, choice.cached, choice.transfer, choice.ttft, tbt,
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
@@ -360,10 +367,10 @@ class Conductor:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed
 
-    def _choose(
-        self, request: ClusterRequest, pool: list[InstanceState], now: float, exclude: Collection[str]
-    ) -> Choice:
-        """Ask the policy, and check what one's own says."""
+    def _matches(
+        self, request: ClusterRequest, pool: list[InstanceState], exclude: Collection[str]
+    ) -> tuple[dict[str, int], PolicyContext]:
+        """What a policy is asked with: leading blocks that instances have or will have, and its context."""
         block_size = pool[0].spec.block_size
         usable = (request.prompt_tokens - 1) // block_size  # the last token is computed in any case
         keys = request.keys[:usable]
@@ -375,11 +382,8 @@ class Conductor:
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
         if exclude:
             senders = {name: each for name, each in senders.items() if name not in exclude}
-        context = PolicyContext(block_size, self.config.balancing_threshold, senders, seed, held)
-        choice = self._policy(request, matches, pool, now, context)
-        if callable(self.config.policy):
-            check_choice(choice, request, pool, context)
-        return choice
+        threshold, tpot = self.config.balancing_threshold, self.config.tpot
+        return matches, PolicyContext(block_size, threshold, senders, seed, held, tpot)
 
     def _no_memory(self, reserved: int, load: float, now: float) -> Verdict:
         return Verdict("memory", load, self._admission.memory_seconds(self.state, reserved, now))

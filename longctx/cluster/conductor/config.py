@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from longctx.serving.validation import check_integer, check_real, shown
+from longctx.serving.validation import check_bool, check_integer, check_real, shown
 
 AdmissionName = Literal["none", "baseline", "early_rejection", "predicted_early_rejection"]
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
+PrefillLoad = Literal["request", "instance"]
 POLICIES = ("random", "least_loaded", "cache_aware", "kvcache_centric")
 
 
@@ -45,7 +46,11 @@ class ConductorConfig:
       admission: when the load forbids a request: one of `ADMISSIONS` (never, before each stage, early, or early by
         prediction: 6.2 to 6.4), or a callable like them (`longctx.cluster.conductor.overload`).
       ttft, tpot: SLOs in seconds of requests that have none of their own.
+      is_inline: whether an instance that decodes computes a prompt itself which fits into one of its steps within the
+        TBT SLO (4).
       balancing_threshold: a prefix elsewhere is fetched if it is at least so many times the local one (5.2).
+      prefill_load: which predicted TTFT is compared with its SLO before a prefill: `"request"`, that of the request (5,
+        algorithm 1), or `"instance"`, the greatest of the prompts that the chosen instance has (6.1).
       load_limit: of a pool's load: a request above it is rejected.
       decode_limit: of the decode pool's load, by which early rejection leaves room for what is in prefill (6.2): the
         pool's load is taken over it before a prefill, and as it is before a decode.
@@ -75,7 +80,9 @@ class ConductorConfig:
     admission: AdmissionName | Callable[..., Any] = "early_rejection"
     ttft: float = 30.0
     tpot: float = 0.1
+    is_inline: bool = True
     balancing_threshold: float = 4.0
+    prefill_load: PrefillLoad = "request"
     load_limit: float = 1.0
     decode_limit: float = 1.0
     priority_step: float = 0.1
@@ -93,10 +100,13 @@ class ConductorConfig:
         if not callable(self.admission) and self.admission not in ADMISSIONS:
             names = ", ".join(ADMISSIONS)
             raise ValueError(f"admission must be one of {names} or a callable, got {shown(self.admission)}")
+        if self.prefill_load not in get_args(PrefillLoad):
+            raise ValueError(f'prefill_load must be "request" or "instance", got {shown(self.prefill_load)}')
         for name in ("ttft", "tpot", "load_limit", "decode_limit", "decode_seconds"):
             value = getattr(self, name)
             if (value is not None or name != "decode_seconds") and not check_real(name, value, 0) > 0:
                 raise ValueError(f"{name} must be more than 0, got {shown(value)}")
+        check_bool("is_inline", self.is_inline)
         check_real("priority_step", self.priority_step, 0)
         check_real("balancing_threshold", self.balancing_threshold, 1)
         check_real("defer_seconds", self.defer_seconds, 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from longctx.models.config import LlamaConfig
 from longctx.models.footprint import cache_bytes
@@ -110,6 +111,22 @@ class PredictorCosts:
         share = -(-rows // steps)
         seconds = self.predictor.seconds(Work(rows=share, samples=share, decode_keys=-(-keys // steps)))
         return self.plan.stage * steps * seconds
+
+    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
+        """Seconds of a step of such decodes and of all tokens `cached` to `prompt`; inf: a step has no room for them.
+
+        Over context ranks, rows and keys are shared evenly; a token takes a step in each stage.
+        """
+        ranks = self.plan.context
+        rows, keys = -(-batch // ranks), -(-tokens // ranks)
+        if rows + -(-(prompt - cached) // ranks) > self.chunk:
+            return inf
+        work = Work(rows=rows, samples=rows, decode_keys=keys)
+        if ranks > 1:
+            work = work.with_sharded(cached, prompt - cached, ranks, samples=True)
+        else:
+            work = work.with_chunk(cached, prompt - cached, True)
+        return self.plan.stage * self.predictor.seconds(work)
 
     def transfer_bytes(self, tokens: int) -> float:
         """Bytes of keys and values of so many tokens."""

@@ -24,6 +24,10 @@ class Costs(Protocol):
         """Seconds of a step of `batch` decodes whose contexts have so many tokens in all: their TBT."""
         ...
 
+    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
+        """Seconds of a step of such decodes and of the rest of a prompt, all of it; inf: a step has no room for it."""
+        ...
+
     def transfer_bytes(self, tokens: int) -> float:
         """Bytes of keys and values of so many tokens."""
         ...

@@ -74,6 +74,19 @@ def prefill_load(instance: InstanceState, ttft: float, now: float) -> float:
     return ratio(instance.queue(now), ttft)
 
 
+def max_ttft(state: ClusterState, instance: str, now: float) -> tuple[float, float]:
+    """The greatest predicted TTFT of the prompts that an instance has (6.1), and when that prompt will be computed.
+
+    A prompt that is late has waited for longer than was predicted.
+    """
+    found = 0.0, now
+    for open_request in state.prefilling.values():
+        if open_request.assignment.prefill == instance:
+            end = max(open_request.prefill_end, now)
+            found = max(found, (end - open_request.assigned_at, end))
+    return found
+
+
 def decode_demand(instance: InstanceState) -> DecodeDemand:
     """What decodes now; requests that will decode once their prompts are computed don't count."""
     return DecodeDemand(*instance.decoding)

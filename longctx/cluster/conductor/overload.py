@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.config import ConductorConfig
+from longctx.cluster.conductor.config import ConductorConfig, PrefillLoad
 from longctx.cluster.conductor.decision import Bound
 from longctx.cluster.conductor.load import (
     NOTHING,
@@ -23,7 +23,9 @@ from longctx.cluster.conductor.load import (
     decode_pool_load_with,
     demand_of,
     future_demands,
+    max_ttft,
     ratio,
+    tbt_load,
 )
 from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
 from longctx.serving.validation import check_real
@@ -56,6 +58,7 @@ class Question:
       open_request: the request, and where it goes, with its predicted TTFT and TBT.
       ttft, tpot: SLOs in seconds that hold for it.
       decode_seconds: t_d, what a request's decoding is assumed to take.
+      prefill_load_of: see `ConductorConfig.prefill_load`.
       decode_limit: of the decode pool's load before a prefill, where 1 is that of its SLO or memory.
     """
 
@@ -67,6 +70,7 @@ class Question:
     tpot: float
     decode_seconds: float
     decode_limit: float = 1.0
+    prefill_load_of: PrefillLoad = "request"
 
     @property
     def prefill_end(self) -> float:
@@ -74,8 +78,23 @@ class Question:
         return self.now + self.open_request.assignment.ttft
 
     def prefill_load(self) -> Load:
-        """The predicted TTFT of this request over its SLO: it is the last of its instance's queue, whose load it is."""
-        return Load(ratio(self.open_request.assignment.ttft, self.ttft), "ttft")
+        """The predicted TTFT of this request over its SLO; or the greatest one of its instance, without it (6.1)."""
+        placed = self.open_request.assignment
+        if self.prefill_load_of == "request":
+            return Load(ratio(placed.ttft, self.ttft), "ttft")
+        seconds, end = max_ttft(self.state, placed.prefill, self.now)
+        return Load(ratio(seconds, self.ttft), "prefill_load", end)
+
+    def tbt_load(self) -> Load:
+        """The TBT of the instance where it decodes over its SLO, as it is now, with this request (algorithm 1, 27)."""
+        instance = self.state.instances[self.open_request.assignment.decode]
+        return self._tbt_load(instance, decode_demand(instance))
+
+    def predicted_tbt_load(self) -> Load:
+        """The same at `prefill_end`."""
+        name = self.open_request.assignment.decode
+        [(instance, demand)] = (each for each in self._future_demands() if each[0].name == name)
+        return self._tbt_load(instance, demand)._replace(at=self.prefill_end)
 
     def decode_pool_load(self) -> Load:
         """The load of the decode pool as it is now, with this request, over `decode_limit`."""
@@ -83,17 +102,26 @@ class Question:
 
     def predicted_decode_pool_load(self) -> Load:
         """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
-        demands = future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
-        return self._pool_load(demands)._replace(at=self.prefill_end)
+        return self._pool_load(self._future_demands())._replace(at=self.prefill_end)
 
     def least_decode_pool_load(self) -> Load:
         """The load of the decode pool with this request alone, over `decode_limit`."""
         return self._pool_load([(each, NOTHING) for each in self.state.decode_pool()])
 
+    def least_tbt_load(self) -> Load:
+        """The least TBT over its SLO that an instance would have with this request alone."""
+        return min(self._tbt_load(each, NOTHING) for each in self.state.decode_pool())
+
     def decode_load(self) -> Load:
         """The load of the instance where it decodes, as it is now, with this request."""
         instance = self.state.instances[self.open_request.assignment.decode]
         return decode_load(instance, decode_demand(instance).plus(demand_of(self.open_request)), self.tpot)
+
+    def _future_demands(self) -> list[tuple[InstanceState, DecodeDemand]]:
+        return future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
+
+    def _tbt_load(self, instance: InstanceState, demand: DecodeDemand) -> Load:
+        return Load(tbt_load(instance, demand.plus(demand_of(self.open_request)), self.tpot), "tbt")
 
     def _pool_load(self, pool: list[tuple[InstanceState, DecodeDemand]]) -> Load:
         load = decode_pool_load_with(pool, demand_of(self.open_request), self.tpot)
@@ -114,17 +142,22 @@ def baseline(question: Question) -> Load | None:
 
 
 def early_rejection(question: Question) -> Load | None:
-    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes."""
+    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes.
+
+    Before the prefill, the TBT of the selected instance counts too (algorithm 1, line 27): the pool's is a mean.
+    """
     if question.before == "decode":
         return question.decode_load()
-    return max(question.prefill_load(), question.decode_pool_load(), key=lambda each: each.value)
+    loads = question.prefill_load(), question.decode_pool_load(), question.tbt_load()
+    return max(loads, key=lambda each: each.value)
 
 
 def predicted_early_rejection(question: Question) -> Load | None:
-    """As early rejection, with the decode pool's load at the moment at which this prefill will have ended (6.4)."""
+    """As early rejection, with the decode loads at the moment at which this prefill will have ended (6.4)."""
     if question.before == "decode":
         return question.decode_load()
-    return max(question.prefill_load(), question.predicted_decode_pool_load(), key=lambda each: each.value)
+    loads = question.prefill_load(), question.predicted_decode_pool_load(), question.predicted_tbt_load()
+    return max(loads, key=lambda each: each.value)
 
 
 ADMISSION_RULES: dict[str, AdmissionRule] = {
@@ -197,7 +230,9 @@ class Admission:
         config, request = self._config, open_request.request
         # Its own TTFT is its own affair; a batch has one TBT, so a laxer one must not spoil that of others.
         ttft, tpot = request.ttft or config.ttft, min(request.tpot or config.tpot, config.tpot)
-        question = Question(before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit)
+        question = Question(
+            before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit, config.prefill_load
+        )
         load, limit = self._rule(question), self.limit(request.priority)
         if load is None or load.value <= limit:
             return None
@@ -207,21 +242,27 @@ class Admission:
 def retry_seconds(question: Question, load: Load, limit: float) -> float:
     """Seconds after which a request like this one would pass, by prediction, if nobody else came until then.
 
-    A queue gets shorter by a second a second: for a TTFT, what is above the limit, if its own prefill leaves room. The
-    decode pool gets emptier as the oldest requests end, `decode_seconds` after they began: until the share of them has
-    that is above the limit.
+    The load of an instance falls when its prompt with the greatest TTFT is computed. A queue gets shorter by a second
+    a second: for a TTFT, what is above the limit, if its own prefill leaves room. The decode pool gets emptier as the
+    oldest requests end, `decode_seconds` after they began: until the share of them has that is above the limit.
     """
     placed, state, now = question.open_request.assignment, question.state, question.now
     if load.bound == "ttft":
         over = placed.ttft - limit * question.ttft
         return max(_LEAST_RETRY, over) if over <= placed.queue else inf
+    if load.bound == "prefill_load" and load.at is not None:
+        return max(_LEAST_RETRY, load.at - now)
     if load.value == inf:
         return inf
     if load.bound in ("memory", "decode_load") and question.least_decode_pool_load().value > limit:
         return inf  # it would not pass if all others had ended
+    if load.bound == "tbt" and question.least_tbt_load().value > limit:
+        return inf
     at = now if load.at is None else load.at
     ends = [
-        each.decode_since + question.decode_seconds for each in state.decoding.values() if each.decode_since is not None
+        each.decode_since + question.decode_seconds
+        for each in state.decoding.values()
+        if each.decode_since is not None and (load.bound != "tbt" or each.assignment.decode == placed.decode)
     ]
     coming = 0
     if at > now:  # who will have ended by then was not counted, and who is in prefill now was

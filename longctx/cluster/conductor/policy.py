@@ -44,6 +44,7 @@ class PolicyContext(NamedTuple):
       senders: instances that may send their blocks to others, by name.
       seed: of random choices, of the conductor and of the request.
       held: leading blocks that instances have by now, by name: only these can be sent.
+      tpot: seconds, the cluster's SLO.
     """
 
     block_size: int
@@ -51,6 +52,7 @@ class PolicyContext(NamedTuple):
     senders: Mapping[str, InstanceState]
     seed: str
     held: Mapping[str, int]
+    tpot: float = inf
 
     def random(self) -> Random:
         """The same numbers for the same request, whatever was asked before: rejections leave no trace."""
@@ -193,6 +195,22 @@ def select_decode(
             best, chosen = rank, state
     assert best is not None
     return chosen, best[1]
+
+
+def inline_choice(
+    request: ClusterRequest, matches: Mapping[str, int], decode: InstanceState, now: float, context: PolicyContext
+) -> Choice | None:
+    """Prefill where the request decodes; None: it would not fit into one step, or break the TBT SLO (4).
+
+    One prompt at a time: the prediction is of one step of all that decode there and of this prompt.
+    """
+    if decode.queue(now) > 0:
+        return None
+    batch, tokens, _ = decode.decoding
+    cached = matches.get(decode.name, 0) * context.block_size
+    seconds = decode.spec.costs.inline_seconds(batch, tokens, cached, request.prompt_tokens)
+    tpot = min(request.tpot or context.tpot, context.tpot)
+    return Choice(decode.name, cached, None, 0.0, 0.0, seconds) if seconds <= tpot else None
 
 
 POLICY_FUNCTIONS: dict[str, Policy] = {

@@ -2,9 +2,10 @@
 
 A prompt is read here if little of it is not in the cache, or if the step that reads all of it is predicted to keep the
 TPOT of those that decode. Else it is sent to the server that is predicted to have read it first, and the request waits
-in the engine for its full pages, which come while later ones are computed. The engine computes what follows the last
-full page itself and draws the first token: so no answer has to be waited for, and whatever goes wrong only means that
-pages don't come.
+for its full pages, which come while later ones are computed. They come to host memory, if the engine has a tier there,
+and the request enters the engine afterwards; else it waits in the engine with a slot and pages. The engine computes
+what follows the last full page itself and draws the first token: so no answer has to be waited for, and whatever goes
+wrong only means that pages don't come.
 
 Source: Mooncake, section 4 (inline prefill), section 5.2 (the rule by which an instance is chosen).
 """
@@ -78,12 +79,15 @@ class PrefillDispatcher(PrefillThread):
         if decision != "remote":
             return None
         lease, size = make_lease_id(), self._engine.config.page_size
-        handoff = prompt_handoff(prepared, lease, (len(prepared.tokens) - 1) // size * size)
+        length = (len(prepared.tokens) - 1) // size * size
         sent = {name: headers[name] for name in FORWARDED if name in headers}
         body = prefill_body(prepared, lease, len(prepared.tokens))
         reading = Reading(self, lease, body, sent, seconds, lambda tried: self.choose(tried, seconds))
+        staged = self.stage(self._engine, prepared, reading.prefill, count_here(self._engine, prepared, length), length)
         self.begin(reading.run())
-        return Received(handoff, {lease: reading.prefill})
+        if staged is not None:
+            return Received(None, {}, staged)
+        return Received(prompt_handoff(prepared, lease, length), {lease: reading.prefill})
 
     def info(self) -> dict[str, Any]:
         """Of its decisions, for `/server_info`."""

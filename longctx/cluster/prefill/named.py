@@ -83,7 +83,10 @@ class NamedReaders(PrefillThread):
             seconds = 0.0
         seconds = seconds if wanted.seconds is None else wanted.seconds
         reading = Reading(self, lease, body, sent, seconds, lambda tried: None if tried else instance, patience)
+        staged = self.stage(engine, prepared, reading.prefill, there, length)
         self.begin(reading.run())
+        if staged is not None:
+            return Received(handoff, {}, staged)
         return Received(_with_pages(prepared, handoff, lease, length), {lease: reading.prefill})
 
     def _instance(self, url: str) -> PrefillInstance:

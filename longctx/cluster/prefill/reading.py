@@ -12,7 +12,11 @@ import httpx
 
 from longctx.cluster.prefill.instance import PrefillInstance
 from longctx.cluster.prefill.source import RemotePrefill
-from longctx.serving.kv_cache.connector import LeasedSource
+from longctx.cluster.prefill.staging import StagedPages
+from longctx.serving.engine.engine import Engine
+from longctx.serving.kv_cache.connector import LeasedSource, PageStore
+from longctx.serving.kv_cache.tiers.store import TieredStore
+from longctx.serving.request.request import PreparedRequest
 
 _LOG = logging.getLogger(__name__)
 _MARGIN = 5.0  # a page may take so much longer than all is predicted to
@@ -50,6 +54,7 @@ class PrefillThread:
         self._source = source
         self.answers: Counter[str] = Counter()
         self._starting = threading.Lock()
+        self._num_staged = 0  # pages that are coming to host memory
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lasting: set[asyncio.Task[None]] = set()  # until the thread ends
@@ -80,6 +85,34 @@ class PrefillThread:
             self._loop.call_soon_threadsafe(begin)
         except RuntimeError:  # it is closed
             work.close()
+
+    def stage(
+        self, engine: Engine, prepared: PreparedRequest, source: LeasedSource, first: int, stop: int
+    ) -> StagedPages | None:
+        """Bring full pages of a prompt to the engine's host memory; None: it has none, or too little.
+
+        Args:
+          first, stop: tokens of the prompt, in whole pages.
+        """
+        store, size = engine.pages.store, engine.config.page_size
+        first, stop = first // size, stop // size
+        if not isinstance(store, TieredStore) or store.part != store.layout.whole:
+            return None
+        if self._num_staged + stop - first > store.pinnable_pages:  # those that wait would evict each other
+            return None
+        keys = prepared.shared_keys
+        parents, tenant = [b"", *keys], prepared.request.tenant
+        pages = [PageStore(keys[i], -1, i, tenant, parents[i]) for i in range(first, stop)]
+        staged = StagedPages(store, source, pages, self.call)
+        with self._starting:
+            self._num_staged += staged.num_pages
+        staged.ready.add_done_callback(lambda _: self._end_staging(staged))
+        self.begin(staged.run())
+        return staged
+
+    def _end_staging(self, staged: StagedPages) -> None:
+        with self._starting:
+            self._num_staged -= staged.num_pages
 
     def call(self, act: Callable[[], object]) -> None:
         """Call something in the thread's loop."""

@@ -51,6 +51,10 @@ class InstanceCosts:
         """See `Costs`."""
         return self._costs.decode_seconds(batch, tokens)
 
+    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
+        """See `Costs`."""
+        return self._costs.inline_seconds(batch, tokens, cached, prompt)
+
     def transfer_bytes(self, tokens: int) -> float:
         """See `Costs`."""
         return self._costs.transfer_bytes(tokens)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from longctx.serving.engine.admission_control import AdmissionControl, Refused
 from longctx.serving.engine.departure import Departed, Departure
@@ -19,7 +19,7 @@ from longctx.serving.engine.load import Load, StepReport
 from longctx.serving.engine.metrics import StepMetrics
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
-from longctx.serving.request.output import Event, Metrics, Output
+from longctx.serving.request.output import Event, FinishReason, Metrics, Output
 from longctx.serving.request.request import PreparedRequest, Request
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,41 @@ logger = logging.getLogger(__name__)
 _EXPIRY_SECONDS = 1.0  # between two looks at leases while nothing else is to do
 
 
-class Received(NamedTuple):
-    """What another engine has computed of a request, and where its pages come from, by lease."""
+@runtime_checkable
+class Staged(Protocol):
+    """Pages of a request that are brought to the engine's tiers before the request enters it."""
 
-    handoff: Handoff
+    @property
+    def ready(self) -> "Future[None]":
+        """Ends when all pages are there that will come."""
+        ...
+
+    def release(self) -> None:
+        """The request has ended; it may be called more than once, from any thread."""
+        ...
+
+
+class Received(NamedTuple):
+    """What another engine has computed of a request, and where its pages come from, by lease.
+
+    Attributes:
+      handoff: None: nothing but pages of its prompt.
+      staged: the request takes no slot and no page of the devices before this is ready; None: it enters at once.
+    """
+
+    handoff: Handoff | None
     sources: Mapping[str, LeasedSource]
+    staged: Staged | None = None
 
     def release(self) -> None:
         """The request has ended, or does not begin: nobody fetches its pages any more."""
         for source in self.sources.values():
             source.release()
+        if self.staged is not None:
+            self.staged.release()
+
+
+_NOTHING = Received(None, {})
 
 
 @dataclass(eq=False)
@@ -96,6 +121,7 @@ class EngineThread:
         self.on_end: list[Callable[[Output, Request], object]] = []
         self._flush = flush
         self._clients: dict[str, _Client] = {}
+        self._coming: dict[str, _Client] = {}  # whose pages come to host memory, and which the engine does not know
         self._departures: dict[str, Departure] = {}
         self._ids = map("request-{}".format, itertools.count())
         self._wake, self._idle = threading.Event(), threading.Event()
@@ -144,8 +170,7 @@ class EngineThread:
         arrival = self.engine.now() if arrival is None else arrival
         self.engine.check(prepared)
         client = _Client(sink, prepared, arrival, set(range(prepared.request.sampling.n)))
-        handoff, sources = (None, None) if received is None else received
-        self._enter(request_id, client, handoff, sources, self._admit)
+        self._enter(request_id, client, received or _NOTHING, self._admit)
         return request_id
 
     def _admit(self, request_id: str, prepared: PreparedRequest) -> None:
@@ -157,8 +182,7 @@ class EngineThread:
         self,
         request_id: str,
         client: _Client,
-        handoff: Handoff | None,
-        sources: Mapping[str, LeasedSource] | None = None,
+        received: Received,
         admit: Callable[[str, PreparedRequest], object] = lambda request_id, prepared: None,
     ) -> None:
         if self._clients.setdefault(request_id, client) is not client:
@@ -167,12 +191,30 @@ class EngineThread:
             self._count()
             self._check_running()
             admit(request_id, client.prepared)
-            self.engine.submit(client.prepared, client.arrival, handoff, sources)
+            if received.staged is None:
+                self.engine.submit(client.prepared, client.arrival, received.handoff, received.sources)
+            else:
+                self._coming[request_id] = client
+                received.staged.ready.add_done_callback(lambda _: self._begin_staged(request_id, received))
             self._check_running()  # otherwise nobody would tell the sink of the end
         except BaseException:
+            self._coming.pop(request_id, None)
             self._forget(request_id)
             self._count()
             raise
+        finally:
+            self._wake.set()
+
+    def _begin_staged(self, request_id: str, received: Received) -> None:
+        """Its pages are in host memory: it enters the engine, unless it has ended."""
+        client = self._coming.pop(request_id, None)
+        if client is None:
+            return
+        try:
+            self._check_running()
+            self.engine.submit(client.prepared, client.arrival, received.handoff, received.sources)
+        except Exception as error:
+            self._end_client(request_id, client, "error", f"it could not begin: {type(error).__name__}: {error}")
         finally:
             self._wake.set()
 
@@ -185,6 +227,10 @@ class EngineThread:
         departure = self._departures.get(request_id)
         if departure is not None:
             departure.cancel()
+            return True
+        client = self._coming.pop(request_id, None)
+        if client is not None:
+            self._end_client(request_id, client, "cancelled")
             return True
         try:
             was_there = self.engine.cancel(request_id)
@@ -235,7 +281,11 @@ class EngineThread:
           RuntimeError: the engine has failed, or the thread is closed.
         """
         self.forget_departure(departure)
-        self._enter(departure.request_id, _Client(sink, departed.prepared, departed.arrival, departed.open), handoff)
+        self._enter(
+            departure.request_id,
+            _Client(sink, departed.prepared, departed.arrival, departed.open),
+            Received(handoff, {}),
+        )
 
     def forget_departure(self, departure: Departure) -> None:
         """A request that has left has ended."""
@@ -374,16 +424,21 @@ class EngineThread:
 
     def _end_all(self, cause: str) -> None:
         """Tell whoever has come too late that there will be nothing."""
+        self._coming.clear()
         for request_id, client in tuple(self._clients.items()):
-            self._forget(request_id)
-            metrics = Metrics(client.arrival, len(client.prepared.tokens))
-            ends = [Output(request_id, i, [], "", "error", metrics, error=cause) for i in sorted(client.open)]
-            for end in ends:
-                _call_all(self.on_end, end, client.prepared.request)
-            self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
+            self._end_client(request_id, client, "error", cause)
             if client.departure is not None and not client.departure.left.done():
                 self.forget_departure(client.departure)
                 client.departure.left.set_result(None)
+
+    def _end_client(self, request_id: str, client: _Client, reason: FinishReason, error: str | None = None) -> None:
+        """Tell a client that the engine does not know that nothing comes."""
+        self._forget(request_id)
+        metrics = Metrics(client.arrival, len(client.prepared.tokens))
+        ends = [Output(request_id, i, [], "", reason, metrics, error=error) for i in sorted(client.open)]
+        for end in ends:
+            _call_all(self.on_end, end, client.prepared.request)
+        self._tell(request_id, client, [Event(request_id, end.index, (), "", (), end) for end in ends])
         self._flush()
         self._count()
 

@@ -72,13 +72,13 @@ class Attempt:
             leg.source, leg.prefix = source, transfer.stop
         return leg
 
-    def _answer(self, came: int = 0, coming: int = 0) -> Leg:
+    def _answer(self, came: int = 0, staged: int = 0) -> Leg:
         """The leg that decodes."""
         active = self._active
         known = active.metrics.output_tokens
         left = active.request.output_tokens - known
         leg = Leg(active.request, active.request_id, active.metrics.arrival, self, known, left, part="answer")
-        leg.came, leg.coming = came, coming
+        leg.came, leg.staged = came, staged
         return leg
 
     def _serve(self, name: str, leg: Leg) -> None:
@@ -97,9 +97,6 @@ class Attempt:
         """The request has all its tokens."""
         active = self._active
         self._is_over = True
-        for core in self._cores.values():  # it may have found the pages that another one still computes
-            core.cancel(active.request_id)
-        self._cores.clear()
         active.metrics.finished = part.metrics.finished
         self._run.end_served(active, Placed(self.assignment, active.num_assigned, active.slowest_gaps()))
 

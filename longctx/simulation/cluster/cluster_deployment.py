@@ -71,7 +71,7 @@ class ClusterDeployment:
       >>> requests = arrive_at_rate(make_mix("sharegpt4", 100), rate=4.0)
       >>> record = ClusterDeployment(model, topology, plan, prefill=2, decode=1).run(requests)
       >>> sorted({(placed.assignment.prefill, placed.assignment.decode) for placed in record.placed})
-      [('prefill-0', 'decode-0'), ('prefill-1', 'decode-0')]
+      [('decode-0', 'decode-0'), ('prefill-0', 'decode-0'), ('prefill-1', 'decode-0')]
     """
 
     model: LlamaConfig

@@ -48,7 +48,6 @@ class ClusterCore(Instance):
         self.nic = Link(loop, spec.bandwidth, spec.latency)
         self._legs: dict[str, tuple[Leg, Sequence]] = {}
         self._of_source: dict[str, Leg] = {}  # whose pages come from beyond its own tier
-        self._awaited: dict[str, tuple[PageLoad, float]] = {}  # loads of legs whose pages are coming, since when
 
     def listen(self, on_change: Callable[[str, List[Key], List[Key]], object]) -> None:
         """Tell of pages that can be found from now on, and of those that can't any more, by tier."""
@@ -75,10 +74,10 @@ class ClusterCore(Instance):
         _tokenless(sequence).times = []
         if not sequence.keys:
             leg.source = None  # it can't know pages of prefixes
-        if leg.came or leg.coming or leg.source is not None:
+        if leg.came or leg.staged or leg.source is not None:
             sequence.source = leg.request_id
             self._of_source[leg.request_id] = leg
-        if leg.came or leg.coming:
+        if leg.came or leg.staged:
             sequence.tail_key = _TAIL
         self._legs[leg.request_id] = leg, sequence
         self._join(leg.request, sequence)
@@ -87,7 +86,7 @@ class ClusterCore(Instance):
         """End a leg wherever it is; what it came to."""
         self._settle()
         _, sequence = self._legs.pop(request_id)
-        self._forget(request_id)
+        self._of_source.pop(request_id, None)
         del self._open[request_id]
         if sequence in self._entering:
             self._entering.remove(sequence)
@@ -95,14 +94,6 @@ class ClusterCore(Instance):
             self._core.cancel(sequence)
             self._wake()
         return _tokenless(sequence)
-
-    def end_pages(self, request_id: str) -> None:
-        """All pages of a leg have come that were coming."""
-        leg, _ = self._legs[request_id]
-        leg.coming = 0
-        if request_id in self._awaited:
-            load, begun = self._awaited.pop(request_id)
-            self._end_load(Loaded(load.name, len(load.pages), self._loop.now - begun))
 
     def kill(self) -> None:
         """Nothing it has can be had any more."""
@@ -158,9 +149,9 @@ class ClusterCore(Instance):
                 self._core.look_up([sequence], self._tier)
                 found = sequence.available
             if leg is not None:
-                coming = leg.came or leg.coming or leg.prefix
-                if found < coming:
-                    sequence.available = coming
+                there = leg.came or leg.staged or leg.prefix
+                if found < there:
+                    sequence.available = there
                 else:  # it has them itself by now
                     sequence.source, sequence.tail_key = TIERS, None
             self._core.add([sequence])
@@ -182,15 +173,10 @@ class ClusterCore(Instance):
             self._tier.load(load, loop, self._link, self._end_load)
             return
         begun = loop.now
-        if leg.came:
+        if leg.came or leg.staged:
             done = Loaded(load.name, len(load.pages), 0.0)
-            self._link.send(leg.came / self.config.page_size * self.page_bytes, lambda: self._end_load(done))
-            return
-        if leg.part == "answer":
-            if leg.coming:
-                self._awaited[leg.request_id] = load, begun
-            else:
-                self._end_load(Loaded(load.name, len(load.pages), 0.0))
+            pages = leg.came / self.config.page_size if leg.came else len(load.pages)
+            self._link.send(pages * self.page_bytes, lambda: self._end_load(done))
             return
         source, keys = leg.source, load.keys
         assert source is not None
@@ -238,13 +224,8 @@ class ClusterCore(Instance):
     def _end_request(self, request_id: str, metrics: Metrics) -> None:
         super()._end_request(request_id, metrics)
         leg, sequence = self._legs.pop(request_id)
-        self._forget(request_id)
-        leg.owner.leg_ends(leg, _tokenless(sequence))
-
-    def _forget(self, request_id: str) -> None:
-        """Its pages are not waited for any more."""
         self._of_source.pop(request_id, None)
-        self._awaited.pop(request_id, None)
+        leg.owner.leg_ends(leg, _tokenless(sequence))
 
 
 def _tokenless(sequence: Sequence) -> TokenlessCompletion:

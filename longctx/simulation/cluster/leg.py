@@ -45,7 +45,7 @@ class Leg:
       known: tokens of its output that are known, and belong to the prompt here.
       max_tokens: that are generated here.
       came: leading tokens whose keys and values are in the host's memory, for this leg alone.
-      coming: leading tokens, of full pages, that another core sends while it computes them, until `end_pages`.
+      staged: leading tokens, of full pages, that are there, and what follows them is computed here.
       source: another core that has leading pages, of `prefix` tokens, which are fetched from there; None: nothing is.
       part: the request's prompt, its answer after another one has read the prompt, or both.
     """
@@ -57,7 +57,7 @@ class Leg:
     known: int
     max_tokens: int
     came: int = 0
-    coming: int = 0
+    staged: int = 0
     source: "ClusterCore | None" = None
     prefix: int = 0
     part: Literal["prompt", "answer", "whole"] = "whole"

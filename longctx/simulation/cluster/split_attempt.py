@@ -23,6 +23,7 @@ class SplitAttempt(Attempt):
         super().__init__(run, active, assignment)
         self._stream: PageStream | None = None
         self._read_at: float | None = None  # when the prompt had been read
+        self._staged = 0  # tokens whose pages come to the memory of the decoding instance's host
 
     def needs(self, name: str) -> bool:
         if self.assignment.prefill == name and (self._read_at is None or self._stream is not None):
@@ -99,8 +100,11 @@ class SplitAttempt(Attempt):
         self._note_moved("pages", placed.prefill, placed.decode, stream.num_bytes, stream.begun, waited)
 
 
-class ReservedAttempt(SplitAttempt):
-    """The request waits with slot and pages where it decodes, which gets full pages and draws the first token."""
+class StagedAttempt(SplitAttempt):
+    """Full pages go to the memory of the decoding instance's host, which computes what follows them: the first token.
+
+    Where it decodes, the request takes no slot and no page of the devices before all of them have come.
+    """
 
     def begin(self) -> None:
         run, active, placed = self._run, self._active, self.assignment
@@ -108,22 +112,15 @@ class ReservedAttempt(SplitAttempt):
         size = decode.config.page_size
         stop = (self._known_tokens - 1) // size * size
         there = decode.count_held(active.page_keys) * size if decode.config.prefix_cache else 0
-        is_there = there >= stop  # it has all that another one could read for it
-        coming = 0 if is_there else stop
-        self._after_calls(1, lambda: self._serve(placed.decode, self._answer(coming=coming)))
-        if is_there:
-            self._read_at = run.loop.now
+        if there >= stop:  # it has all that another one could read for it
+            self._after_calls(1, self._join)
         else:
+            self._staged = stop
             self._begin_stream(there, stop)
             self._after_calls(2, lambda: self._serve(placed.prefill, self._prompt("prompt", 1)))
 
     def first_token(self, leg: Leg) -> None:
-        if leg.part == "answer":
-            active, run = self._active, self._run
-            rejection = run.conductor.prefilled(active.request_id, run.loop.now)
-            if rejection is not None:
-                self.abort()
-                active.reject(rejection)
+        pass  # that of the prompt's leg is nobody's; the conductor was asked when the pages had come
 
     def leg_ends(self, leg: Leg, part: TokenlessCompletion) -> None:
         if leg.part == "answer":
@@ -137,7 +134,18 @@ class ReservedAttempt(SplitAttempt):
 
     def _pages_came(self) -> None:
         self._note_pages()
-        self._cores["answer"].end_pages(self._active.request_id)
+        self._join()
+
+    def _join(self) -> None:
+        """The decoding instance is asked once more (3, step 4), and loads the pages when the request joins a batch."""
+        run, active = self._run, self._active
+        self._read_at = run.loop.now
+        rejection = run.conductor.prefilled(active.request_id, run.loop.now)
+        if rejection is not None:
+            self.abort()
+            active.reject(rejection)
+        else:
+            self._serve(self.assignment.decode, self._answer(staged=self._staged))
 
 
 def make_attempt(run: "ClusterRun", active: "ActiveRequest", assignment: Assignment) -> Attempt:
@@ -145,5 +153,5 @@ def make_attempt(run: "ClusterRun", active: "ActiveRequest", assignment: Assignm
     if assignment.prefill == assignment.decode:
         return Attempt(run, active, assignment)
     if run.settings.first_token == "decode":
-        return ReservedAttempt(run, active, assignment)
+        return StagedAttempt(run, active, assignment)
     return SplitAttempt(run, active, assignment)

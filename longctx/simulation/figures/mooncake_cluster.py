@@ -13,14 +13,18 @@ from collections.abc import Sequence as List
 
 import numpy as np
 
-from longctx.cluster.conductor.config import AdmissionName, ConductorConfig
-from longctx.simulation.cluster import ClusterDeployment
+from longctx.cluster.conductor.config import AdmissionName, ConductorConfig, PrefillLoad
+from longctx.simulation.cluster import ClusterDeployment, ClusterSettings
 from longctx.simulation.cluster.cluster_record import ClusterRecord
 from longctx.simulation.cluster.cluster_simulation import ClusterSimulation
 from longctx.simulation.figures.mooncake_runs import CHUNK, MODEL, PLAN, TOPOLOGY, host_bandwidth
 from longctx.simulation.workloads import WorkloadRequest
 
 TTFT, TPOT = 30.0, 0.1  # seconds, the SLOs of figure 11
+PAPER = ClusterSettings()
+"""The paper's protocol: the prefill instance draws the first token, and pages leave layer by layer."""
+SERVERS = ClusterSettings(first_token="decode", overlap="chunk")
+"""That of longctx's servers: full pages leave chunk by chunk, and the rest is computed where a request decodes."""
 HOST_BYTES = 10**12  # of a host's memory that keeps pages of prefixes
 
 
@@ -123,6 +127,10 @@ def serve(
     policy: str | None = None,
     admission: AdmissionName = "none",
     decode_limit: float = 1.0,
+    load_limit: float = 1.0,
+    prefill_load: PrefillLoad = "request",
+    tpot: float = TPOT,
+    settings: ClusterSettings = PAPER,
     single: bool = False,
     seed: int = 0,
     give_up: float | None = None,
@@ -130,19 +138,28 @@ def serve(
     """Serve a workload; see `deployment`.
 
     Args:
+      admission, decode_limit, load_limit, prefill_load, tpot: of the conductor.
+      settings: the protocol, `PAPER` or `SERVERS`.
       policy: None: KVCache-centric, and for coupled instances least loaded.
       give_up: a limit of TTFT in seconds: the run ends when more than a tenth of the requests have missed it, and the
         others of the outcome were not served. None: all are served.
     """
     default = "least_loaded" if "M" in shape else "kvcache_centric"
     config = ConductorConfig(
-        policy=policy or default, admission=admission, ttft=TTFT, tpot=TPOT, decode_limit=decode_limit, seed=seed
+        policy=policy or default,
+        admission=admission,
+        ttft=TTFT,
+        tpot=tpot,
+        decode_limit=decode_limit,
+        load_limit=load_limit,
+        prefill_load=prefill_load,
+        seed=seed,
     )
     instances = deployment(shape, config, single).instances()
     if admission == "none":  # who finds no memory where it decodes waits in that host's
         instances = [dataclasses.replace(each, is_patient=True) for each in instances]
     lost = None if give_up is None else _Lost(give_up, len(requests) // 10)
-    record = ClusterSimulation(instances, config).run(requests, seed, progress=lost)
+    record = ClusterSimulation(instances, config, settings).run(requests, seed, progress=lost)
     return Outcome.of(record, len(requests))
 
 

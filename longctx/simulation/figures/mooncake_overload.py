@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
-from longctx.simulation.figures.mooncake_cluster import TPOT, TTFT, Outcome, serve
+from longctx.simulation.figures.mooncake_cluster import PAPER, SERVERS, TPOT, TTFT, Outcome, serve
 from longctx.simulation.figures.mooncake_runs import CHUNK, predict
 from longctx.simulation.figures.mooncake_workloads import conversation, repeat
 from longctx.simulation.workloads import WorkloadRequest
@@ -25,6 +25,8 @@ RULES: dict[Rule, tuple[str, int]] = {
 REQUESTS = 23_000
 SPEED = 2.0
 SHAPE, HOSTS = "8P+8D", 8
+# Machines and TBT in seconds with which decode binds before prefill does, of as many machines and of the same ones.
+SWEEP = (("13P+3D", TPOT), ("14P+2D", TPOT), (SHAPE, 0.03))
 # 20 machines (6.3), whose workload is not said. Here both pools bind: by the trace's lengths 3 decode instances are
 # full when 17 prefill instances are busy. It comes as often as 6 times the trace.
 MACHINES, COPIES, MINUTES = "17P+3D", 6, 20
@@ -35,9 +37,10 @@ until one of them has been prefilled, and early rejection is the baseline."""
 
 
 @functools.cache
-def overloaded(inputs: Inputs, rule: Rule) -> Outcome:
-    """The conversation trace at twice its speed, on 8 prefill and 8 decode instances."""
-    return serve(SHAPE, conversation(inputs, SPEED), admission=rule)
+def overloaded(inputs: Inputs, rule: Rule, shape: str = SHAPE, tbt: float = TPOT, **options: Any) -> Outcome:
+    """The conversation trace at twice its speed; 16 machines, by the protocol of our servers."""
+    options = {"settings": SERVERS} | options
+    return serve(shape, conversation(inputs, SPEED), admission=rule, tpot=tbt, **options)
 
 
 def _rows(found: Mapping[Rule, Outcome], **about: Any) -> list[dict[str, Any]]:
@@ -63,7 +66,11 @@ def _busy(outcome: Outcome) -> float:
 def table_2(inputs: Inputs) -> Figure:
     """Rejections of the three rules, at twice the trace's speed."""
     found = {rule: overloaded(inputs, rule) for rule in RULES}
+    paper = overloaded(inputs, EARLY, settings=PAPER)
+    by_instance = overloaded(inputs, EARLY, prefill_load="instance")
+    sweep = {each: {rule: overloaded(inputs, rule, *each) for rule in RULES} for each in SWEEP}
     tight = {rule: swings(inputs, rule).outcome for rule in RULES}
+    equal = {rule: _rejected(serve(MACHINES, crowd(inputs), admission=rule, load_limit=THRESHOLD)) for rule in RULES}
     share = {rule: _rejected(outcome) for rule, outcome in found.items()}
     both = {rule: _rejected(outcome) for rule, outcome in tight.items()}
     vain = {rule: outcome.rejected["decode"] / outcome.came for rule, outcome in tight.items()}
@@ -80,6 +87,18 @@ def table_2(inputs: Inputs) -> Figure:
         ordering("table 2", f"{SHAPE}: the baseline rejects more than early rejection, and this more than with "
                  "prediction", share[BASELINE] > share[EARLY] > share[PREDICTED],
                  f"decode's load is {most:.2f} at most, so that all three decide by prefill's alone"),
+        Statement("table 2", f"{SHAPE} at {SPEED:g} x: rejected, early rejection, by the paper's protocol",
+                  100 * RULES[EARLY][1] / REQUESTS, 100 * _rejected(paper), "%", why),
+        Statement("table 2", f"{SHAPE} at {SPEED:g} x: rejected, early rejection, prefill's load being the greatest "
+                  "TTFT of an instance (6.1)", 100 * RULES[EARLY][1] / REQUESTS, 100 * _rejected(by_instance), "%",
+                  why),
+        *(_sweep(*each, sweep[each]) for each in SWEEP),
+        ordering("table 2", f"{MACHINES}, at an equal limit of {THRESHOLD} before prefill and decode: the baseline "
+                 "rejects more than early rejection, and this more than with prediction: "
+                 + ", ".join(f"{share:.1%}" for share in equal.values()),
+                 equal[BASELINE] > equal[EARLY] > equal[PREDICTED],
+                 "with the same limit before both stages, early rejection gives a free place in decode away to all "
+                 "who come until one of them has been prefilled, and neither early rule beats the baseline"),
         ordering("table 2", f"{MACHINES}, where both pools bind (figure 7): early rejection rejects more than with "
                  f"prediction: {both[EARLY]:.1%} and {both[PREDICTED]:.1%}", both[EARLY] > both[PREDICTED]),
         ordering("table 2", f"{MACHINES}: the baseline rejects more than early rejection: {both[BASELINE]:.1%} and "
@@ -91,9 +110,30 @@ def table_2(inputs: Inputs) -> Figure:
                  f"baseline, and by the others less than half of that: {vain[EARLY]:.1%}, {vain[PREDICTED]:.1%}",
                  vain[BASELINE] > 2 * max(vain[EARLY], vain[PREDICTED])),
     ]  # fmt: skip
-    table = _rows(found, cluster=SHAPE) + _rows(tight, cluster=MACHINES)
+    table = _rows(found, cluster=SHAPE, TBT=TPOT) + _rows({EARLY: paper}, cluster=f"{SHAPE}, the paper's protocol")
+    table += _rows({EARLY: by_instance}, cluster=f"{SHAPE}, load of the instance")
+    for (shape, tbt), outcomes in sweep.items():
+        table += _rows(outcomes, cluster=shape, TBT=tbt)
+    table += _rows(tight, cluster=MACHINES)
+    table += [
+        {"cluster": f"{MACHINES}, limit {THRESHOLD} before both", "admission": rule, "share rejected": share}
+        for rule, share in equal.items()
+    ]
     title = f"Rejected requests under overload: LLaMA2-70B, {SHAPE}, conversation trace at {SPEED:g} times its speed"
     return Figure("mooncake_table_2", title, "mooncake", statements, table)
+
+
+def _sweep(shape: str, tbt: float, found: Mapping[Rule, Outcome]) -> Statement:
+    """Whether the rules are ordered as in the paper, on other machines or with another TBT."""
+    share = {rule: _rejected(outcome) for rule, outcome in found.items()}
+    vain = ", ".join(f"{outcome.rejected['decode'] / outcome.came:.1%}" for outcome in found.values())
+    return ordering(
+        "table 2",
+        f"{shape} at {SPEED:g} x, TBT {tbt:g} s: the baseline rejects more than early rejection, and this more than "
+        f"with prediction: {', '.join(f'{each:.1%}' for each in share.values())}",
+        share[BASELINE] > share[EARLY] > share[PREDICTED],
+        f"after their prefill {vain} are rejected; the time of these prompts is what early rejection can save",
+    )
 
 
 class Swings(NamedTuple):

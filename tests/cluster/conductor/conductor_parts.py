@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,18 @@ class RoundCosts(NamedTuple):
     """A millisecond a token of a prompt; a step takes a millisecond, and one more for each decode and 10,000 tokens."""
 
     speed: float = 1.0
+    step_tokens: int = 0  # of prompts that a step of decodes has room for
 
     def prefill_seconds(self, cached: int, prompt: int) -> float:
         return (prompt - cached) / 1000 / self.speed
 
     def decode_seconds(self, batch: int, tokens: int) -> float:
         return (1 + batch + tokens / 10_000) / 1000 / self.speed
+
+    def inline_seconds(self, batch: int, tokens: int, cached: int, prompt: int) -> float:
+        if prompt - cached > self.step_tokens:
+            return inf
+        return self.decode_seconds(batch, tokens) + self.prefill_seconds(cached, prompt)
 
     def transfer_bytes(self, tokens: int) -> float:
         return 1000.0 * tokens

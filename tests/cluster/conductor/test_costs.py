@@ -38,6 +38,16 @@ def test_prompts_and_decodes_are_those_of_the_predictor(predictor: RuntimePredic
     assert pickle.loads(pickle.dumps(costs)).prefill_seconds(0, 8000) == costs.prefill_seconds(0, 8000)
 
 
+def test_a_prompt_in_a_step_of_decodes_is_one_step_and_must_fit() -> None:
+    costs = PredictorCosts.of_model(MEASURED, LLAMA_70B, 512)
+    step = Work(8, 8, 8000).with_chunk(4096, 504, True)
+    assert costs.inline_seconds(8, 8000, 4096, 4600) == MEASURED.seconds(step)
+    assert costs.inline_seconds(8, 8000, 4096, 4601) == math.inf
+    four = PredictorCosts.of_model(A100_TP8, LLAMA_70B, 512, ParallelPlan(context=4))
+    share = Work(2, 2, 2000).with_sharded(0, 2000, 4, samples=True)
+    assert four.inline_seconds(8, 8000, 0, 2000) == A100_TP8.seconds(share)
+
+
 def test_bytes_are_those_of_keys_and_values() -> None:
     """LLaMA2-70B: 80 layers, 8 KV heads of 128, keys and values, two bytes each: 320 KiB a token."""
     costs = PredictorCosts.of_model(A100_TP8, LLAMA_70B, 8192, ParallelPlan(tensor=8))

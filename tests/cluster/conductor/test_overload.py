@@ -48,6 +48,33 @@ def test_prefill_load_is_checked_by_every_rule_but_none(rule: str) -> None:
         assert found.retry_after == pytest.approx(0.7)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_tbt_of_the_selected_instance_is_compared_with_the_slo(rule: str) -> None:
+    """Algorithm 1, line 27: one instance is too slow, while the mean of the pool is not."""
+    coupled = [instance(name, "both") for name in "ab"]
+    conductor = cluster(*coupled, admission=rule, policy="cache_aware", tpot=0.0045, ttft=50.0, decode_seconds=10.0)
+    for i in range(3):  # all share the blocks of one instance
+        assert isinstance(conductor.assign(request(f"r{i}", (0, 9), rest=5), float(i)), Assignment)
+        assert conductor.prefilled(f"r{i}", i + 0.95) is None
+        conductor.index.store("a", conductor.state.decoding["r0"].request.keys)  # type: ignore[attr-defined]
+    decision = conductor.assign(request("late", (0, 9), rest=5), 9.0)
+    if rule in ("none", "baseline"):
+        assert isinstance(decision, Assignment)
+        assert (decision.decode, decision.tbt > 0.0045) == ("a", True)
+    else:
+        found = rejected(decision)
+        assert (found.bound, found.stage) == ("tbt", "prefill")
+        assert found.load == pytest.approx(found.tbt / 0.0045)
+        assert found.retry_after == pytest.approx(0.95 + 10.0 - 9.0, abs=0.01)  # when the first of them has ended
+    conductor.index.store("b", request("other", (1, 9)).keys)  # type: ignore[attr-defined]
+    assert isinstance(conductor.assign(request("other", (1, 9), rest=5), 9.0), Assignment)
+
+
+def test_a_step_that_is_too_slow_for_one_request_alone_never_passes() -> None:
+    conductor = two_pools("early_rejection", slots=64, tpot=0.002)
+    assert rejected(conductor.assign(request("r", (0, 9)), 0.0)).retry_after == inf
+
+
 def test_a_request_that_waits_as_long_as_it_was_told_is_accepted() -> None:
     conductor = two_pools("early_rejection")
     for i in range(5):
@@ -55,6 +82,19 @@ def test_a_request_that_waits_as_long_as_it_was_told_is_accepted() -> None:
     after = rejected(conductor.assign(request("late", (9, 9)), 0.0)).retry_after
     assert isinstance(conductor.assign(request("late", (9, 9)), after - 0.01), Rejection)
     assert isinstance(conductor.assign(request("late", (9, 9)), after + 0.01), Assignment)
+
+
+def test_an_instance_is_loaded_by_its_greatest_ttft_whatever_the_request_s_own() -> None:
+    """6.1: a long request is accepted at a load below 1, and then nobody is until it has been computed."""
+    conductor = two_pools("early_rejection", slots=64, prefill_load="instance")
+    assert isinstance(conductor.assign(request("long", (0, 60)), 0.0), Assignment)  # 6.05 s, the SLO is 5 s
+    found = rejected(conductor.assign(request("short", rest=10), 1.0))
+    assert (found.bound, found.load) == ("prefill_load", pytest.approx(6.05 / 5))
+    assert found.retry_after == pytest.approx(5.05)
+    late = rejected(conductor.assign(request("short", rest=10), 8.0))  # it is not computed yet
+    assert late.load == pytest.approx(8 / 5)
+    assert conductor.prefilled("long", 8.5) is None
+    assert isinstance(conductor.assign(request("short", rest=10), 8.5), Assignment)
 
 
 def test_a_prompt_that_alone_takes_too_long_is_told_never_to_come_again() -> None:

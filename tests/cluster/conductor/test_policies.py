@@ -285,3 +285,32 @@ def test_more_keys_than_full_blocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="full blocks of 100 tokens: 2 at most, got 3"):
         conductor.assign(wrong, 0.0)
     assert np.array_equal(wrong.keys, keys_of((1, 3)))
+
+
+def inline_pools(**settings: object) -> Conductor:
+    """A prefill and a decode instance, whose step takes 2 ms and has room for 300 tokens of prompts."""
+    costs = RoundCosts(step_tokens=300)
+    return cluster(instance("p"), instance("d", "decode", costs=costs), admission="none", **settings)
+
+
+def test_a_prompt_that_fits_into_a_step_within_the_slo_is_computed_where_it_decodes() -> None:
+    conductor = inline_pools(tpot=0.32)
+    first, second = (conductor.assign(request(name, (i, 2)), 0.0) for i, name in enumerate("ab"))
+    assert (first.prefill, first.decode, first.cached, first.transfer) == ("d", "d", 0, None)
+    assert (first.queue, first.ttft) == (0.0, pytest.approx(0.251))
+    assert (second.prefill, second.decode) == ("p", "d")  # one prompt at a time
+    conductor.prefilled("a", 0.3)
+    assert conductor.assign(request("c", (3, 2)), 0.3).prefill == "d"
+    assert conductor.assign(request("long", (4, 3)), 0.6).prefill == "p"  # it would have to be chunked
+    for name in "abc":
+        conductor.finished(name, 1.0, 3)
+
+
+def test_a_prompt_is_not_inlined_where_it_breaks_the_slo_or_finds_no_memory() -> None:
+    assert inline_pools(tpot=0.25).assign(request("r", (0, 2)), 0.0).prefill == "p"
+    assert inline_pools(tpot=0.32).assign(request("r", (0, 2), tpot=0.25), 0.0).prefill == "p"
+    assert inline_pools(tpot=0.32, is_inline=False).assign(request("r", (0, 2)), 0.0).prefill == "p"
+    cached = inline_pools(tpot=0.06)  # the rest of a prompt counts
+    cached.index.store("d", keys_of((0, 2)))  # type: ignore[attr-defined]
+    found = cached.assign(request("r", (0, 2)), 0.0)
+    assert (found.prefill, found.cached) == ("d", 200)

@@ -83,7 +83,7 @@ def routed(
         load_tokenizer(TINY),
         CONFIG,
         (NAME,),
-        conductor or ConductorConfig(admission="none"),
+        conductor or ConductorConfig(admission="none", is_inline=False),  # so that prompts are read where roles say
         members,
         settings,
         router,

@@ -198,6 +198,36 @@ def test_prompts_whose_pages_are_in_a_tier_are_read_here(readers: list[Served], 
         nothing_is_left(server, readers[0])
 
 
+@pytest.mark.parametrize("name", ["greedy", "n", "another salt"])
+def test_pages_come_to_host_memory_before_a_request_enters_the_engine(
+    readers: list[Served], decoder: Served, name: str
+) -> None:
+    """Mooncake, section 3, steps 3 and 4. `tests/serving/test_engine_thread.py` has when a slot is taken."""
+    sent = body(long(960), **OPTIONS[name])
+    post(decoder, sent)
+    with decoding([readers[1].url], tiers=TierConfig(64 << 20)) as server:
+        engine = server.server.engine
+        got = post(server, sent).json()
+        expected = post(readers[0], sent | {"cache_salt": "read anew"}).json()
+        assert [each["token_ids"] for each in got["choices"]] == [each["token_ids"] for each in expected["choices"]]
+        assert engine.pages.store is not None
+        stats = engine.pages.store.stats
+        assert (stats.host.hits, stats.host.misses) == (43, 0)  # 43 full pages of 16 tokens
+        assert engine.pages.recomputed == {"tiers": 0, "transfers": 0}
+        assert engine.stats().prompt_tokens == sent.get("n", 1) * (700 - 688)
+        nothing_is_left(server, readers[1])
+
+
+def test_an_engine_with_little_host_memory_gets_pages_in_its_slots(readers: list[Served], decoder: Served) -> None:
+    post(decoder, body(long(970)))
+    page_bytes = decoder.server.engine.page_identity[0].page_bytes
+    with decoding([readers[1].url], tiers=TierConfig(43 * page_bytes)) as server:  # half of it may be kept for some
+        tokens = post(server, body(long(970))).json()["choices"][0]["token_ids"]
+        assert tokens == post(readers[0], body(long(970), cache_salt="anew")).json()["choices"][0]["token_ids"]
+        assert server.server.engine.stats().prompt_tokens == 700 - 688
+        nothing_is_left(server, readers[1])
+
+
 def test_tenants_stay_apart_elsewhere_too(decoder: Served) -> None:
     """A client's key goes along: pages are found by the same tenant alone."""
     post(decoder, body(long(900)))

@@ -64,7 +64,7 @@ def serve(
     seed: int = 0,
     **config: Any,
 ) -> ClusterRecord:
-    config = {"admission": "none", "ttft": 30.0, "tpot": 0.1} | config
+    config = {"admission": "none", "ttft": 30.0, "tpot": 0.1, "is_inline": False} | config
     simulation = ClusterSimulation(instances, ConductorConfig(**config), settings, changes or [])
     return simulation.run(requests, seed)
 

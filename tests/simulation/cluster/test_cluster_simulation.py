@@ -1,6 +1,7 @@
 """Simulated clusters: every request ends once, runs are deterministic, pages move as arithmetic says."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from cluster_cases import (
@@ -77,15 +78,49 @@ def test_where_a_request_decodes_its_first_token_is_drawn_as_longctx_servers_do(
     # 1,000 tokens are 15 full pages of 64 tokens, which come; the other 40 are computed there, once all have come.
     settings = ClusterSettings(first_token="decode", overlap="end", call_seconds=0.01)
     request = WorkloadRequest(0.0, 1000, 10, number=7)
-    record = serve([prefill("p", bandwidth=1e9), decode("d")], [request], settings=settings)
+    instances = [prefill("p", bandwidth=1e9), decode("d")]
+    record = serve(instances, [request], settings=settings)
     (moved,), (served,) = record.moved, record.served
     assert moved.num_bytes == 15 * PAGE * TOKEN_BYTES
     assert moved.exposed == pytest.approx(moved.num_bytes / 1e9)
-    tail = PREDICTOR.prefill_seconds(960, 1000, 512)
-    assert served.ttft == pytest.approx(moved.ended + tail, abs=2e-3)
+    loading, tail = moved.num_bytes / instances[1].host_bandwidth, PREDICTOR.prefill_seconds(960, 1000, 512)
+    assert served.ttft == pytest.approx(moved.ended + loading + tail, abs=2e-3)
     assert served.metrics.output_tokens == 10
     rows = {each.name: each.totals.rows for each in record.instances}
     assert rows == {"p": 1000, "d": 40 + 9}
+
+
+def test_a_request_whose_prompt_is_read_elsewhere_takes_no_slot_where_it_decodes() -> None:
+    """There is one slot, and a request which comes later, and whose prompt is short, has it meanwhile (3, step 4)."""
+    long, short = WorkloadRequest(0.0, 20_000, 5, number=0), WorkloadRequest(0.1, 300, 5, number=1)
+    settings = ClusterSettings(first_token="decode", overlap="chunk")
+    instances = [prefill("p0"), prefill("p1"), decode("d", config={"max_running": 1})]
+    record = serve(instances, [long, short], settings=settings, policy="least_loaded", admission="baseline")
+    served = {each.number: each for each in record.served}
+    assert served[1].metrics.finished < served[0].metrics.first_token
+    moved = {each.number: each for each in record.moved if each.kind == "pages"}
+    # The pages of the long one's 312 full pages are loaded from the host's memory when it joins a batch.
+    full = 20_000 // PAGE * PAGE
+    loading = full * TOKEN_BYTES / instances[2].host_bandwidth
+    tail = PREDICTOR.prefill_seconds(full, 20_000, 512)
+    assert served[0].ttft == pytest.approx(moved[0].ended + loading + tail, abs=3e-3)
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+def test_short_prompts_are_read_where_they_decode_if_that_keeps_the_slo(first_token: Any) -> None:
+    settings, requests = ClusterSettings(first_token=first_token), workload(60)
+    record = serve(two_and_two(), requests, settings=settings, is_inline=True)
+    check_each_once(record, requests)
+    inline = {
+        each.number
+        for each, placed in zip(record.served, record.placed, strict=True)
+        if placed.assignment.prefill == placed.assignment.decode
+    }
+    of_number = {each.number: each for each in requests}
+    assert 0 < len(inline) < len(requests)
+    assert max(of_number[number].prompt_tokens for number in inline) <= 512  # not in chunks
+    assert not inline & {each.number for each in record.moved}
+    assert max(each.tpot or 0.0 for each in record.served) <= 0.1
 
 
 def test_calls_take_their_time() -> None:
@@ -236,15 +271,15 @@ def test_one_coupled_instance_serves_as_it_does_without_a_cluster() -> None:
     assert record.totals.busy == pytest.approx(alone.totals.busy)
 
 
-def test_a_prompt_whose_answer_has_ended_is_read_no_further() -> None:
-    # The second request finds the first one's pages where it decodes, while the prefill instance computes others first.
+def test_a_prompt_whose_pages_are_where_it_decodes_is_read_by_nobody_else() -> None:
+    # The conductor does not know it yet, and the prefill instance is busy.
     blocks = tuple(range(30))
     decoding = dataclasses.replace(prefill("d"), role="decode")
-    first = WorkloadRequest(0.0, 30 * PAGE, 3, blocks, PAGE, 0)
-    long, again = WorkloadRequest(0.01, 20_000, 3, number=1), WorkloadRequest(0.02, 30 * PAGE, 3, blocks, PAGE, 2)
+    first = WorkloadRequest(0.0, 30 * PAGE + 1, 3, blocks, PAGE, 0)
+    long, again = WorkloadRequest(2.0, 20_000, 3, number=1), WorkloadRequest(2.01, 30 * PAGE + 1, 3, blocks, PAGE, 2)
     settings = ClusterSettings(first_token="decode", event_seconds=30.0)
     record = serve([prefill("p"), decoding], [first, long, again], settings=settings, policy="random")
     served = {each.number: each for each in record.served}
     assert served[2].metrics.finished < served[1].metrics.first_token
     rows = {each.name: each.totals.rows for each in record.instances}
-    assert rows["p"] <= 30 * PAGE + 20_000
+    assert rows["p"] == 30 * PAGE + 1 + 20_000

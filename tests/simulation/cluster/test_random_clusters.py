@@ -34,6 +34,8 @@ def clusters(draw: st.DrawFn) -> tuple[list[ClusterInstance], ConductorConfig, C
             ttft=draw(st.sampled_from([0.5, 30.0])),
             tpot=draw(st.sampled_from([0.015, 0.1])),
             defer_seconds=draw(st.sampled_from([0.0, 2.0])),
+            is_inline=draw(st.booleans()),
+            prefill_load=draw(st.sampled_from(["request", "instance"])),
         ),
         ClusterSettings(
             overlap=draw(st.sampled_from(OVERLAPS)),
