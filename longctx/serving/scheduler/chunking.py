@@ -96,8 +96,8 @@ class Chunker:
     requests). The chunk of a long prompt on some ranks is no longer than what the others can read meanwhile.
 
     With several stages a token comes after as many steps, and a step takes the largest of the batches in the stages:
-    so its time is a share of the target of any of these, and its rows don't grow by more than one bucket in as many
-    steps.
+    so its time is a share of the target of any of these. Its rows don't grow by more than one bucket in as many steps,
+    except to read a prompt to its end.
 
     Args:
       step_seconds: of steps without decodes that have a target; see `Slo`.
@@ -135,11 +135,12 @@ class Chunker:
         if not prompts:
             return {}
         step = self._step(decodes)
-        step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
-        if step.tokens <= step.rows:
-            return {}
         order = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(order)
+        if head.remaining > step.room(head):  # else rows do not stay as many
+            step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
+        if step.tokens <= step.rows:
+            return {}
         # Where each has a step to itself, only those are looked at for whom it leaves something.
         others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
         targets = self._targets(step, head, decodes, in_stages) if self.heeds_targets else []
@@ -163,6 +164,18 @@ class Chunker:
     def heeds_targets(self) -> bool:
         """Whether some steps are as long as the TPOT targets of decodes allow; else those need not be known."""
         return self.chunking.adaptive or self.plan.context > 1
+
+    def token_seconds(self, decoding: List[Sequence]) -> float:
+        """Predict the seconds between two tokens of sequences that decode beside prompts."""
+        rows, keys = len(decoding), sum([sequence.computed for sequence in decoding]) // self.plan.context
+        decodes = Work(rows, rows, keys)
+        if self.chunking.adaptive:
+            targets = [sequence.tpot_target for sequence in decoding if sequence.tpot_target is not None]
+            limit = min(targets, default=self.step_seconds)
+            if limit < math.inf:
+                return max(limit, self.plan.stage * self.predictor.seconds(decodes))
+        chunk = decodes.with_chunk(0, max(1, self.chunking.tokens - rows), False)
+        return self.plan.stage * self.predictor.seconds(chunk)
 
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
