@@ -22,7 +22,12 @@ def make_instance(plan: ParallelPlan, rows: int, tpot: float | None, num_pages: 
     predictor = roofline(MODEL, topology, rows, stage=plan.stage, tensor=plan.tensor, context=plan.context)
     config = EngineConfig(
         chunking="static",
-        token_budget=rows, max_running=8, page_size=256, num_pages=num_pages, prefix_cache=False, slo=Slo(tpot=tpot)
+        token_budget=rows,
+        max_running=8,
+        page_size=256,
+        num_pages=num_pages,
+        prefix_cache=False,
+        slo=Slo(tpot=tpot),
     )
     return Instance(MODEL, config, predictor, plan)
 
