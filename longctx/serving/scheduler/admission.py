@@ -1,29 +1,27 @@
 """Which waiting sequences get a slot and pages, and when."""
 
 import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.scheduler.batch import Batch, TableRun
+from longctx.serving.scheduler.chunking import Chunker
 from longctx.serving.scheduler.forecast import Forecast
 from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_planner import PagePlan, PagePlanner
-from longctx.serving.scheduler.policy import Policy, by_urgency, relative_slack
+from longctx.serving.scheduler.policy import by_urgency, lends_steps, relative_slack
 from longctx.serving.scheduler.preemption import Preemption
 from longctx.serving.scheduler.prefix_wait import PrefixWaits, find_prefix
+from longctx.serving.scheduler.reservation import PredictedEnds, Reservation
 from longctx.serving.scheduler.running import Running, arrival_order
 from longctx.serving.scheduler.sequence import Sequence
-from longctx.serving.scheduler.tenants import TenantShares
 
 # Seconds after which those who wait are ranked again, though nothing has changed but the time.
 _RANKED_AGAIN = 0.1
 # Sequences that begin to wait for a prefix in a step; those after them are looked at in the next step.
 _PASSED_OVER = 128
-# Sequences without room that are looked at in a step, in search of smaller ones that have it.
-_LOOKED_AT = 16
-# The share of the time to its deadline, as it was promised, for which a sequence without room may be passed by others.
-PASSING_SHARE = 0.1
 
 
 @dataclass
@@ -42,9 +40,10 @@ class _Blocked:
 class Admission:
     """Admits sequences in the policy's order while slots and memory last.
 
-    One that has no room may be passed by smaller ones that have it, but for a bounded time only (`PASSING_SHARE`): else
-    a large request might wait for ever. The same goes for those that run and wait for memory to grow. A sequence that
-    waits for pages of its prefix (`PrefixWaits`) is passed over.
+    The most urgent one that has no room gets a reservation (`Reservation`), and so does the most urgent of those that
+    run and wait for memory to grow. Less urgent ones that have room may pass them if these get theirs no later for it:
+    so a stream of small requests delays a large one for a bounded time only. A sequence that waits for pages of its
+    prefix (`PrefixWaits`) is passed over.
 
     Args:
       planner: plans where their pages will be.
@@ -60,24 +59,31 @@ class Admission:
         self,
         running: Running,
         planner: PagePlanner,
-        policy: Policy,
-        tenants: TenantShares,
+        chunker: Chunker,
         forecast: Forecast,
         growth: Growth,
         preemption: Preemption,
         optimistic: bool,
     ) -> None:
         self._running, self._pool, self._planner = running, running.pool, planner
-        self._growth, self._preemption = growth, preemption
-        self._policy, self._tenants, self._forecast, self._optimistic = policy, tenants, forecast, optimistic
+        self._growth, self._preemption, self._chunker = growth, preemption, chunker
+        self._policy, self._tenants = chunker.policy, chunker.tenants
+        self._forecast, self._optimistic = forecast, optimistic
         self.waiting: list[Sequence] = []
-        self._waits = PrefixWaits(running, forecast, policy, tenants)
+        self._waits = PrefixWaits(running, forecast, chunker.policy, chunker.tenants)
         self._blocked: _Blocked | None = None
+        self._reservations: dict[Sequence, Reservation] = {}
+        self._ends: PredictedEnds | None = None  # of those that run now
 
     @property
     def blocked(self) -> Sequence | None:
         """The most urgent sequence, if it had no room when it was looked at last."""
         return None if self._blocked is None else self._blocked.sequence
+
+    @property
+    def reservations(self) -> dict[Sequence, Reservation]:
+        """Of the most urgent sequences that wait for memory, as they were found last."""
+        return self._reservations
 
     def waits_for(self, sequence: Sequence) -> Sequence | None:
         """Who computes the pages of a prefix that a sequence waits for."""
@@ -86,13 +92,16 @@ class Admission:
     def add(self, sequence: Sequence) -> None:
         """Let a new or preempted sequence wait."""
         bisect.insort(self.waiting, sequence, key=arrival_order)
-        self._blocked = None
+        sequence.least_pages = self._planner.least_pages(sequence)
+        self._rank_again()
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that waits no more."""
         self.waiting.remove(sequence)
         self._waits.forget(sequence)
-        self._blocked = None
+        if self.blocked is sequence:
+            self._blocked = None
+        self._rank_again()
 
     def admit(self, batch: Batch, now: float) -> None:
         """Admit whoever can be. `batch.blocked` has those that run and wait for memory; who waits is added to them."""
@@ -104,43 +113,88 @@ class Admission:
         slots = self._running.slots
         if not self.waiting or not (slots.free or (self._optimistic and not slots.resting)):
             return
-        if not self._waits.end(now) and self._is_blocked(now):
+        known = None if self._waits.end(now) else self._still_blocked()
+        if known is not None and now <= known.until:
             return
-        self._blocked = None
-        growing = [self._order(sequence, now) for sequence in batch.blocked if not self._may_be_passed(sequence, now)]
-        passed_over, blocked = 0, list[Sequence]()
-        for sequence in self._by_urgency(now):
-            if passed_over == _PASSED_OVER or len(blocked) == _LOOKED_AT or sequence.in_flight:
-                break
-            if growing and min(growing) < self._order(sequence, now):
-                break
+        self._ends = None
+        self._blocked = known = None if self._optimistic else known  # others may give way
+        growing = min(batch.blocked, key=lambda sequence: self._order(sequence, now), default=None)
+        reservations = [] if growing is None else [self._reserve(growing, [self._growth.needs(growing)], now)]
+        passed_over, first = 0, None
+        for sequence in self._by_urgency(self._waits.others(self.waiting), now):
+            if passed_over == _PASSED_OVER or sequence.in_flight:
+                return
             if not slots.free:
-                if not blocked:
-                    self._free_slot(batch, sequence, now)
+                self._free_slot(batch, sequence, now)
                 if not slots.free:
-                    break
-            shared, plan = list[int](), None
-            if not (blocked and self._is_too_large(sequence)):
-                shared = find_prefix(self._pool, sequence, self._running.page_size)
-                if self._waits.begin(sequence, len(shared), now):
-                    passed_over += 1
-                    continue
-                plan = self._planner.plan(sequence, shared)
-                if plan is None and not blocked:
-                    plan = self._make_way(batch, sequence, shared, now)
-            if plan is not None:
-                self._admit(batch, sequence, plan, now)
-                order = self._order(sequence, now)
-                for other in (*(s for s in batch.blocked if self._order(s, now) < order), *blocked):
-                    other.passed_by += 1
-                continue
-            if not blocked:
-                self._remember_blocked(sequence, len(shared), now)
-            blocked.append(sequence)
-            if sequence.blocked_since is None:
-                sequence.blocked_since = now
-            if not self._may_be_passed(sequence, now):
+                    return
+            if known is not None and sequence is known.sequence:
+                first = sequence
+                reservations.append(self._reserve(sequence, self._reservations[sequence].needs, now))
+                known.until = now + _RANKED_AGAIN
                 break
+            shared = find_prefix(self._pool, sequence, self._running.page_size)
+            if self._waits.begin(sequence, len(shared), now):
+                passed_over += 1
+                continue
+            plan, comes_after = self._planner.plan(sequence, shared), False
+            if growing is not None and self._order(growing, now) < self._order(sequence, now):
+                comes_after = plan is not None and not self._passes(reservations, sequence, shared, now)
+            elif plan is None:
+                plan = self._make_way(batch, sequence, shared, now)
+            if plan is None or comes_after:
+                first = sequence
+                self._remember_blocked(sequence, len(shared), now, comes_after)
+                reservations.append(self._reserve(sequence, self._planner.needs(sequence, shared), now))
+                break
+            self._admit(batch, sequence, plan, now)
+            self._count_passed(batch.blocked, [sequence], now)
+        self._reservations = {reservation.sequence: reservation for reservation in reservations}
+        if first is not None:
+            first.blocked_since = now if first.blocked_since is None else first.blocked_since
+            self._let_pass(batch, reservations, _PASSED_OVER - passed_over, now)
+
+    def _let_pass(self, batch: Batch, reservations: list[Reservation], most_passed_over: int, now: float) -> None:
+        """Admit less urgent ones that have room, if reservations hold."""
+        pool, page_size = self._pool, self._running.page_size
+        first, free, passed_over = reservations[-1].sequence, pool.num_available, 0
+        token_seconds = self._predict_ends(now).token_seconds
+        time = min(reservation.time for reservation in reservations) - now
+        spare = min(sum(reservation.surplus) for reservation in reservations)
+        # A quick look, since thousands may wait.
+        candidates = [
+            s
+            for s in self._waits.others(self.waiting)
+            if (pages := s.least_pages - s.prefix_hit_tokens // page_size - 1) <= free
+            and (pages <= spare or s.prefill_remaining + token_seconds * s.max_tokens <= time)
+            and s is not first
+        ]
+        passed = list[Sequence]()
+        for sequence in self._by_urgency(candidates, now):
+            if not self._running.slots.free or passed_over == most_passed_over:
+                break
+            pages = sequence.least_pages - sequence.prefix_hit_tokens // page_size - 1
+            if sequence.in_flight or pages > pool.num_available:
+                continue
+            shared = find_prefix(pool, sequence, page_size)
+            if self._waits.begin(sequence, len(shared), now):
+                passed_over += 1
+                continue
+            plan = self._planner.plan(sequence, shared)
+            if plan is not None and self._passes(reservations, sequence, shared, now):
+                self._admit(batch, sequence, plan, now)
+                passed.append(sequence)
+        self._count_passed([*batch.blocked, *self._waits.others(self.waiting)], passed, now)
+
+    def _passes(self, reservations: list[Reservation], sequence: Sequence, shared: list[int], now: float) -> bool:
+        """Whether a sequence may be admitted before those with reservations; if so, these know."""
+        pages = self._planner.needs(sequence, shared, to_begin=False)
+        end = self._predict_ends(now).end(sequence, self._order(sequence, now))
+        if not all(reservation.allows(pages, end) for reservation in reservations):
+            return False
+        for reservation in reservations:
+            reservation.pass_by(sequence, pages, end)
+        return True
 
     def _make_way(self, batch: Batch, sequence: Sequence, shared: list[int], now: float) -> PagePlan | None:
         """Preempt prompts for the most urgent sequence, if that gives it room: where its pages will be then."""
@@ -162,41 +216,56 @@ class Admission:
         if not (self._running.slots.free or self._running.slots.resting):
             self._remember_blocked(sequence, len(sequence.keys), now)
 
-    def _remember_blocked(self, sequence: Sequence, found: int, now: float) -> None:
+    def _reserve(self, sequence: Sequence, needs: list[int], now: float) -> Reservation:
+        """The reservation of a sequence that lacks so many pages, as predicted now."""
+        reservation = self._reservations.get(sequence) or Reservation(sequence)
+        ends = self._predict_ends(now)
+        running = [(s, ends.end(s, self._order(s, now))) for s in self._running.prefilling]
+        running += [(s, ends.decode_end(s)) for s in self._running.decoding]
+        # Nothing is promised to decodes under optimistic admission.
+        margin = len(running) if self._optimistic else 0
+        reservation.update(self._pool, needs, running, self._planner.grows, margin)
+        return reservation
+
+    def _predict_ends(self, now: float) -> PredictedEnds:
+        if self._ends is None:
+            prompts = [(self._order(s, now), s.prefill_remaining) for s in self._running.prefilling]
+            seconds = self._chunker.token_seconds(self._running.decoding)
+            self._ends = PredictedEnds(prompts, lends_steps(self._policy), seconds, now)
+        return self._ends
+
+    def _count_passed(self, others: list[Sequence], passed: list[Sequence], now: float) -> None:
+        """Let those know that more urgent ones of them have been passed."""
+        orders = sorted(self._order(sequence, now) for sequence in passed)
+        for other in others if orders else ():
+            other.passed_by += len(orders) - bisect.bisect_right(orders, self._order(other, now))
+
+    def _remember_blocked(self, sequence: Sequence, found: int, now: float, has_room: bool = False) -> None:
         missing = sequence.keys[found] if found < len(sequence.keys) else None
-        self._blocked = _Blocked(sequence, self._pool.num_returned, missing, now + _RANKED_AGAIN)
+        num_returned = -1 if has_room else self._pool.num_returned  # it waits for another one's memory
+        self._blocked = _Blocked(sequence, num_returned, missing, now + _RANKED_AGAIN)
+
+    def _rank_again(self) -> None:
+        if self._blocked is not None:
+            self._blocked.until = -math.inf
 
     def _order(self, sequence: Sequence, now: float) -> tuple[int, float]:
         return -sequence.priority, self._policy.urgency(sequence, now)
 
-    def _may_be_passed(self, sequence: Sequence, now: float) -> bool:
-        """Whether less urgent ones may be admitted before a sequence that has no room."""
-        since = sequence.blocked_since
-        return since is None or now - since <= PASSING_SHARE * sequence.ttft_budget
-
-    def _is_too_large(self, sequence: Sequence) -> bool:
-        """Whether a sequence has no room, as far as that is known without looking its prefix up."""
-        cached = sequence.prefix_hit_tokens // self._running.page_size
-        return self._planner.least_pages(sequence) - cached - 1 > self._pool.num_available
-
-    def _by_urgency(self, now: float) -> Iterator[Sequence]:
+    def _by_urgency(self, waiting: list[Sequence], now: float) -> Iterator[Sequence]:
         """Whoever may be admitted next, first."""
-        return by_urgency(self._policy, self._waits.others(self.waiting), now, self._tenants)
+        return by_urgency(self._policy, waiting, now, self._tenants)
 
-    def _is_blocked(self, now: float) -> bool:
-        """Whether the most urgent sequence had no room and nothing has changed since that might give it some."""
+    def _still_blocked(self) -> _Blocked | None:
+        """The most urgent sequence that had no room, if nothing has changed since that might give it some."""
         blocked, pool = self._blocked, self._pool
         if blocked is None or blocked.num_returned != pool.num_returned:
-            return False
-        if blocked.missing is not None and pool.find(blocked.missing) is not None:
-            return False
-        if now > blocked.until:  # with time another one may have become the most urgent, or others may give way
-            blocked.until = now + _RANKED_AGAIN
-            return not self._optimistic and next(self._by_urgency(now)) is blocked.sequence
-        return True
+            return None
+        return None if blocked.missing is not None and pool.find(blocked.missing) is not None else blocked
 
     def _admit(self, batch: Batch, sequence: Sequence, plan: PagePlan, now: float) -> None:
         found, page_size = plan.found, self._running.page_size
+        self._ends = None
         self._running.begin_prefill(sequence, found, plan.placement, plan.stop, plan.total)
         sequence.registered, sequence.computed = plan.num_full, plan.num_full * page_size
         if len(found) > plan.num_full:

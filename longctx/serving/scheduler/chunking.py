@@ -163,6 +163,18 @@ class Chunker:
         """Whether some steps are as long as the TPOT targets of decodes allow; else those need not be known."""
         return self.chunking.adaptive or self.plan.context > 1
 
+    def token_seconds(self, decoding: List[Sequence]) -> float:
+        """Predict the seconds between two tokens of sequences that decode beside prompts."""
+        rows, keys = len(decoding), sum([sequence.computed for sequence in decoding]) // self.plan.context
+        decodes = Work(rows, rows, keys)
+        if self.chunking.adaptive:
+            targets = [sequence.tpot_target for sequence in decoding if sequence.tpot_target is not None]
+            limit = min(targets, default=self.step_seconds)
+            if limit < math.inf:
+                return max(limit, self.plan.stage * self.predictor.seconds(decodes))
+        chunk = decodes.with_chunk(0, max(1, self.chunking.tokens - rows), False)
+        return self.plan.stage * self.predictor.seconds(chunk)
+
     def note(self, chunks: List[Chunk]) -> None:
         """Remember the rows of a batch that has been planned; it may be empty."""
         if self.plan.stage > 1:

@@ -104,12 +104,15 @@ class Growth:
         self._running.promise_rest(sequence)
         return True
 
+    def needs(self, sequence: Sequence) -> int:
+        """Pages that a prompt lacks for the next step."""
+        tokens = sequence.computed + min(sequence.remaining, self._rows) - sequence.reach
+        return min(max(1, self._running.pages_of(int(tokens))), sequence.claim)
+
     def could_grow(self, sequence: Sequence, without: Collection[Sequence]) -> bool:
         """Whether a prompt would get what it needs in the next step, if others were preempted."""
-        tokens = sequence.computed + min(sequence.remaining, self._rows) - sequence.reach
-        pages = max(1, self._running.pages_of(int(tokens)))
         free = self._free() + sum(map(self.gives, without))
-        return self.grantable(sequence, sequence.claim, free, without=without) >= min(pages, sequence.claim)
+        return self.grantable(sequence, sequence.claim, free, without=without) >= self.needs(sequence)
 
     def place_promised(self, sequence: Sequence) -> None:
         """Choose the rank of a decode's next pages, which it is promised."""

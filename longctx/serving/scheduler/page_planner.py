@@ -43,6 +43,33 @@ class PagePlanner:
         total = self.total_pages(sequence)
         return min(total, self._growth.limit(sequence)) if self._placer.grows and not sequence.preemptions else total
 
+    @property
+    def grows(self) -> bool:
+        """Whether sequences grow from rank to rank, so that pages of any rank serve them."""
+        return self._placer.grows
+
+    def needs(self, sequence: Sequence, shared: list[int], to_begin: bool = True) -> list[int]:
+        """Pages of each rank that a waiting sequence takes, or keeps from being returned by others that end.
+
+        Where sequences grow, all ranks are counted together.
+
+        Args:
+          shared: full pages of its prefix that are in the cache.
+          to_begin: only those that it needs to begin; else all.
+        """
+        pool, num_found = self._pool, len(shared)
+        taken = [0] * pool.num_ranks
+        for page in shared:
+            taken[pool.rank_of(page)] += pool.is_idle(page) or pool.is_held_alone(page)
+        if self._placer.grows:
+            pages = self.least_pages(sequence) if to_begin else self.total_pages(sequence)
+            return [sum(taken) + max(0, pages - num_found)]
+        total, last = self.total_pages(sequence), pool.rank_of(shared[-1]) if shared else None
+        need = Need(num_found, total, (0,) * pool.num_ranks, last)
+        placement = self._placer.place(sequence.order, need, [total] * pool.num_ranks)
+        assert placement is not None
+        return [x + y for x, y in zip(taken, placement.counts(num_found, total), strict=True)]
+
     def check(self, prompt_length: int, max_tokens: int) -> None:
         """Check that a request could be admitted by an empty engine.
 

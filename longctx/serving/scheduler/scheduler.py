@@ -80,8 +80,7 @@ class Scheduler:
         self.admission = Admission(
             self.running,
             self.planner,
-            chunker.policy,
-            chunker.tenants,
+            chunker,
             self.forecast,
             self.growth,
             self._preemption,

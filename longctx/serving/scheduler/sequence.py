@@ -77,6 +77,7 @@ class Sequence:
     recomputed: int = 0  # tokens that it lost by that: they were not in the cache any more
     lost: int = 0  # tokens that it had computed when it was preempted, until it runs again
     protected: int = 0  # computed tokens up to which nobody more urgent may preempt it
+    least_pages: int = 0  # of which it needs so many to begin, while it waits
     blocked_since: float | None = None  # when it first had no room, though it came before all others
     passed_by: int = 0  # how many less urgent ones were admitted meanwhile
 
