@@ -235,10 +235,11 @@ class Admission:
         return self._ends
 
     def _count_passed(self, others: list[Sequence], passed: list[Sequence], now: float) -> None:
-        """Let those know that more urgent ones of them have been passed."""
-        orders = sorted(self._order(sequence, now) for sequence in passed)
+        """Let those know that less urgent ones have been admitted before them."""
+        orders = sorted((*self._order(sequence, now), sequence.order) for sequence in passed)
         for other in others if orders else ():
-            other.passed_by += len(orders) - bisect.bisect_right(orders, self._order(other, now))
+            own = *self._order(other, now), other.order
+            other.passed_by += len(orders) - bisect.bisect_right(orders, own)
 
     def _remember_blocked(self, sequence: Sequence, found: int, now: float, has_room: bool = False) -> None:
         missing = sequence.keys[found] if found < len(sequence.keys) else None

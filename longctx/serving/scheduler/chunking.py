@@ -95,8 +95,8 @@ class Chunker:
     requests). The chunk of a long prompt on some ranks is no longer than what the others can read meanwhile.
 
     With several stages a token comes after as many steps, and a step takes the largest of the batches in the stages:
-    so its time is a share of the target of any of these, and its rows don't grow by more than one bucket in as many
-    steps.
+    so its time is a share of the target of any of these. Its rows don't grow by more than one bucket in as many steps,
+    except to read a prompt to its end.
 
     Args:
       step_seconds: of steps without decodes that have a target; see `Slo`.
@@ -134,11 +134,12 @@ class Chunker:
         if not prompts:
             return {}
         step = self._step(decodes)
-        step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
-        if step.tokens <= step.rows:
-            return {}
         order = by_urgency(self.policy, prompts, now, self.tenants)
         head = next(order)
+        if head.remaining > step.room(head):  # else rows do not stay as many
+            step.tokens = min(step.tokens, max(self._ramp(step.rows), step.rows))
+        if step.tokens <= step.rows:
+            return {}
         # Where each has a step to itself, only those are looked at for whom it leaves something.
         others = [*order] if lends_steps(self.policy) or self.plan.context > 1 else []
         targets = self._targets(step, head, decodes, in_stages) if self.heeds_targets else []

@@ -121,4 +121,3 @@ class Reservation:
         pages = [x + y for x, y in zip(pool.alone(other.order), other.reserved, strict=True)]
         pages = [sum(pages) + other.promised] if in_all else pages
         self.surplus = [left + count for left, count in zip(self.surplus, pages, strict=True)]
-
