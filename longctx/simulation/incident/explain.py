@@ -125,12 +125,12 @@ class Explainer:
             return Cause("prefix", (name_of(leader),), text)
         blocked = admission.blocked
         if blocked is not None:
-            own = sequence.blocked_since is not None
+            own = sequence is blocked or scheduler.planner.least_pages(sequence) > pool.num_available
             pages = scheduler.planner.total_pages(sequence if own else blocked)
             needs = f"needs {pages:,} pages, and {pool.num_available:,} can be promised"
             if own:
                 return Cause("pages", (), f"{again}no memory: it {needs}")
-            text = f"{again}{name_of(blocked)} waits for memory, and nobody overtakes it: it {needs}"
+            text = f"{again}{name_of(blocked)} waits for memory, which it would hold too long: it {needs}"
             return self._behind("behind", [blocked], sequence, text)
         if sequence.in_flight:
             return Cause("in flight", (), f"{again}tokens of it from before are still in flight")
