@@ -28,9 +28,7 @@ def predictor_from_dict(fields: Mapping[str, Any]) -> Writable:
     kind = fields.pop("kind")
     if kind == "CurvePredictor":
         exchange = None if fields.get("exchange") is None else ExchangeCost.from_dict(fields["exchange"])
-        knots: dict[str, Any] = {
-            name: tuple(fields[name]) for name in ("rows", "linear", "buckets") if name in fields
-        }
+        knots: dict[str, Any] = {name: tuple(fields[name]) for name in ("rows", "linear", "buckets") if name in fields}
         return CurvePredictor(**fields | knots | {"exchange": exchange})
     if kind == "MeshPredictor":
         return MeshPredictor.from_dict(fields)
