@@ -23,7 +23,7 @@ SIZES = st.tuples(st.integers(1, 30), st.integers(1, 40))  # prompt and output
     policy=st.sampled_from(["fcfs", "srpf", "ilrs"]),
     admission=st.sampled_from(["reserve", "optimistic"]),
     first=st.lists(SIZES, min_size=1, max_size=5),
-    large=st.integers(40, 170),
+    large=st.integers(150, 220),
     stream=st.lists(SIZES, min_size=1, max_size=6),
     error=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
     early=st.integers(1, 9),
@@ -43,7 +43,9 @@ def test_a_large_request_waits_for_no_more_than_those_that_ran_before_it_and_tho
     They pass it. But it is admitted at the latest when all have ended that ran when it had no room, and then those that
     ran beside the last of these.
     """
-    run = BareScheduler(plan, 60 // plan.context, page_size=4, policy=policy, admission=admission)
+    run = BareScheduler(
+        plan, 60 // plan.context, page_size=4, policy=policy, admission=admission, max_running=24, token_budget=32
+    )
     chunker = run.scheduler.chunker
     predict = chunker.token_seconds
     chunker.token_seconds = lambda decoding: error * predict(decoding)  # type: ignore[method-assign]

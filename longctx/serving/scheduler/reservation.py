@@ -65,13 +65,13 @@ class Reservation:
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self.needs: List[int] = ()
+        self.needs = list[int]()
         self.time, self.surplus = -math.inf, list[int]()
         # Those that have passed: some return their pages by the time of the reservation, others it does not need.
         self._returning, self._staying = set[Sequence](), set[Sequence]()
 
     def update(
-        self, pool: PagePool, needs: List[int], others: Iterable[tuple[Sequence, float]], in_all: bool, margin: int
+        self, pool: PagePool, needs: list[int], others: Iterable[tuple[Sequence, float]], in_all: bool, margin: int
     ) -> None:
         """Find time and surplus anew.
 
