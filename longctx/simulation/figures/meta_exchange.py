@@ -227,9 +227,9 @@ def figure_10(inputs: Inputs) -> Figure:
     columns["appendix_d"] = served_exchanges(EmpiricalRule(-1.059, 1.145, 12.112))
     columns["algorithm_1_at_peak"] = served_exchanges("algorithm_1", at_peak=True)
     table = list[dict[str, Any]]()
-    for at, (new, (kv, q)) in enumerate(TABLE_4.items()):
+    for index, (new, (kv, q)) in enumerate(TABLE_4.items()):
         row = {"new_tokens": new, "measured": "pass_kv" if kv < q else "pass_q", "tie": abs(kv / q - 1) < TIE}
-        table.append(row | {rule: names[at] for rule, names in columns.items()})
+        table.append(row | {rule: names[index] for rule, names in columns.items()})
     at = {row["new_tokens"]: row for row in table}
 
     def agrees(rule: str) -> bool:
