@@ -1,8 +1,8 @@
 """Short prompts among 5 % of long ones, in virtual time: `python -m benchmarks.short_behind_long [--data FOLDER]`.
 
-Llama-3 8B on 16 A100 as Medha plans it (5.2), at 1.75 requests a second. Long prompts fill the memory, so the table says
-what admission costs the short ones. Normalised TTFT is the time to the first token over that of the prompt alone. Of
-requests without a first token in the window it counts how long they had waited when it closed.
+Llama-3 8B on 16 A100 as Medha plans it (5.2), at 1.75 requests a second. Long prompts fill the memory, so the table
+says what admission costs the short ones. Normalised TTFT is the time to the first token over that of the prompt alone.
+Of requests without a first token in the window it counts how long they had waited when it closed.
 """
 
 import argparse
@@ -19,9 +19,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="measured workloads; without, built-in mixes")
     parser.add_argument("--seconds", type=float, default=WINDOW, help="of the window")
     parser.add_argument("--rate", type=float, default=1.75, help="requests a second")
-    parser.add_argument(
-        "--systems", nargs="+", default=["medha"], metavar="NAME", help="of longctx.simulation.baselines"
-    )
+    parser.add_argument("--systems", nargs="+", default=["medha"], metavar="NAME", help="baselines")
     options = parser.parse_args()
     print("| system | normalised TTFT P50 / P90 | short: median TTFT | long: read | long: P99 waited | TPOT P50 |")
     print("|---|---|---|---|---|---|")
