@@ -12,6 +12,10 @@ from itertools import accumulate
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.scheduler.sequence import Sequence
 
+# Of the pages, what a reservation leaves for those that stay. With none, a reservation that takes just what comes back
+# would keep every short prompt with a long answer waiting; with it, the sequence may wait for one more end.
+_SPARE = 1 / 32
+
 
 class PredictedEnds:
     """Predicts when sequences return their pages: prompts take turns, and all max_tokens are sampled.
@@ -58,8 +62,8 @@ class Reservation:
     when it is blocked have ended, and then for those that were to have ended by then.
 
     Attributes:
-      time: when enough of the others will have returned their pages; `-inf` if they have, and only sequences that
-        were to return theirs by now hold what is missing.
+      time: when enough of the others will have returned their pages, and a small share besides; `-inf` if they have,
+        and only sequences that were to return theirs by now hold what is missing.
       surplus: pages of each rank that are left then; of all ranks together where sequences grow.
     """
 
@@ -100,7 +104,7 @@ class Reservation:
             self._return(pool, other, in_all)
         self.time = -math.inf
         for end, _, other in sorted(left):
-            if min(self.surplus) >= 0:
+            if min(self.surplus) >= _SPARE * (pool.num_pages if in_all else pool.per_rank):
                 break
             self._return(pool, other, in_all)
             self.time = end
