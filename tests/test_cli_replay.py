@@ -133,7 +133,7 @@ def test_a_wait_is_explained(log: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--policy", "best"], "--policy must be one of fcfs"),
         (["--slo", "tpot"], "--slo must be NAME=X"),
-        (["--slo", "speed=3"], "--slo must name ttft_factor, ttft_least, tpot, step_seconds, got 'speed'"),
+        (["--slo", "speed=3"], "--slo must name ttft_factor, ttft_least, tpot, tpot_factor, step_seconds, got 'speed'"),
         (["--slo", "tpot=-1"], "--slo: tpot must be"),
         (["--num-pages", "0"], "--num-pages must be at least 1"),
         (["--num-pages", "3"], "--num-pages is too small for request 'r0'"),

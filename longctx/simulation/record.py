@@ -29,7 +29,7 @@ class Served:
       >>> requests = synthesize(2, Lengths(3000, 3000), Lengths(100, 100))
       >>> record = Simulation([Instance(model, config, seconds)]).run(requests)
       >>> [(served.number, round(served.ttft, 3), round(served.tpot, 4)) for served in record.served]
-      [(0, 0.186, 0.0068), (1, 0.186, 0.0068)]
+      [(0, 0.173, 0.0069), (1, 0.186, 0.0068)]
     """
 
     due: float

@@ -58,7 +58,7 @@ def replay(
       >>> requests = closed_loop(synthesize(6, Lengths(100, 100), Lengths(10, 10)), users=2)
       >>> record = replay(engine, requests, executor.clock, sleep=lambda seconds: None)
       >>> len(record.served), round(record.seconds, 2)  # two users, three requests each, of ten steps
-      (6, 0.3)
+      (6, 0.34)
     """
     check_followers(requests)
     record = Record() if record is None else record

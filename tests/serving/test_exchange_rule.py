@@ -197,7 +197,7 @@ def test_replicated_rows_are_reported_as_kvp() -> None:
 
 def simulate(exchange: Any, placement: Any, topology: str, prompt: int) -> list[StepMetrics]:
     """The steps of one prompt with some output, on 4 hosts."""
-    config = EngineConfig(page_size=PAGE, num_pages=8192, max_running=8, token_budget=1024)
+    config = EngineConfig(page_size=PAGE, num_pages=8192, max_running=8, token_budget=1024, chunking="static")
     plan = ParallelPlan(context=RANKS, tensor=8, exchange=exchange, placement=placement)
     simulation = Simulation([Instance(MODEL, config, costs(topology), plan)])
     return list(simulation.run([WorkloadRequest(0.0, prompt, 4)]).steps)

@@ -45,7 +45,7 @@ class Refused(RuntimeError):
       ...     control.admit("b", engine.prepare(Request([1, 2, 3])))
       ... except Refused as refused:
       ...     print(refused.reason, refused.retry_after)  # what a server answers as 429 with Retry-After
-      queue 1.6853529031111112
+      queue 11.894137378133333
     """
 
     def __init__(self, message: str, reason: Reason, retry_after: float, outlook: Outlook | None = None) -> None:

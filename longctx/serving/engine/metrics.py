@@ -36,7 +36,7 @@ class StepMetrics(NamedTuple):
       >>> from longctx.serving import Engine, EngineConfig, SamplingParams
       >>> from longctx.simulation import VirtualExecutor
       >>> executor = VirtualExecutor(lambda batch: 0.01, vocab_size=128_256)  # every step takes 10 ms, of no device
-      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256)
+      >>> model, config = Llama(LlamaConfig.preset("llama-3-8b")), EngineConfig(num_pages=256, chunking="static")
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> steps = []
       >>> engine.add_monitor(steps.append)

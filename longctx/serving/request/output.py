@@ -54,8 +54,8 @@ class Metrics:
       >>> engine = Engine(model, None, config, executor=executor, clock=executor.clock)
       >>> [output] = engine.generate([[7] * 1000], SamplingParams(max_tokens=11, ignore_eos=True))
       >>> metrics = output.metrics
-      >>> round(metrics.ttft, 3), round(metrics.tpot, 3), metrics.prompt_tokens  # two chunks of up to 512 tokens
-      (0.02, 0.01, 1000)
+      >>> round(metrics.ttft, 3), round(metrics.tpot, 3), metrics.prompt_tokens  # four chunks of up to 256 tokens
+      (0.04, 0.01, 1000)
     """
 
     arrival: float

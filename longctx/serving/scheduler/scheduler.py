@@ -211,16 +211,24 @@ class Scheduler:
         """What prompts get of the step, beside its decodes, which may become replicated rows for it."""
         rule, decodes, in_stages = self.chunker.rule, batch.chunks, self._in_stages(batch)
         beside = max(prompts, key=lambda sequence: sequence.remaining, default=None)
-        if beside is None or not decodes or not rule.shards_decodes():
+        if beside is None or not rule.shards_decodes():
             return self.chunker.pack(prompts, decodes, now, in_stages)
-        for sharded in (rule.shards_decodes(len(decodes), beside), False):
+        for sharded in (rule.shards_decodes(len(decodes), beside), False) if decodes else (False,):
             batch.chunks = [chunk._replace(sharded=sharded) for chunk in decodes]
             shares = self.chunker.pack(prompts, batch.chunks, now, in_stages)
-            chunks = [*batch.chunks, *(_chunk(sequence, share) for sequence, share in shares.items())]
-            # All together they may take another exchange than the longest, for which replicated decodes need room.
-            if rule.has_room(rule.place_single_rows(chunks)):
-                break
+            # All together they may take another exchange than the longest, for which replicated rows need room.
+            if self._has_room(batch, shares):
+                return shares
+        while any(share.num_tokens > 1 for share in shares.values()) and not self._has_room(batch, shares):
+            longest = max(shares, key=lambda sequence: shares[sequence].num_tokens)
+            count = max(1, shares[longest].num_tokens - self.plan.context)
+            shares[longest] = shares[longest]._replace(num_tokens=count)
         return shares
+
+    def _has_room(self, batch: Batch, shares: dict[Sequence, Share]) -> bool:
+        """Whether a step has room for its decodes and such shares of prompts, with the exchange that they take."""
+        chunks = [*batch.chunks, *(_chunk(sequence, share) for sequence, share in shares.items())]
+        return self.chunker.rule.has_room(self.chunker.rule.place_single_rows(chunks))
 
     def _prompts(self, batch: Batch) -> list[Sequence]:
         """Prompts of which rows may be in a batch."""

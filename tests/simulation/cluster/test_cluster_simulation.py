@@ -156,7 +156,8 @@ def test_cold_blocks_are_dropped_before_memory_is_full() -> None:
 def test_transfers_share_the_card_of_their_sender() -> None:
     # All of the pages of two prompts leave at once, at the end, from one instance.
     bandwidth = 1e9
-    instances = [prefill("p", bandwidth=bandwidth, config={"token_budget": 2048}), decode("d0"), decode("d1")]
+    whole = {"token_budget": 2048, "chunking": "static"}
+    instances = [prefill("p", bandwidth=bandwidth, config=whole), decode("d0"), decode("d1")]
     requests = [WorkloadRequest(0.0, 1000, 10, number=number) for number in range(2)]
     record = serve(instances, requests, settings=ClusterSettings(overlap="end"))
     alone = 1000 * TOKEN_BYTES / bandwidth
