@@ -125,8 +125,7 @@ def test_printed_coefficients_choose_pass_q_everywhere() -> None:
     ("hardware", "algorithm_1", "algorithm_5"),
     [
         (H100_RDMA, [1280, 3200], [1280]),
-        (H100_RDMA_ACHIEVED, [1280, 3200, 4160], [1280]),
-        (TWO_BYTES, [1280, 3200, 4160], [1280, 3200]),
+        (H100_RDMA_ACHIEVED, [1280, 3200, 4160], [1280, 3200]),
     ],
 )
 def test_where_the_algorithms_differ_in_table_4(
