@@ -201,8 +201,7 @@ DEVICES = {
         **_ON_AMPERE,
         **_ATTENTION,
     ),
-    # A few cores. What a step takes beside its products, and few hide: measured with steps of 8 to 512 rows
-    # (docs/scheduling.md).
+    # A few cores. Memory's share and the overlap were chosen by steps of 8 to 512 rows (docs/scheduling.md).
     "cpu": Device("cpu", {"bfloat16": 100e9, "float32": 100e9}, 15e9, 16e9, memory_share=0.2, overlap=0.0),
 }
 _NVLINK_AMPERE = {"latency": 13e-6, "share": 0.95, "collective_share": 0.52, "collective_latency": 34e-6}

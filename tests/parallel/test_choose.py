@@ -126,6 +126,7 @@ def test_printed_coefficients_choose_pass_q_everywhere() -> None:
     [
         (H100_RDMA, [1280, 3200], [1280]),
         (H100_RDMA_ACHIEVED, [1280, 3200, 4160], [1280, 3200]),
+        (TWO_BYTES, [1280, 3200, 4160], [1280, 3200]),
     ],
 )
 def test_where_the_algorithms_differ_in_table_4(

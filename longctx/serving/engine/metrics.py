@@ -29,7 +29,7 @@ class StepMetrics(NamedTuple):
       first_tokens: seconds since its arrival of each sequence that got its first token.
       gaps: seconds since its last token of each sequence that got another.
       blocked: ids of requests that found no room in memory when it was planned: those that run and wait to grow, and
-        the most urgent one that waits. Smaller ones may pass them for a bounded time (docs/scheduling.md).
+        the most urgent one that waits. Others may pass them if their reservations hold (docs/scheduling.md).
 
     Examples:
       >>> from longctx.models import Llama, LlamaConfig

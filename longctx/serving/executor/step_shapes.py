@@ -10,7 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import RowBuckets, Rows
+from longctx.serving.scheduler.row_buckets import RowBuckets, Rows, is_full
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -98,7 +98,7 @@ class StepShapes:
         """
         named, names = str(self._plan.exchange), self._buckets.exchanges(rows)
         found = {name: [NOTHING_CACHED, *self._messages.get(name, [])] for name in names}
-        if named == "pass_q" and rows[0] == self.largest[0] and max(rows[1:]) <= self._config.growing_buckets(8)[0]:
+        if named == "pass_q" and is_full(self._buckets.kinds[0][1:], *rows):
             found["all_gather"] = [NOTHING_CACHED]
         return found
 

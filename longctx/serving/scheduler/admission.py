@@ -162,19 +162,18 @@ class Admission:
         time = min(reservation.time for reservation in reservations) - now
         spare = min(sum(reservation.surplus) for reservation in reservations)
         # A quick look, since thousands may wait.
-        candidates = [
-            s
+        candidates = {
+            s: pages
             for s in self._waits.others(self.waiting)
             if (pages := s.least_pages - s.prefix_hit_tokens // page_size - 1) <= free
             and (pages <= spare or s.prefill_remaining + token_seconds * s.max_tokens <= time)
             and s is not first
-        ]
+        }
         passed = list[Sequence]()
-        for sequence in self._by_urgency(candidates, now):
+        for sequence in self._by_urgency(list(candidates), now):
             if not self._running.slots.free or passed_over == most_passed_over:
                 break
-            pages = sequence.least_pages - sequence.prefix_hit_tokens // page_size - 1
-            if sequence.in_flight or pages > pool.num_available:
+            if sequence.in_flight or candidates[sequence] > pool.num_available:
                 continue
             shared = find_prefix(pool, sequence, page_size)
             if self._waits.begin(sequence, len(shared), now):

@@ -135,7 +135,7 @@ class ExchangeRule:
 
         Else they are replicated, so that they change no other chunk's exchange.
         """
-        if not self._plan.shards_rows or self._plan.placement != "interleave":
+        if not self.shards_decodes() or all(chunk.num_tokens > 1 for chunk in chunks):
             return chunks
         replicated = [c._replace(sharded=False) if c.num_tokens == 1 and c.sharded else c for c in chunks]
         exchange, _ = self.choose(replicated) if any(c.sharded for c in replicated) else (None, ())

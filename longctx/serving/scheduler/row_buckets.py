@@ -28,6 +28,11 @@ def allows_kv_exchange(plan: ParallelPlan, buckets: List[int], sharded: int, *ot
     """
     if plan.placement == "interleave":
         return plan.exchange != "auto" or max(others, default=0) <= buckets[0]
+    return is_full(buckets, sharded, *others)
+
+
+def is_full(buckets: List[int], sharded: int, *others: int) -> bool:
+    """Whether a step is full of sharded rows, by their buckets, and has few others."""
     return sharded > max(buckets[:-1], default=0) and max(others, default=0) <= buckets[0]
 
 

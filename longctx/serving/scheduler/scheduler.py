@@ -186,7 +186,7 @@ class Scheduler:
     def _plan_decodes(self, batch: Batch) -> None:
         page_size, ready = self._page_size, batch.index + self.plan.stage
         sharded = self.chunker.rule.shards_decodes()
-        all_ranks = self._all_ranks if self.plan.shards_rows and self.plan.placement == "interleave" else ()
+        all_ranks = self._all_ranks if sharded else ()
         index, chunks, decoding = batch.index, batch.chunks, State.DECODING
         # The most dispensable last: whoever is preempted for another is not in the batch yet.
         for sequence in tuple(self.running.decoding):

@@ -23,7 +23,7 @@ class Slo:
       tpot_factor: but not less than this many times the predicted seconds of a token decoded alone, so that a slow
         machine has a target that it can keep while it reads prompts.
       step_seconds: that a step may take with adaptive chunks where no decode has a target, by prediction, since whoever
-        comes meanwhile waits for it; a chunk of 80 % of the best one's speed may take longer. None: any.
+        comes meanwhile waits for it; a chunk of 90 % of the best one's speed may take longer. None: any.
 
     Raises:
       TypeError, ValueError: one is not a positive, finite number, or a factor is below 1.
