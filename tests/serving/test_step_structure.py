@@ -57,6 +57,13 @@ def test_the_step_updates_the_cache_in_place(dtype: object, layered: bool) -> No
         assert not collectives(program.as_text(), 1)  # one device needs none
 
 
+def test_a_step_of_one_row_that_reads_one_page_updates_the_cache_in_place() -> None:
+    mesh, config = make_mesh(), dataclasses.replace(CONFIG, max_positions=PAGE_SIZE)
+    layer = compile_step(mesh, make_shape(mesh, (0, 0, 1)), jnp.float32, config, layered=True).layer
+    assert layer.memory_analysis().temp_size_in_bytes < LAYER
+    assert opcodes_of_size(layer.as_text(), LAYER) <= IN_PLACE
+
+
 @pytest.mark.parametrize(
     ("exchange", "message", "rounds"),
     [

@@ -40,7 +40,6 @@ def write_pages(
     Returns:
       k_pages and v_pages, and if they were given, k_scale and v_scale.
 
-
     Raises:
       ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
 
@@ -79,6 +78,10 @@ def write_pages(
         return *(lax.bitcast_convert_type(x, given) for x in (k_pages, v_pages)), k_scale, v_scale
     k_pages, v_pages, k, v, page, offset = match_varying((k_pages, v_pages, k, v, page, offset))
     page = _dropped_out_of_bounds(page, offset, k_pages)
+    if page.shape == (1,):
+        # XLA makes a dynamic-update-slice of the write of one row, fuses it into each of several readers, such as
+        # attention to a table of one page, and then copies all pages. It keeps a scatter of two rows.
+        k, v, page, offset = (jnp.concatenate([x, x]) for x in (k, v, page, offset))
 
     def write(pages: Array, rows: Array) -> Array:
         return pages.at[page, offset].set(to_bits(rows) if pages.dtype == jnp.uint16 else rows, mode="drop")
