@@ -9,6 +9,7 @@ Source: Mooncake, section 3 (step 4: the check before decoding), 6.1 to 6.4 and 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -49,7 +50,7 @@ class Verdict(NamedTuple):
     retry_after: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """What an admission rule is asked.
 
@@ -93,7 +94,7 @@ class Question:
     def predicted_tbt_load(self) -> Load:
         """The same at `prefill_end`."""
         name = self.open_request.assignment.decode
-        [(instance, demand)] = (each for each in self._future_demands() if each[0].name == name)
+        [(instance, demand)] = (each for each in self._future_demands if each[0].name == name)
         return self._tbt_load(instance, demand)._replace(at=self.prefill_end)
 
     def decode_pool_load(self) -> Load:
@@ -102,7 +103,7 @@ class Question:
 
     def predicted_decode_pool_load(self) -> Load:
         """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
-        return self._pool_load(self._future_demands())._replace(at=self.prefill_end)
+        return self._pool_load(self._future_demands)._replace(at=self.prefill_end)
 
     def least_decode_pool_load(self) -> Load:
         """The load of the decode pool with this request alone, over `decode_limit`."""
@@ -117,6 +118,7 @@ class Question:
         instance = self.state.instances[self.open_request.assignment.decode]
         return decode_load(instance, decode_demand(instance).plus(demand_of(self.open_request)), self.tpot)
 
+    @cached_property  # of all open requests
     def _future_demands(self) -> list[tuple[InstanceState, DecodeDemand]]:
         return future_demands(self.state, self.now, self.prefill_end, self.decode_seconds)
 
