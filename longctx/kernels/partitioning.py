@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from longctx.kernels.mosaic_gpu.device import INTERPRETER, Device, compiled_for
@@ -145,13 +145,19 @@ def _over_explicit_axes(function: Function, rule: Rule, operands: Sequence[Array
         jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, division.operands, strict=True)
     ]
 
+    has_auto = AxisType.Auto in mesh.axis_types
+
     def local(*operands: Array) -> tuple[Array, ...]:
-        has_auto = AxisType.Auto in mesh.axis_types
         inner = _over_auto_axes(function, rule, get_abstract_mesh()) if has_auto else function
         return division.local(inner)(*match_varying(operands))
 
-    # Inside `jax.vmap` the mesh lacks the axis of the mapped dimension, so the default serves where all are Explicit.
+    # Inside `jax.vmap`, `jax.shard_map` refuses the name of the axis that shards the mapped dimension. So the default
+    # serves where all axes are Explicit, and beside automatic ones those that divide something are named.
     names: Any = {} if len(sizes) == len(mesh.axis_names) else {"axis_names": set(sizes)}
+    if has_auto:
+        names = {"axis_names": {*itertools.chain(*division.axes.values())}}
+        if not names["axis_names"]:
+            return local(*placed)
     specs: Any = {"in_specs": tuple(division.operands), "out_specs": tuple(division.results)}
     return jax.shard_map(local, mesh=mesh, **specs, **names)(*placed)
 
@@ -169,8 +175,14 @@ def _over_auto_axes(function: Function, rule: Rule, mesh: AbstractMesh) -> Funct
 
     def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         mesh, division = divide(mesh, operands, results)
+
+        def local(*operands: Array) -> tuple[Array, ...]:
+            # XLA divides what JAX lowers here: constraints of Explicit axes around it would be left in it.
+            with use_abstract_mesh(AbstractMesh((), ())):
+                return division.local(function)(*operands)
+
         shardings = ([NamedSharding(mesh, spec) for spec in specs] for specs in (division.results, division.operands))
-        return mesh, compiled_for(device)(division.local(function)), *map(tuple, shardings)
+        return mesh, compiled_for(device)(local), *map(tuple, shardings)
 
     def infer(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         mesh, division = divide(mesh, operands, ())

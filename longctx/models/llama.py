@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
@@ -161,7 +163,9 @@ class Llama:
         Returns:
           (hidden states `[*B, T, D]` in the parameters' dtype, the cache as `attend` left it).
         """
-        x, cache = self.run_layers(params["layers"], params["embed"][tokens], self.rope(positions), attend, cache)
+        x, cache = self.run_layers(
+            params["layers"], _rows_of(params["embed"], tokens), self.rope(positions), attend, cache
+        )
         return self.norm(params, x), cache
 
     def run_layers(
@@ -476,3 +480,11 @@ def check_range(name: str, array: Any, limit: int, what: str, least: int = 0) ->
     low, high = int(values.min()), int(values.max())
     if low < least or high >= limit:
         raise ValueError(f"`{name}` from {low} to {high}: outside {what}, which is {least} to {limit - 1}")
+
+
+def _rows_of(table: Float[Array, "V D"], tokens: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
+    """`table[tokens]`; with Explicit axes sharded as the tokens, which JAX does not choose by itself."""
+    of_table, of_tokens = (jax.typeof(x).sharding for x in (table, tokens))
+    if AxisType.Explicit not in (*of_table.mesh.axis_types, *of_tokens.mesh.axis_types):
+        return table[tokens]
+    return table.at[tokens].get(out_sharding=P(*of_tokens.spec, *(None,) * (tokens.ndim + 1 - len(of_tokens.spec))))

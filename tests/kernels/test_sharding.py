@@ -164,18 +164,35 @@ def test_manual_axes_beside_others(rest: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AUTO, rest))
     xs = arrays((2,), 4, 2)
     placed = place(mesh, SPECS["both"], xs) if rest == AUTO else place(mesh, SPECS["heads"], xs)
-    with jax.set_mesh(mesh):
+
+    def compiled(function: Callable[..., Any]) -> Any:
         mapped = jax.shard_map(
-            with_gradients(out_of),
-            in_specs=P("data"),
-            out_specs=P("data"),
-            axis_names={"data"},
-            check_vma=False,
+            with_gradients(function), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
         )
-        compiled = jax.jit(mapped).lower(*placed).compile()
-        got = compiled(*placed)
-    assert moved(compiled) == {}
+        return jax.jit(mapped).lower(*placed).compile()
+
+    with jax.set_mesh(mesh):
+        ours, theirs = compiled(out_of), compiled(functools.partial(jax.nn.dot_product_attention, is_causal=True))
+        got = ours(*placed)
+    # Nothing, but for what `jax.shard_map` itself divides.
+    assert moved(ours) == (moved(theirs) if rest == EXPLICIT else {})
     compare(got, of_one_device(with_gradients(reference), xs))
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), pytest.param((AUTO, EXPLICIT), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["both", "replicated", pytest.param("batch", marks=pytest.mark.slow)])
+def test_explicit_axes_beside_automatic_ones(kinds: tuple[AxisType, AxisType], name: str) -> None:
+    """Outside `jax.shard_map`, and mapped by `jax.vmap`."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=kinds)
+    xs = arrays((2,), 4, 2)
+    placed = place(mesh, SPECS.get(name, P()), xs)
+    want = of_one_device(with_gradients(reference), xs)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(with_gradients(out_of)).lower(*placed).compile()
+        compare(compiled(*placed), want)
+        compare(jax.jit(jax.vmap(with_gradients(out_of)))(*placed), want)
+        compare(out_of(*placed) + placed[0], want[0] + xs[0])
+    assert moved(compiled) == {}
 
 
 def test_vmap_of_sharded_arrays() -> None:

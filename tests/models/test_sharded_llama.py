@@ -57,6 +57,19 @@ def test_tensor_parallelism_only_sums_activations() -> None:
     np.testing.assert_allclose(np.asarray(compiled(params, TOKENS)), MODEL(PARAMS, TOKENS), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("other", [AxisType.Explicit, AxisType.Auto])
+def test_data_parallelism_with_explicit_axes_is_exact(other: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit, other))
+    with jax.set_mesh(mesh):
+        params, tokens = (
+            jax.device_put(PARAMS, NamedSharding(mesh, P())),
+            jax.device_put(TOKENS, NamedSharding(mesh, P("data"))),
+        )
+        logits = jax.jit(MODEL.__call__)(params, tokens)
+    assert jax.typeof(logits).sharding.spec[0] == "data"
+    np.testing.assert_allclose(np.asarray(logits), MODEL(PARAMS, TOKENS), rtol=0, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_fsdp_gathers_weights_alone() -> None:
     tokens = np.tile(TOKENS, (1, 4))  # queries, keys and values are then larger than the weights

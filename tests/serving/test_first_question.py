@@ -97,11 +97,11 @@ def test_the_pair_on_devices_by_counts_of_steps() -> None:
     config = dataclasses.replace(SMOLLM2, num_layers=8)
     model = Llama(config)
     params = model.init(jax.random.key(0))
-    static, adaptive = (run_pair(model, params, chunking, prompt=2048) for chunking in ("static", "adaptive"))
+    static, adaptive = (run_pair(model, params, chunking, 2048, later=0.0) for chunking in ("static", "adaptive"))
     assert {len(x.tokens) for x in (static, adaptive)} == {ANSWER}
     # Those that were in flight, its own prompt's and one for each later token.
     assert adaptive.steps <= 2 + 1 + ANSWER
     assert adaptive.beside
-    assert max(adaptive.beside) <= 128 < 2 * min(static.beside)
+    assert max(adaptive.beside) <= 128 < 256 <= max(static.beside)
     assert median(adaptive.beside) <= 64
     assert compare([static, adaptive])
