@@ -215,7 +215,7 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
         refused = post(other, sent | {"kv_transfer_params": prefill(coupled, sent)})
         assert refused.status_code == 409
         # Nor does it take pages that it has asked for.
-        other.wait_until("it is found", lambda: dispatcher._instances[0].address)
+        other.wait_until("it is found", lambda: dispatcher._instances[0].addresses)
         assert post(other, sent).json()["choices"][0]["token_ids"]
         assert dispatcher.decisions == {"remote": 1}
         assert transfers_of(other).receiver.stats.outcomes["refused"] == 1
