@@ -1,5 +1,6 @@
 """Main program of a process in `test_processes`: `process_main.py SCENARIO COORDINATOR PROCESSES ID JSON`."""
 
+import functools
 import json
 import sys
 import time
@@ -86,8 +87,8 @@ def moves(group: ProcessGroup, options: dict[str, Any]) -> None:
             sampling = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.5 * (number % 2), seed=number)
             prompts = [random.integers(0, 50, length).tolist() for length in (45, 21, 30)]
             requests = [Request(prompt, sampling, f"{number}/{i}") for i, prompt in enumerate(prompts)]
-            where = ours if is_out else theirs
-            outputs = test_moving_engines.move(first, second, requests, steps, lambda lease: source.source(where, lease))  # noqa: B023
+            get = functools.partial(source.source, ours if is_out else theirs)
+            outputs = test_moving_engines.move(first, second, requests, steps, get)
             for request, prompt in zip(requests, prompts, strict=True):
                 [output] = outputs[str(request.request_id)]
                 assert output.token_ids == oracle.expected_tokens(prompt, sampling), (number, request.request_id)

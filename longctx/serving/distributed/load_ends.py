@@ -1,4 +1,4 @@
-"""Pages that move to and from an engine in many processes: each moves its part, and a load ends when all have ended it."""
+"""Pages that move to and from an engine in many processes: each moves its part, and a load ends when it has in all."""
 
 from collections.abc import Container, Iterable
 
