@@ -216,7 +216,9 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
         moved: dict[str, float] = {}
         for each in httpx.get(f"{router.url}/cluster/instances").json()["instances"]:
             lines = httpx.get(f"{each['url']}/metrics", headers=headers).text
-            for way, number in re.findall(r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M):
+            for way, number in re.findall(
+                r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M
+            ):
                 moved[f"{each['role']} {way}"] = float(number)
             outcomes = re.findall(r'^longctx:kv_transfers_received_total\{.*outcome="(\w+)"\} (.*)$', lines, re.M)
             assert {outcome for outcome, number in outcomes if float(number)} <= {"complete"}
