@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -213,8 +214,23 @@ def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp
         arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
         [key] = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
         headers = {"authorization": f"Bearer {Path(os.fsdecode(key)).read_text().strip()}"}
+        instances = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
+        urls = {each["role"]: each["url"] for each in instances}
+
+        def directly(role: str, params: dict[str, Any], count: int) -> dict[str, Any]:
+            sent = body | {"prompt": list(range(150)), "max_tokens": count, "kv_transfer_params": params}
+            answer = httpx.post(f"{urls[role]}/v1/completions", json=sent, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        params = directly("prefill", {"do_remote_decode": True}, 1)["kv_transfer_params"]
+        assert len(params.get("remote_followers", ())) == (prefill is not None)
+        tokens = directly("decode", params, 20)["choices"][0]["token_ids"]
+        assert tokens == expected_tokens(list(range(150)), 20)
+
         moved: dict[str, float] = {}
-        for each in httpx.get(f"{router.url}/cluster/instances").json()["instances"]:
+        for each in instances:
             lines = httpx.get(f"{each['url']}/metrics", headers=headers).text
             for way, number in re.findall(
                 r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M
