@@ -180,7 +180,7 @@ class PageTraffic:
         if self._lockstep.leads:
             self._asked[lease_id] = self._clock()
         elif time.monotonic() > self._told.get(lease_id, 0.0) + _TELL_SECONDS:
-            self._told = {other: told for other, told in self._told.items() if other in self._core.leases}
+            self._told = {other: told for other, told in tuple(self._told.items()) if other in self._core.leases}
             self._told[lease_id] = time.monotonic()
             self._load_ends.report_asked(lease_id)
         return lease
