@@ -1,6 +1,7 @@
 """`longctx serve --cluster`: its flags and its file, and the processes that it starts."""
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +23,9 @@ from longctx.cli.serve import serve_config
 from longctx.cli.serve_cluster import _ROUTER
 from longctx.cluster.conductor.instance import ROLES
 from longctx.cluster.config import LAUNCHERS
+from longctx.models import load_checkpoint, load_tokenizer
+from longctx.models.builtin import TINY
+from longctx.serving import Engine, EngineConfig, SamplingParams
 
 PAIR = '[[instances]]\nrole = "prefill"\n[[instances]]\nrole = "decode"\n'
 SMALL = "max_length = 2048\nnum_pages = 400\npage_size = 16\nmax_running = 8\ntoken_budget = 32\nbuckets = '32'\n"
@@ -58,6 +63,10 @@ def test_flags_are_those_of_the_cluster_layer() -> None:
         ("[engine]\nkv_secret_file = 'no-such'\n" + PAIR, [], "[engine] --kv-secret-file"),
         (PAIR + "flags = { admin-key = 'x' }\n", [], "decode-0: flags.admin-key is set by"),
         (PAIR + "flags = { max_running = 0 }\n", [], "decode-0: --max-running must be"),
+        (PAIR + "processes = 2\n", [], "decode-0: processes must divide the 1 devices of --stage, --context and"),
+        (PAIR + "processes = 2\nflags = { stage = 3 }\n", [], "processes must divide the 3 devices"),
+        (PAIR, ["--coordinator", "a:1"], "[engine] coordinator is set by who starts the instances"),
+        (PAIR, ["--process-id", "1"], "[engine] process-id is set by who starts the instances"),
         (PAIR + "polcy = 1\n", [], "[[instances]] 2: unknown key 'polcy'"),
         (STATIC, [], "[engine] kv_secret_file must be there"),
         (PAIR + '[[instances]]\nrole = "both"\nurl = "http://h:1"\n', [], "[engine] kv_secret_file must be there"),
@@ -178,6 +187,87 @@ def test_a_cluster_of_processes(tmp_path: Path) -> None:
         os.kill(router.process.pid, signal.SIGKILL)
         router.process.wait()
         wait_until("nothing is left", lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), [("stage", None), (None, "tensor"), ("tensor", "stage")])
+def test_instances_of_two_processes(prefill: str | None, decode: str | None, tmp_path: Path) -> None:
+    """Pages go from and to all processes. One that is killed takes its instance along, which comes back."""
+    lines = '[cluster]\nadmission = "none"\n[engine]\n' + SMALL
+    for role, axis in (("prefill", prefill), ("decode", decode)):
+        lines += f'[[instances]]\nrole = "{role}"\n'
+        lines += "" if axis is None else f"processes = 2\nflags = {{ {axis} = 2 }}\n"
+    body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with ServeProcess("--cluster", written(tmp_path, lines)) as router:
+
+        def ask(prompt: list[int], count: int) -> None:
+            answer = router.post("/v1/completions", body | {"prompt": prompt, "max_tokens": count})
+            assert answer["choices"][0]["token_ids"] == expected_tokens(prompt, count)
+
+        def states() -> set[str]:
+            return {each["state"] for each in httpx.get(f"{router.url}/cluster/instances").json()["instances"]}
+
+        wait_until("all are there", lambda: re.search(r"^ready ", router.log, re.MULTILINE))
+        for number in range(3):
+            ask([(5 + number) * i % 200 for i in range(300 + 7 * number)], 20)
+        pids = children(router)
+        arguments = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        [key] = {found for each in arguments.values() for found in re.findall(rb"--admin-key-file=([^\0]+)", each)}
+        headers = {"authorization": f"Bearer {Path(os.fsdecode(key)).read_text().strip()}"}
+        instances = httpx.get(f"{router.url}/cluster/instances").json()["instances"]
+        urls = {each["role"]: each["url"] for each in instances}
+
+        def directly(role: str, params: dict[str, Any], count: int) -> dict[str, Any]:
+            sent = body | {"prompt": list(range(150)), "max_tokens": count, "kv_transfer_params": params}
+            answer = httpx.post(f"{urls[role]}/v1/completions", json=sent, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        params = directly("prefill", {"do_remote_decode": True}, 1)["kv_transfer_params"]
+        assert len(params.get("remote_followers", ())) == (prefill is not None)
+        tokens = directly("decode", params, 20)["choices"][0]["token_ids"]
+        assert tokens == expected_tokens(list(range(150)), 20)
+
+        moved: dict[str, float] = {}
+        for each in instances:
+            lines = httpx.get(f"{each['url']}/metrics", headers=headers).text
+            for way, number in re.findall(
+                r'^longctx:kv_transfer_bytes_total\{direction="(\w+)".*\} (.*)$', lines, re.M
+            ):
+                moved[f"{each['role']} {way}"] = float(number)
+            outcomes = re.findall(r'^longctx:kv_transfers_received_total\{.*outcome="(\w+)"\} (.*)$', lines, re.M)
+            assert {outcome for outcome, number in outcomes if float(number)} <= {"complete"}
+        sent, received = moved["prefill sent"], moved["decode received"]  # by the first process of each
+        assert received > 0
+        if None in (prefill, decode):
+            assert sent == (received / 2 if prefill else 2 * received)
+
+        with ThreadPoolExecutor(2) as pool:
+            prompts = [[(11 + number) * i % 200 for i in range(900)] for number in range(2)]
+            asked = [pool.submit(ask, prompt, 200) for prompt in prompts]
+            time.sleep(1.0)
+            os.kill(next(pid for pid in pids if b"--process-id=1" in arguments[pid]), signal.SIGKILL)
+            for each in asked:
+                each.result()
+        wait_until("it is started again", lambda: len(children(router)) == len(pids) and states() == {"open"})
+        ask(prompts[0], 30)
+        left = children(router)
+        router.process.terminate()
+        assert router.process.wait(100) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in left)
+
+
+@functools.cache
+def reference() -> Engine:
+    """One engine of one device, with the flags of `SMALL`."""
+    model, params = load_checkpoint(TINY)
+    config = EngineConfig(max_length=2048, num_pages=400, page_size=16, max_running=8, token_budget=32, buckets=(32,))
+    return Engine(model, params, config, tokenizer=load_tokenizer(TINY))
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    return reference().generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.slow

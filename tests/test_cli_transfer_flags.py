@@ -41,7 +41,6 @@ SECRET = ("--kv-secret-file", "secret")
         (["--role", "both"], "--role needs --kv-secret-file"),
         (["--role", "both", *SECRET, "--no-prefix-cache"], "--role contradicts --no-prefix-cache"),
         (["--role", "both", *SECRET, "--record", "folder"], "--role contradicts --record"),
-        (["--role", "both", *SECRET, "--coordinator", "a:1"], "--role contradicts --coordinator"),
         (["--role", "prefill", *SECRET, "--prefill-from", "http://a"], "--prefill-from contradicts --role prefill"),
         (["--role", "both", *SECRET, "--kv-host", "0.0.0.0"], "--kv-host 0.0.0.0 needs --kv-advertise"),
     ],

@@ -22,12 +22,14 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "cluster"
 SCRIPTS = ("one_machine.sh", "ray.sh", "instance.sh", "longctx.sbatch")
 
 
-def arguments_of(text: str, nth: int = 0) -> list[str]:
-    """What follows a `longctx serve` in a script; variables are a role's or a host's name."""
+def arguments_of(text: str, nth: int = 0, plan: str = "") -> list[str]:
+    """What follows a `longctx serve` in a script; variables are a role's or a host's name, a number, or `plan`."""
     text = re.sub(r"^#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
     line = [line for line in text.splitlines() if "longctx serve " in line][nth]
     words = line[line.index("longctx serve ") + len("longctx serve ") :].replace('"$@"', "").replace("$PEERS", "")
-    words = re.sub(r"\$(role|ROLE)\b", "decode", words)
+    words = re.sub(r"\$role\b", "decode", words)
+    words = words.replace("$plan", plan)
+    words = re.sub(r"\$\(\(.*?\)\)|\$LWS_(GROUP_SIZE|WORKER_INDEX)\b", "1", words)
     split = shlex.split(re.sub(r"\$(\w+|\{\w+\})", "host", words))
     return split[: split.index("&")] if "&" in split else split
 
@@ -50,13 +52,22 @@ def documents() -> list[dict[str, Any]]:
     return items
 
 
+def templates() -> dict[str, dict[str, Any]]:
+    """The pods of each workload; of the process groups, leader and worker."""
+    found = {}
+    for each in documents():
+        name, spec = each["metadata"]["name"], each["spec"]
+        if each["kind"] == "LeaderWorkerSet":
+            group = spec["leaderWorkerTemplate"]
+            found |= {name: group["leaderTemplate"], f"{name}-worker": group["workerTemplate"]}
+        elif each["kind"] != "Service":
+            found[name] = spec["template"]
+    return found
+
+
 def containers() -> dict[str, dict[str, Any]]:
     """The container of each workload."""
-    return {
-        each["metadata"]["name"]: each["spec"]["template"]["spec"]["containers"][0]
-        for each in documents()
-        if each["kind"] != "Service"
-    }
+    return {name: template["spec"]["containers"][0] for name, template in templates().items()}
 
 
 def command_of(container: dict[str, Any]) -> argparse.Namespace:
@@ -95,23 +106,51 @@ def test_scripts_have_flags_that_exist() -> None:
         options = parse(arguments_of(script(name)))
         read_cluster(EXAMPLE / options.cluster.name, options.launcher)
         assert (options.api_key_file is None) == (name == "one_machine.sh"), "whoever lets others in has keys"
-    instance = parse(arguments_of(script("instance.sh")))
-    check_join_flags(argparse.Namespace(**vars(instance) | {"join_key_file": None}))
-    check_transfer_flags(instance)
+    plans = re.findall(r'\bplan="(.*)"$', script("instance.sh"), re.MULTILINE)
     router = parse(arguments_of(script("longctx.sbatch")))
-    assert instance.join == [f"host:{router.port}"]
-    assert instance.join_key_file == instance.admin_key_file == router.admin_key_file == router.instance_key_file
-    assert instance.kv_secret_file == router.kv_secret_file
+    sizes = []
+    for plan in plans:
+        instance = parse(arguments_of(script("instance.sh"), plan=plan))
+        check_join_flags(argparse.Namespace(**vars(instance) | {"join_key_file": None}))
+        check_transfer_flags(instance)
+        assert instance.join == [f"host:{router.port}"]
+        assert instance.join_key_file == instance.admin_key_file == router.admin_key_file == router.instance_key_file
+        assert instance.kv_secret_file == router.kv_secret_file
+        sizes.append((instance.stage * instance.tensor, instance.num_processes, instance.coordinator))
+    assert sizes == [(8, None, None), (16, 2, "host:9876")]  # 8 GPUs a host
+
+
+@pytest.mark.parametrize(
+    ("process", "role", "number", "more"),
+    [
+        (0, "prefill", 0, "--stage 2 --coordinator a:9876 --num-processes 2 --process-id 0"),
+        (3, "prefill", 1, "--stage 2 --coordinator c:9876 --num-processes 2 --process-id 1"),
+        (4, "decode", 0, ""),
+        (5, "decode", 1, ""),
+    ],
+)
+def test_each_host_knows_its_place(process: int, role: str, number: int, more: str, tmp_path: Path) -> None:
+    """Two groups of two hosts, and two hosts by themselves."""
+    program = tmp_path / "longctx"
+    program.write_text('#!/bin/sh\necho "$@"\nkill -TERM "$PPID"\nsleep 0.2\n', encoding="utf-8")
+    program.chmod(0o700)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_PROCID": str(process)}
+    environment |= {"HOSTS": "\n".join("abcdef"), "MODEL": "m", "SECRETS": "s", "ROUTER": "r", "PEERS": "--kv-peer=a"}
+    command = ["sh", str(EXAMPLE / "instance.sh")]
+    done = subprocess.run(command, env=environment, cwd=EXAMPLE, capture_output=True, text=True, timeout=30)
+    assert f" --tensor 8 {more}".rstrip() + " --host 0.0.0.0 " in done.stdout
+    assert f" --join r:8080 --join-role {role} --join-name {role}-{number} " in done.stdout
 
 
 def test_pods_join_the_routers() -> None:
     found = containers()
     router = command_of(found["longctx-router"])
+    assert found["longctx-prefill"]["args"] == found["longctx-prefill-worker"]["args"]
     for role in ("prefill", "decode"):
         container = found[f"longctx-{role}"]
         instance = command_of(container)
         check_transfer_flags(instance)
-        assert {each["name"]: each.get("value") for each in container["env"]}["ROLE"] == role
+        assert instance.join_role == role
         assert instance.join == [f"longctx-router-{i}.longctx-router:{router.port}" for i in range(2)]
         assert instance.join_key_file == instance.admin_key_file == router.admin_key_file == router.instance_key_file
         assert instance.kv_secret_file == router.kv_secret_file
@@ -122,7 +161,15 @@ def test_pods_join_the_routers() -> None:
         assert instance.kv_events.endswith(f":{ports['kv-events']}")
         assert instance.kv_events_replay.endswith(f":{ports['kv-replay']}")
     sets = {each["metadata"]["name"]: each for each in documents() if each["kind"] != "Service"}
-    assert sets["longctx-router"]["spec"]["replicas"] == 2
+    assert [each["spec"]["replicas"] for each in sets.values()] == [2, 2, 2]
+    leader, worker = (found[f"longctx-prefill{which}"] for which in ("", "-worker"))
+    prefill, size = command_of(leader), sets["longctx-prefill"]["spec"]["leaderWorkerTemplate"]["size"]
+    gpus = leader["resources"]["limits"]["nvidia.com/gpu"]
+    assert prefill.stage * prefill.context * prefill.tensor == size * gpus
+    ports = {each["name"]: each["containerPort"] for each in worker["ports"]}
+    assert ports["kv"] == prefill.kv_port
+    assert prefill.coordinator.endswith(f":{ports['coordinator']}")
+    assert "LONGCTX_GROUP_SECRET" in {each["name"] for each in worker["env"]}
     for service in (each for each in documents() if each["kind"] == "Service"):
         labels = sets["longctx-router"]["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
@@ -131,16 +178,16 @@ def test_pods_join_the_routers() -> None:
 def test_probes_and_mounts() -> None:
     from longctx.serving.server.gate import OPEN_PATHS
 
-    for each in documents():
-        if each["kind"] == "Service":
-            continue
-        pod = each["spec"]["template"]["spec"]
+    for name, template in templates().items():
+        pod = template["spec"]
         [container] = pod["containers"]
         asked = {container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}
+        assert bool(asked) != name.endswith("-worker")  # which serves no HTTP
         assert asked <= OPEN_PATHS  # as probes send no key
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert pod["volumes"][1]["secret"]["defaultMode"] == 0o400
         wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] >= wait + command_of(container).shutdown_timeout + 15
-        labels = each["spec"]["template"]["metadata"]["labels"]
-        assert each["spec"]["selector"]["matchLabels"] == labels
+    for each in documents():
+        if "template" in each["spec"]:
+            assert each["spec"]["selector"]["matchLabels"] == each["spec"]["template"]["metadata"]["labels"]

@@ -35,6 +35,7 @@ LAYERS = [
     ["cluster.launcher"],
     ["cluster.engine_exporter", "cluster.peers", "cluster.tpot_check"],
     ["cluster.prefill"],
+    ["cluster.engine_messenger"],
     ["cluster.engine_transfers"],
     ["cluster.router"],
     ["simulation"],

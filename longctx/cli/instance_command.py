@@ -16,7 +16,8 @@ _OURS = {"help", "config", "quiet", "host", "port", "role", "cluster", "launcher
 _OURS |= {"ignore_deadlines", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host", "allow_origin"}
 _OURS |= {"served_model_name", "kv_events", "kv_events_replay", "kv_events_topic", "kv_host", "kv_port", "kv_advertise"}
 _OURS |= {"kv_peer", "join", "join_key_file", "join_name", "join_role", "join_url", "prefill_from", "prefill_key_file"}
-_OURS |= {"tenant_weight", "coordinator", "no_prefix_cache", "record", "record_private", "record_bytes"}
+_OURS |= {"tenant_weight", "coordinator", "num_processes", "process_id", "no_prefix_cache"}
+_OURS |= {"record", "record_private", "record_bytes"}
 _LOOPBACK = "127.0.0.1"
 
 

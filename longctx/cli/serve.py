@@ -34,7 +34,7 @@ from longctx.cli.serve_flags import (
     server_settings,
 )
 from longctx.cli.terminal import FAILED, Console, interrupts
-from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
+from longctx.cli.transfer_flags import check_transfer_flags, follower_messenger, transfer_maker
 from longctx.models import Llama, load_checkpoint, load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate
 from longctx.models.checkpoint import read_model
@@ -112,7 +112,7 @@ def _serve(
         options, model, params, config, mesh=mesh, tokenizer=tokenizer, process_group=group, recorder=recorder
     )
     if listener is None:
-        return _follow(engine, settings.shutdown_timeout)
+        return _follow(engine, options, settings.shutdown_timeout)
 
     def warm_up(engine: Engine) -> None:
         _log.info(kernels)
@@ -155,7 +155,7 @@ def _recorder(options: argparse.Namespace, model_name: str) -> Recorder | None:
         return open_recorder(options.record, options.record_private, options.record_bytes, model_name, weights)
 
 
-def _follow(engine: Engine, shutdown_timeout: float) -> int:
+def _follow(engine: Engine, options: argparse.Namespace, shutdown_timeout: float) -> int:
     """Follow the first process until it ends. Whoever ends all processes at once signals this one, too."""
 
     def end_later(number: int, frame: FrameType | None) -> None:
@@ -166,7 +166,10 @@ def _follow(engine: Engine, shutdown_timeout: float) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end_later)
-    engine.follow()
+    messenger = follower_messenger(options, engine)
+    engine.follow(messenger)
+    if messenger is not None:
+        messenger.close()
     return 0
 
 

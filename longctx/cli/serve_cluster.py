@@ -4,16 +4,17 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from longctx.cli.arguments.serve import SETTINGS
-from longctx.cli.engine_flags import prefixing
+from longctx.cli.engine_flags import parallel_plan, prefixing
 from longctx.cli.files import read_text
 from longctx.cli.instance_command import (
     Secrets,
@@ -131,22 +132,45 @@ def _prepare(options: argparse.Namespace, file: ClusterFile, folder: Path) -> tu
         serve_config(engine)
     for each in starts:
         with prefixing(f"{place}[[instances]] {each.name}: "):
-            serve_config(_parse([*common, *own[each.name]]))
+            parsed = _parse([*common, *own[each.name]])
+            serve_config(parsed)
+            num_devices = parallel_plan(parsed).num_devices
+            if num_devices % each.processes:
+                message = "processes must divide the {} devices of --stage, --context and --tensor, got {}"
+                raise ValueError(message.format(num_devices, each.processes))
     if options.instance_key_file is not None:
         key_text = read_text("--instance-key-file", options.instance_key_file)
         files.admin.write_text(key_text, encoding="utf-8")
     paths = tuple(map(str, files))
     launched = [
-        Launched(each.name, each.role, instance_command(common, own[each.name]), paths, _devices(each))
+        Launched(
+            each.name,
+            each.role,
+            instance_command(common, own[each.name]),
+            paths,
+            _devices(each.devices),
+            _members(each),
+        )
         for each in starts
     ]
     known = [Address(each.name, each.role, each.url) for each in file.instances if each.url is not None]
     return engine, _launcher(file, launched, known), files.admin_key
 
 
-def _devices(instance: InstanceEntry) -> dict[str, str]:
-    """Variables that let an instance see its devices alone."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, instance.devices))} if instance.devices else {}
+def _devices(devices: Sequence[int]) -> dict[str, str]:
+    """Variables that let a process see its devices alone."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+
+
+def _members(instance: InstanceEntry) -> tuple[dict[str, str], ...]:
+    """Variables of each process of an instance of several."""
+    if instance.processes == 1:
+        return ()
+    each, secret = len(instance.devices) // instance.processes, secrets.token_urlsafe(32)
+    return tuple(
+        {"LONGCTX_GROUP_SECRET": secret} | _devices(instance.devices[i * each : (i + 1) * each])
+        for i in range(instance.processes)
+    )
 
 
 def _launcher(file: ClusterFile, launched: list[Launched], known: list[Address]) -> Launcher:

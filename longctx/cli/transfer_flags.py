@@ -14,6 +14,7 @@ from longctx.serving.engine.engine import Engine
 from longctx.serving.kv_cache.secret import read_secret
 
 if TYPE_CHECKING:
+    from longctx.cluster.engine_messenger import EngineMessenger
     from longctx.cluster.engine_transfers import EngineTransfers
 
 _FLAGS = {"ip": "--kv-host", "port": "--kv-port", "secret": "--kv-secret-file", "inline_tokens": "--prefill-inline"}
@@ -37,8 +38,6 @@ def check_transfer_flags(options: argparse.Namespace) -> None:
     for name, why in (("no_prefix_cache", "pages have keys there"), ("record", "a replay has no other server")):
         if getattr(options, name):
             raise ValueError(f"--role contradicts --{name.replace('_', '-')}: {why}")
-    if options.coordinator is not None:
-        raise ValueError("--role contradicts --coordinator: requests move between engines of one process each")
     if options.prefill_key_file is not None and not options.prefill_from:
         raise ValueError("--prefill-key-file needs --prefill-from")
     if options.role == "prefill" and options.prefill_from:
@@ -51,9 +50,7 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
     """Makes what moves requests between servers, by the flags; None: they stay where they are."""
     if options.role is None:
         return None
-    with naming_flags(SECRET_FLAGS):
-        secret = read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
-    prefill_key = None
+    secret, prefill_key = _secret(options), None
     if options.prefill_key_file is not None:
         prefill_key = read_text("--prefill-key-file", options.prefill_key_file).strip()
 
@@ -77,6 +74,24 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
             )
 
     return make
+
+
+def follower_messenger(options: argparse.Namespace, engine: Engine) -> "EngineMessenger | None":
+    """What moves the pages of a process that follows another one, by the flags; None: they stay."""
+    if options.role is None:
+        return None
+    from longctx.cluster.engine_messenger import EngineMessenger
+
+    host, port, messenger = options.kv_host, options.kv_port, options.kv_messenger
+    with naming_flags(_FLAGS):
+        return EngineMessenger(
+            engine, host, port, _secret(options), options.kv_advertise, None, messenger, options.kv_plain
+        )
+
+
+def _secret(options: argparse.Namespace) -> str:
+    with naming_flags(SECRET_FLAGS):
+        return read_secret(options.kv_secret_file).decode("utf-8", "surrogateescape")
 
 
 def _is_any(host: str) -> bool:

@@ -39,6 +39,7 @@ class InstanceEntry:
       url: where it runs already; None: it is to be started.
       flags: of `longctx serve`, by their names, for this instance alone.
       devices: numbers of the machine's GPUs that it sees; none: all of them.
+      processes: that run it together, each with as many of its devices.
     """
 
     name: str
@@ -46,6 +47,7 @@ class InstanceEntry:
     url: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _read_entry(
     place: str, entry: Mapping[str, Any], launcher: Launcher, numbers: Counter[str]
 ) -> Iterable[InstanceEntry]:
     """The instances of an entry; `numbers`: how many of each role had no name of their own so far."""
-    _check_keys(place, entry, ("name", "role", "count", "url", "flags", "devices"))
+    _check_keys(place, entry, ("name", "role", "count", "url", "flags", "devices", "processes"))
     role, name, url, flags = entry.get("role"), entry.get("name"), entry.get("url"), entry.get("flags", {})
     if role not in ROLES:
         raise ValueError(f"{place}role must be one of {', '.join(ROLES)}, got {role!r}")
@@ -207,18 +209,23 @@ def _read_entry(
     if url is None and launcher == "static":
         raise ValueError(f"{place}url must be there: with launcher 'static' nobody starts instances")
     if url is not None:
-        if "count" in entry or flags or "devices" in entry:
-            raise ValueError(f"{place}url is of an instance that runs: it contradicts count, flags and devices")
+        if "count" in entry or flags or "devices" in entry or "processes" in entry:
+            raise ValueError(f"{place}url is of an instance that runs: it contradicts count, flags, devices, processes")
         url = _check_url(f"{place}url", url)
     count = entry.get("count")
     if count is not None:
         _whole(place, "count", count, 1, _MOST)
     devices = _read_devices(place, entry.get("devices", []), count or 1, launcher)
+    processes = _whole(place, "processes", entry.get("processes", 1), 1, _MOST)
+    if processes > 1 and launcher != "processes":
+        raise ValueError(f"{place}processes are for launcher 'processes': Ray starts one for each instance")
+    if len(devices[0]) % processes:
+        raise ValueError(f"{place}devices must be as many for each of {processes} processes, got {len(devices[0])}")
     for number in range(count or 1):
         own = f"{role}-{numbers[role]}" if name is None else name if count is None else f"{name}-{number}"
         if name is None:
             numbers[role] += 1
-        yield InstanceEntry(own, role, url, MappingProxyType(flags), devices[number])
+        yield InstanceEntry(own, role, url, MappingProxyType(flags), devices[number], processes)
 
 
 def _read_devices(place: str, found: Any, count: int, launcher: Launcher) -> list[tuple[int, ...]]:

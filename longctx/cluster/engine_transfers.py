@@ -11,19 +11,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.engine_messenger import MESSENGERS as MESSENGERS
+from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher, count_here
 from longctx.cluster.prefill.instance import PrefillInstance
 from longctx.cluster.prefill.named import NamedReaders
 from longctx.cluster.server_url import host_port
 from longctx.cluster.tpot_check import breaks_tpot
-from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions, make_lease_id
-from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
-from longctx.cluster.transfer.remote_source import RemoteSource
+from longctx.cluster.transfer import TransferOptions, make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
+from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.output import Output
 from longctx.serving.request.request import PreparedRequest
@@ -32,8 +32,6 @@ from longctx.serving.server.transfers import PagePrefix, Prefill, TransferParams
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
-"""What carries pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
@@ -44,21 +42,19 @@ _RETRY = 1.0  # seconds after which another instance, or this one, may have room
 class EngineTransfers:
     """Sends and fetches pages for an engine, as the `Transfers` of its server.
 
+    Of an engine of several processes it is the first one's; each of the others has an `EngineMessenger`.
+
     Args:
-      ip, port: where others fetch pages; port 0: any free one.
+      ip, port, secret, advertised, messenger, is_plain: see `EngineMessenger`.
       peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
-      secret: what all instances share, see `PageSender`. is_plain: pages are not encrypted all the same, which is
-        several times as fast, on a network that is trusted.
-      advertised: the host by which others reach this one; None: `ip`.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
-      messenger: of `MESSENGERS`.
       prefill_from: URLs of servers that read long prompts for this one, see `PrefillDispatcher`.
       prefill_key: that these take; None: they need none.
       inline_tokens: tokens of a prompt, not cached, up to which it is read here all the same.
 
     Raises:
-      ValueError: the engine has no page keys, or of several processes; an address or secret can't be.
+      ValueError: the engine has no page keys, or processes contradict each other; an address or secret can't be.
       OSError: it can't listen there.
       ImportError, RuntimeError: the messenger is not there, or does not start.
     """
@@ -81,39 +77,24 @@ class EngineTransfers:
     ) -> None:
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
-        if messenger not in MESSENGERS:
-            raise ValueError(f"messenger must be one of {', '.join(MESSENGERS)}, got {messenger!r}")
-        if engine.page_identity is None or not (engine.config.transfers and engine.config.prefix_cache):
-            raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
-        layout, fingerprint = engine.page_identity
-        self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
-        self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
-        self._exporter = EngineExporter(engine, layout)
-        self.host = advertised or ip
-        self._peers = Peers(peers, self.host)
+        self._peers = Peers(peers, advertised or ip)
         instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
-        options, protocol = options or TransferOptions(), MESSENGERS[messenger]
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
-            staging = puller = None
-            if protocol is not None:
-                mooncake = make_engine(self.host, protocol)
-                staging = MooncakeStaging(mooncake, self.host, options.max_blocks, options.block_bytes)
-                stack.callback(staging.close)
-                puller = MooncakePuller(mooncake, options.block_bytes)
-            shared = None if is_plain else secret
-            sender = PageSender(self._exporter, layout, fingerprint, ip, port, shared, options, staging, is_plain)
-            stack.callback(sender.close)
-            self.sender = sender
-            self.receiver = PageReceiver(layout, fingerprint, None, shared, options, puller)
-            stack.callback(self.receiver.close)
+            made = EngineMessenger(engine, ip, port, secret, advertised, options, messenger, is_plain)
+            stack.callback(made.close)
+            self._messenger, self.sender, self.receiver = made, made.sender, made.receiver
             self.dispatcher = None
             if instances:
-                self.dispatcher = PrefillDispatcher(engine, instances, self.receiver.source, inline_tokens)
+                self.dispatcher = PrefillDispatcher(engine, instances, made.source, inline_tokens)
                 stack.callback(self.dispatcher.close)
-            self.named = NamedReaders(engine, self._named_source, self.check_peer)
+            self.named = NamedReaders(engine, self._source_at, self.check_peer)
             stack.callback(self.named.close)
             self._open = stack.pop_all()
-        self.port = int(self.sender.address.rpartition(":")[2])
+        assert engine.page_identity is not None
+        layout, fingerprint = engine.page_identity
+        self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
+        self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
+        self.host, self.port = made.host, made.port
         self.num_refused = 0
 
     def lease(self, wanted: str | None) -> str:
@@ -124,7 +105,8 @@ class EngineTransfers:
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """`kv_transfer_params` of the answer of a request with a lease."""
-        return {
+        followers = {"remote_followers": self._messenger.followers} if self._messenger.followers else {}
+        return followers | {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
@@ -207,12 +189,15 @@ class EngineTransfers:
         """Have another server read a prompt, see `Transfers`."""
         return None if self.dispatcher is None else self.dispatcher.dispatch(prepared, headers)
 
-    def source(self, host: str, port: int, lease_id: str) -> RemoteSource:
-        """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'."""
+    def source(self, host: str, port: int, lease_id: str, followers: Sequence[str] = ()) -> LeasedSource:
+        """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'.
+
+        Args:
+          followers: `host:port` of its other processes.
+        """
         if not _HOST.fullmatch(host) or not 0 < port < 65536:
             raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        self.check_peer(host, port)
-        return self.receiver.source(host_port(host, port), lease_id)
+        return self._source_at([host_port(host, port), *followers], lease_id)
 
     def check_peer(self, host: str, port: int | None = None) -> None:
         """ApiError, unless requests come from this host and go to it; with `port`, unless its pages are there."""
@@ -241,16 +226,26 @@ class EngineTransfers:
         """What others have to know to fetch pages from here."""
         info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
         info |= {"fingerprint": self._fingerprint, "kv_dtype": self._kv_dtype, "answers": dict(self.named.answers)}
+        info |= {"followers": self._messenger.followers} if self._messenger.followers else {}
         return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
 
     def close(self) -> None:
         """End all transfers."""
         self._open.close()
 
-    def _named_source(self, address: str, lease: str, deadline: float, patience: float) -> RemoteSource:
+    def _source_at(
+        self, addresses: Sequence[str], lease: str, deadline: float | None = None, patience: float = 0.0
+    ) -> LeasedSource:
         """The pages of a server that a request has named, if they are where pages may come from; else ApiError."""
-        self.check_peer(*parse_peer(address))
-        return self.receiver.source(address, lease, deadline=deadline, patience=patience)
+        for address in addresses:
+            try:
+                host, port = parse_peer(address)
+                if port is None:
+                    raise ValueError(f"{address!r} has no port")
+            except ValueError as error:
+                raise ApiError(400, f"{_NAME}: pages must be at HOST:PORT: {error}", _NAME) from None
+            self.check_peer(host, port)
+        return self._messenger.source(addresses, lease, deadline, patience)
 
     def _check(self, handoff: Handoff, prepared: PreparedRequest) -> None:
         try:
@@ -265,7 +260,8 @@ class EngineTransfers:
         leases = [each.lease for each in handoff.completions if each.lease is not None]
         if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
-        sources = {lease: self.source(params.remote_host, params.remote_port, lease) for lease in leases}
+        where = params.remote_host, params.remote_port
+        sources = {lease: self.source(*where, lease, params.remote_followers) for lease in leases}
         return Received(handoff, sources)
 
 

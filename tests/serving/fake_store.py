@@ -79,9 +79,9 @@ class StoringExecutor(FakeExecutor):
                 continue
             del self._loads[name]
             count = 0
-            source = self.store if load.source == "tiers" else self.sources[load.source]
+            source = self.store if load.source == "tiers" else self.sources.get(load.source)
             for key, page in zip(load.keys, load.pages, strict=True):
-                if key not in source.pages or self.store.random.random() < self.store.loses:
+                if source is None or key not in source.pages or self.store.random.random() < self.store.loses:
                     self.num_short += 1
                     break
                 pages[:, page // self._per_rank, page % self._per_rank] = source.pages[key]

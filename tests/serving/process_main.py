@@ -1,5 +1,6 @@
 """Main program of a process in `test_processes`: `process_main.py SCENARIO COORDINATOR PROCESSES ID JSON`."""
 
+import functools
 import json
 import sys
 import time
@@ -60,6 +61,52 @@ def tiers(group: ProcessGroup, options: dict[str, Any]) -> None:
             engine.step()
         engine.scheduler.loads.seconds_per_page = None
     print(json.dumps({"loaded": loaded, "part": store.part}))
+
+
+def moves(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Move requests from this engine to one of the first process alone, and back; print what each process has moved."""
+    from longctx.cluster.engine_messenger import EngineMessenger
+
+    engine, oracle = make_engine(group, options, transfers=True, hash_key=bytes(16))
+    messenger = EngineMessenger(engine, "127.0.0.1", 0, "s" * 40)
+    if group.is_first:
+        import test_moving_engines
+
+        def forget(*engines: Engine) -> None:
+            """What earlier requests left, in all processes."""
+            for each in engines:
+                each.pages.evict("device", lambda key: True)
+
+        test_moving_engines.forget = forget
+        other = Engine(oracle.model, oracle.params, engine.config, plan=ParallelPlan())
+        alone = EngineMessenger(other, "127.0.0.1", 0, "s" * 40)
+        ours, theirs = ([each.sender.address, *each.followers] for each in (messenger, alone))
+        random, loaded = np.random.default_rng(options.get("seed", 0)), []
+        for number, (steps, is_out) in enumerate((steps, is_out) for steps in (0, 3, 14) for is_out in (True, False)):
+            first, second, source = (engine, other, alone) if is_out else (other, engine, messenger)
+            sampling = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.5 * (number % 2), seed=number)
+            prompts = [random.integers(0, 50, length).tolist() for length in (45, 21, 30)]
+            requests = [Request(prompt, sampling, f"{number}/{i}") for i, prompt in enumerate(prompts)]
+            get = functools.partial(source.source, ours if is_out else theirs)
+            outputs = test_moving_engines.move(first, second, requests, steps, get)
+            for request, prompt in zip(requests, prompts, strict=True):
+                [output] = outputs[str(request.request_id)]
+                assert output.token_ids == oracle.expected_tokens(prompt, sampling), (number, request.request_id)
+            loaded.append(sum(output.metrics.loaded_tokens for [output] in outputs.values()))
+            until = time.monotonic() + 10
+            while (engine.core.leases or other.core.leases) and time.monotonic() < until:
+                engine.step()
+                other.step()
+            assert engine.core.pool.num_held == other.core.pool.num_held == 0
+        alone.close()
+        found: dict[str, Any] = {"loaded": loaded}
+    else:
+        engine.follow(messenger)
+        found = {"leases": len(engine.core.leases), "held": engine.core.pool.num_held}
+    messenger.close()
+    sent, received = messenger.sender.stats, messenger.receiver.stats
+    moved = {"sent": sent.bytes, "received": received.bytes, "ends": received.outcomes}
+    print(json.dumps(found | moved))
 
 
 def forever(group: ProcessGroup, options: dict[str, Any]) -> None:

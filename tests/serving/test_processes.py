@@ -106,6 +106,29 @@ def test_pages_come_back_in_every_process(plan: dict[str, Any], parts: list[Any]
             assert second["hits"] > 0
 
 
+MOVING = [
+    (2, {"stage": 2}),
+    (2, {"tensor": 2}),
+    (2, {"context": 2, "placement": "interleave", "exchange": "pass_kv"}),
+    (3, {"stage": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "plan"), [MOVING[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MOVING[1:])], ids=str
+)
+def test_requests_move_to_an_engine_of_one_process_and_back(count: int, plan: dict[str, Any], tmp_path: Path) -> None:
+    """Every process sends the pages of its own ranks, and fetches those that they want; tokens are the oracle's."""
+    with processes(tmp_path, "moves", count, plan=plan, failure_timeout=120, join_timeout=120) as group:
+        assert group.statuses(500) == [0] * count, "\n".join(map(group.output, range(count)))
+        first, *others = (json.loads(group.output(i).splitlines()[-1]) for i in range(count))
+        assert min(first["loaded"][4:]) > 60  # of the 96 tokens of prompts that have been read by then
+        for each in (first, *others):
+            assert min(each["sent"], each["received"]) > 0
+            assert {name for name, count in each["ends"].items() if count} == {"complete"}
+        assert [(each["leases"], each["held"]) for each in others] == [(0, 0)] * (count - 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "sizes", "strategy", "seed"), ALL, ids=str)
 def test_tokens_equal_those_of_one_device(

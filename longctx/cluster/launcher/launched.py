@@ -16,7 +16,8 @@ class Launched(NamedTuple):
     Attributes:
       name: no other one has it.
       command: see `MakeCommand`.
-      environment: more variables, where the router's own machine runs it.
+      environment: more variables, where the router's own machine runs it. members: the same of each process of an
+        instance of several, which are told their place by `--coordinator` and the like.
       files: that the command names, such as secrets, which have to be where it runs.
     """
 
@@ -25,6 +26,7 @@ class Launched(NamedTuple):
     command: MakeCommand
     files: tuple[str, ...] = ()
     environment: Mapping[str, str] = MappingProxyType({})
+    members: tuple[Mapping[str, str], ...] = ()
 
 
 class Address(NamedTuple):

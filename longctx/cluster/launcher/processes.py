@@ -4,7 +4,7 @@ import socket
 from collections.abc import Sequence
 
 from longctx.cluster.launcher.launched import Address, Launched, Moved
-from longctx.cluster.launcher.supervised import Supervised
+from longctx.cluster.launcher.supervised import Command, Supervised
 
 _HOST = "127.0.0.1"
 
@@ -12,7 +12,8 @@ _HOST = "127.0.0.1"
 class ProcessLauncher:
     """Starts instances as processes of this machine; a `Launcher`.
 
-    Each has the same port whenever it is started again. They end with this process, however that ends.
+    Each has the same port whenever it is started again. They end with this process, however that ends. An instance of
+    several processes is started and ends as one.
 
     Args:
       others: that run already.
@@ -28,10 +29,11 @@ class ProcessLauncher:
         """Start all; it returns before they are ready."""
         addresses = [*self._others]
         for each in self._instances:
-            self._held.append(_reserve())
-            port = self._held[-1].getsockname()[1]
-            command = each.command(_HOST, port, (_HOST,))
-            process = self.processes[each.name] = Supervised(each.name, command, each.environment)
+            port = self._reserve()
+            commands = [Command(each.command(_HOST, port, (_HOST,)), each.environment)]
+            if each.members:
+                commands = _commands(each, commands[0], f"{_HOST}:{self._reserve()}")
+            process = self.processes[each.name] = Supervised(each.name, *commands)
             process.start()
             addresses.append(Address(each.name, each.role, f"http://{_HOST}:{port}"))
         return addresses
@@ -50,10 +52,19 @@ class ProcessLauncher:
         for held in self._held:
             held.close()
 
+    def _reserve(self) -> int:
+        """A port that nobody else is given, as a socket holds it, which does not listen."""
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_HOST, 0))
+        self._held.append(held)
+        return int(held.getsockname()[1])
 
-def _reserve() -> socket.socket:
-    """A socket at a port that nobody else is given then; it does not listen."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((_HOST, 0))
-    return held
+
+def _commands(instance: Launched, command: Command, coordinator: str) -> list[Command]:
+    """One for each process of an instance of several."""
+    group = [f"--coordinator={coordinator}", f"--num-processes={len(instance.members)}"]
+    return [
+        Command([*command.arguments, *group, f"--process-id={i}"], {**command.environment, **member})
+        for i, member in enumerate(instance.members)
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longctx.cluster.launcher.supervised import Supervised
+from longctx.cluster.launcher.supervised import Command, Supervised
 
 
 class HostState(NamedTuple):
@@ -72,7 +72,7 @@ class RayHost:
             with os.fdopen(os.open(here, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(contents)
             command = [each.replace(path, str(here)) for each in command]
-        self._process = Supervised(name, command)
+        self._process = Supervised(name, Command(command, {}))
         self._process.start()
 
     def state(self) -> HostState:

@@ -1,8 +1,9 @@
-"""`Supervised`: a process that is started again when it ends, and never outlives this one."""
+"""`Supervised`: a process, or several as one, started again when it ends, and never outliving this one."""
 
 import contextlib
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from longctx.cluster.launcher.back_off import BackOff
 
@@ -19,30 +21,38 @@ WRONG_INPUT = 2
 """The exit status of a command whose flags or files are wrong: it would fail again."""
 
 _END_SECONDS = 90.0  # for which a process may take to end by itself
+_LAST_SECONDS = 10.0  # in which the others say why they end with one of them
 _LINES = 20  # of what it wrote last
 
 
-class Supervised:
-    """Runs a command until it is closed; its methods may be called from any thread.
+class Command(NamedTuple):
+    """Of a process, with more variables of its environment."""
 
-    The process has a pipe as its standard input, which closes when this process ends, however that ends: see
-    `end_with_parent`. What it writes is written to standard error here, each line with its name.
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+
+
+class Supervised:
+    """Runs commands together until it is closed; its methods may be called from any thread.
+
+    When one process ends, all do, and all are started again. Each has a pipe as its standard input, which closes when
+    this process ends, however that ends: see `end_with_parent`. What they write is written to standard error here, each
+    line with its name.
 
     Args:
-      name: of the process.
-      environment: more variables.
+      name: of the process, or of all of them together.
+      commands: one for each process.
 
     Attributes:
       num_starts: how often it was started.
       problem: why it is not started again; None: nothing is wrong.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self.name, self._command = name, list(command)
-        self._environment = os.environ | (environment or {})
+    def __init__(self, name: str, *commands: Command) -> None:
+        self.name, self._commands = name, commands
         self.num_starts = 0
         self.problem: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
@@ -54,16 +64,20 @@ class Supervised:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
-        process = self._process
-        return None if process is None or process.poll() is not None else process.pid
+        """Of the first process that runs now."""
+        return next(iter(self.pids), None)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run now."""
+        return [process.pid for process in self._processes if process.poll() is None]
 
     def begin_to_end(self) -> None:
         """Ask it to end; it is not started again."""
         with self._lock:
             self._is_closing.set()
-            process = self._process
-        if process is not None:
+            processes = self._processes
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
 
@@ -71,9 +85,7 @@ class Supervised:
         """End it, by force if it takes longer than so many seconds."""
         self.begin_to_end()
         self._thread.join(seconds)
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.kill()
+        self._kill()
         if self._thread.is_alive():
             self._thread.join(5.0)
 
@@ -84,8 +96,8 @@ class Supervised:
             with self._lock:
                 if self._is_closing.is_set():
                     return
-                process = self._begin()
-            status = self._follow(process)
+                self._begin()
+            status = self._follow()
             if self._is_closing.is_set():
                 return
             if status == WRONG_INPUT and self.num_starts == 1:
@@ -96,29 +108,56 @@ class Supervised:
             _tell(self.name, f"ended with status {status}; it is started again in {pause:.0f} s")
             self._is_closing.wait(pause)
 
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _begin(self) -> None:
         self.num_starts += 1
-        process = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdin=subprocess.PIPE,  # nobody writes to it: its end is the end of this process
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
-        )
-        self._process = process
-        return process
+        self._processes = []
+        for command in self._commands:
+            process = subprocess.Popen(
+                command.arguments,
+                env=os.environ | command.environment,
+                stdin=subprocess.PIPE,  # nobody writes to it: its end is the end of this process
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
+            )
+            self._processes.append(process)
 
-    def _follow(self, process: subprocess.Popen[bytes]) -> int:
-        """Pass on what a process writes until it ends; its exit status."""
+    def _follow(self) -> int:
+        """Wait until all processes have ended; the exit status of the first to end."""
+        ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+        names = [self.name, *(f"{self.name}.{i}" for i in range(1, len(self._processes)))]
+        threads = [
+            threading.Thread(
+                target=self._read, args=(name, process, ends), name=f"longctx launcher {name}", daemon=True
+            )
+            for name, process in zip(names, self._processes, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        status = ends.get()
+        until = time.monotonic() + _LAST_SECONDS
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+                if time.monotonic() > until and not self._is_closing.is_set():
+                    self._kill()
+        return status
+
+    def _read(self, name: str, process: subprocess.Popen[bytes], ends: "queue.SimpleQueue[int]") -> None:
+        """Pass on what a process writes until it ends."""
         assert process.stderr is not None
         assert process.stdin is not None
         with process.stderr, process.stdin:
             for line in process.stderr:
                 text = line.decode("utf-8", "replace").rstrip()
                 self._lines.append(text)
-                _tell(self.name, text)
-            return process.wait()
+                _tell(name, text)
+            ends.put(process.wait())
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
 
 
 def _tell(name: str, text: str) -> None:

@@ -122,10 +122,11 @@ class PrefillDispatcher(PrefillThread):
 
     async def _watch(self, instance: PrefillInstance) -> None:
         while True:
-            was_there = instance.address is not None
+            was_there = instance.addresses is not None
             await instance.look(self.client)
-            if was_there != (instance.address is not None):
-                state = "not there any more" if was_there else f"found: its pages are at {instance.address}"
+            if was_there != (instance.addresses is not None):
+                where = " and ".join(instance.addresses or ())
+                state = "not there any more" if was_there else f"found: its pages are at {where}"
                 _LOG.info("longctx: the server %s that reads prompts is %s", instance.url, state)
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -26,7 +26,7 @@ class PrefillInstance:
       key: that it takes for `/server_info` and `/load`; None: it needs none.
 
     Attributes:
-      address: `host:port` where its pages are fetched; None: it has not been reached yet.
+      addresses: `host:port` where its pages are fetched, of each of its processes; None: it has not been reached yet.
 
     Raises:
       ValueError: the URL is none.
@@ -38,7 +38,7 @@ class PrefillInstance:
             raise ValueError(f"url must be http://HOST:PORT, got {url!r}")
         self.url = url.rstrip("/")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.address: str | None = None
+        self.addresses: list[str] | None = None
         self._backlog, self._heard = 0.0, 0.0
         self._sent: dict[str, tuple[float, float]] = {}  # prompts that are being read: when they were sent, and seconds
         self._num_failures, self._until = 0, 0.0
@@ -47,7 +47,7 @@ class PrefillInstance:
     @property
     def is_open(self) -> bool:
         """Whether prompts may be sent to it now."""
-        return self.address is not None and time.monotonic() >= self._until
+        return self.addresses is not None and time.monotonic() >= self._until
 
     @property
     def wait(self) -> float:
@@ -68,13 +68,13 @@ class PrefillInstance:
 
     async def find(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> bool:
         """Whether it is known where its pages are; `headers`: of the request that it shall read."""
-        return self.address is not None
+        return self.addresses is not None
 
     async def look(self, client: httpx.AsyncClient) -> None:
         """Ask where its pages are and how busy it is. One that doesn't say where is left out."""
         try:
-            if self.address is None:
-                self.address = await self._ask_address(client, self._headers)
+            if self.addresses is None:
+                self.addresses = await self._ask_addresses(client, self._headers)
             asked = time.monotonic()
             load = await client.get(f"{self.url}/load", headers=self._headers, timeout=_CONNECT_SECONDS)
             if load.status_code == 200:
@@ -83,15 +83,15 @@ class PrefillInstance:
         except httpx.TimeoutException:
             self._num_missed += 1
             if self._num_missed >= _MOST_MISSED:
-                self.address = None
+                self.addresses = None
         except (httpx.HTTPError, KeyError, TypeError, ValueError):
-            self.address = None  # another one may listen there when it is back
+            self.addresses = None  # another one may listen there when it is back
 
-    async def _ask_address(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> str:
+    async def _ask_addresses(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> list[str]:
         found = await client.get(f"{self.url}/server_info", headers=headers, timeout=_CONNECT_SECONDS)
         transfer: dict[str, Any] = found.raise_for_status().json()["kv_transfer"]
         host, port = str(transfer["host"]), int(transfer["port"])
-        return host_port(host, port)
+        return [host_port(host, port), *map(str, transfer.get("followers", ()))]
 
     async def read(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
         """Have it read a prompt, within so many seconds."""
@@ -134,11 +134,11 @@ class NamedInstance(PrefillInstance):
 
     async def find(self, client: httpx.AsyncClient, headers: Mapping[str, str]) -> bool:
         """Whether it says where its pages are, now or a short time ago: another one may listen there by now."""
-        if self.address is None or time.monotonic() - self._found > _KNOWN_SECONDS:
-            self.address = None
+        if self.addresses is None or time.monotonic() - self._found > _KNOWN_SECONDS:
+            self.addresses = None
             known = {name: value for name, value in headers.items() if name == "authorization"}
             try:
-                self.address = await self._ask_address(client, known)
+                self.addresses = await self._ask_addresses(client, known)
             except (httpx.HTTPError, KeyError, TypeError, ValueError):
                 return False
             self._found = time.monotonic()

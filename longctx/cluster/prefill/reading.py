@@ -44,7 +44,7 @@ class PrefillThread:
     """Asks servers that read prompts, from a thread of its own, which the first of them starts.
 
     Args:
-      source: makes the source of a lease's pages at an address, see `PageReceiver.source`.
+      source: makes the source of a lease's pages at some addresses, see `PageReceiver.source`.
 
     Attributes:
       answers: how reading elsewhere ended, see `Answer`; `"cancelled"`: nobody wanted it any more.
@@ -89,14 +89,14 @@ class PrefillThread:
     def stage(
         self, engine: Engine, prepared: PreparedRequest, source: LeasedSource, first: int, stop: int
     ) -> StagedPages | None:
-        """Bring full pages of a prompt to the engine's host memory; None: it has none, or too little.
+        """Bring full pages of a prompt to the engine's host memory; None: it has none, too little, or several of them.
 
         Args:
           first, stop: tokens of the prompt, in whole pages.
         """
         store, size = engine.pages.store, engine.config.page_size
         first, stop = first // size, stop // size
-        if not isinstance(store, TieredStore) or store.part != store.layout.whole:
+        if not isinstance(store, TieredStore) or engine.process_group.num_processes > 1:
             return None
         if self._num_staged + stop - first > store.pinnable_pages:  # those that wait would evict each other
             return None
@@ -129,7 +129,7 @@ class PrefillThread:
 
     def make_source(self, instance: PrefillInstance, lease: str, patience: float) -> LeasedSource:
         """Where the pages of a lease come from. ApiError, if they may not."""
-        return self._source(instance.address, lease, deadline=_MOST_SECONDS, patience=patience)
+        return self._source(instance.addresses, lease, deadline=_MOST_SECONDS, patience=patience)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -62,6 +62,8 @@ class PageSender:
       options: limits and timeouts; None: the default ones.
       staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
       is_trusted: the network that `ip` is reached by, where nobody listens.
+      patience: seconds in which a lease may come, if a receiver has less patience: those of a process that follows
+        another one, which has told of the lease already.
 
     Attributes:
       address: `host:port`, for receivers.
@@ -116,12 +118,14 @@ class PageSender:
         options: TransferOptions | None = None,
         staging: Staging | None = None,
         is_trusted: bool = False,
+        patience: float = 0.0,
     ) -> None:
         check_ip(ip, secret is not None or is_trusted)
         key = transfer_key(secret)
         self.options = options or TransferOptions()
         self.options.check_fits(layout)
         self.stats = TransferStats()
+        self._patience = patience
         self._exporter, self._layout, self._fingerprint, self._staging = exporter, layout, fingerprint, staging
         self._queue = SendQueue(self.options.queue_bytes, self.options.max_queue_bytes)
         self._network = Network(ip, self.options.silence_timeout)
@@ -239,12 +243,13 @@ class PageSender:
         if (peer, message.fetch) in self._streams:
             raise ValueError("a transfer was opened twice")
         find = functools.partial(self._find, message)
+        patience = max(self._patience, message.patience / 1000)
         try:
             self._check(message)
             try:
                 found = find()
             except LeaseGone:
-                if not message.patience:
+                if not patience:
                     raise
                 found = None
         except (LeaseGone, ValueError) as error:
@@ -262,7 +267,7 @@ class PageSender:
             )
             self._streams[peer, message.fetch] = stream
             self._send(peer, Opened(message.fetch, self._layout, self._fingerprint))
-            wait = functools.partial(wait_for_lease, find, message.patience / 1000, stream.closed)
+            wait = functools.partial(wait_for_lease, find, patience, stream.closed)
             try:
                 stream.start(self._exporter, wait if found is None else lambda: found, self._options_for(message))
             except RuntimeError:  # there are as many threads as there may be

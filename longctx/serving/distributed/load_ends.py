@@ -1,4 +1,4 @@
-"""Loads of an engine in many processes: each loads its part of the pages, and a load ends when all have ended it."""
+"""Pages that move to and from an engine in many processes: each moves its part, and a load ends when it has in all."""
 
 from collections.abc import Container, Iterable
 
@@ -7,11 +7,12 @@ from longctx.serving.kv_cache.connector import Loaded
 
 
 class LoadEnds:
-    """Gathers the ends of loads in process 0; a process alone has them at once."""
+    """Gathers the ends of loads in process 0, and which leases others ask for; a process alone has them at once."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._ends: dict[str, dict[int, Loaded]] = {}
+        self._asked: set[str] = set()
 
     def report(self, ended: Iterable[Loaded]) -> None:
         """In the other processes: tell process 0 of loads that have ended here."""
@@ -28,8 +29,7 @@ class LoadEnds:
             return list(ended)
         for loaded in ended:
             self._ends.setdefault(loaded.name, {})[0] = loaded
-        for process, (name, num_pages, seconds) in self._group.reports():
-            self._ends.setdefault(name, {})[process] = Loaded(name, num_pages, seconds)
+        self._read_reports()
         self._ends = {name: ends for name, ends in self._ends.items() if name in wanted}
         complete = [name for name, ends in self._ends.items() if len(ends) == self._group.num_processes]
         return [
@@ -37,3 +37,21 @@ class LoadEnds:
             for name in complete
             for ends in [list(self._ends.pop(name).values())]
         ]
+
+    def report_asked(self, lease_id: str) -> None:
+        """In the other processes: tell process 0 that a lease is asked for here."""
+        self._group.report(lease_id)
+
+    def asked(self) -> set[str]:
+        """In process 0: the leases that were asked for elsewhere since the last call."""
+        self._read_reports()
+        asked, self._asked = self._asked, set()
+        return asked
+
+    def _read_reports(self) -> None:
+        for process, value in self._group.reports():
+            if isinstance(value, str):
+                self._asked.add(value)
+            else:
+                name, num_pages, seconds = value
+                self._ends.setdefault(name, {})[process] = Loaded(name, num_pages, seconds)

@@ -8,6 +8,7 @@ Source: Mnemosyne, section 5, and Medha, section 4.4.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +20,13 @@ from longctx.serving.distributed.digest import DecisionDigest
 from longctx.serving.distributed.orders import (
     Arrival,
     Cancel,
+    Evict,
     Forget,
+    Located,
     Pin,
     Release,
     RequestUpdate,
+    SettleOrder,
     StepOrder,
     WarmUpOrder,
     request_from_fields,
@@ -32,6 +36,7 @@ from longctx.serving.distributed.process_group import ProcessGroup
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.request import Request
 from longctx.serving.scheduler.batch import Batch
 from longctx.serving.scheduler.sequence import Sequence
@@ -51,7 +56,9 @@ class Lockstep:
         self.is_alone = group.num_processes == 1
         self._updates: list[dict[str, Any]] = []
         self._frames: list[bytes] = []
+        self._located: deque[dict[str, Any]] = deque()  # updates from any thread
         self._num_steps = 0
+        self._is_settled = True
         self._seconds: float | None = None  # that the last step took
         if group.watchdog is not None:
             group.watchdog.explain = self.decisions.__str__
@@ -101,6 +108,21 @@ class Lockstep:
         self._updates.append(request_to_fields(request) | {"id": request_id, "now": now, "available": available})
         self._frames.append(tokens.astype("<i4").tobytes())
 
+    def note_resumed(self, handoff: Handoff, now: float) -> None:
+        """Queue, right after the arrival of a request, what another engine has computed of it."""
+        if not self.is_alone:
+            self._updates[-1] |= {"handoff": handoff.to_dict(), "resumed": now}
+
+    def note_located(self, lease_id: str, place: dict[str, Any] | None) -> None:
+        """Queue where the pages of a lease are fetched for the next step's message, see `Located`; from any thread."""
+        if not self.is_alone:
+            self._located.append({"located": lease_id, "place": place})
+
+    def note_evicted(self, tier: str, keys: list[bytes]) -> None:
+        """Queue pages that have left the devices or host memory on demand for the next step's message."""
+        if not self.is_alone:
+            self._updates.append({"evicted": [key.hex() for key in keys], "tier": tier})
+
     def note_cancel(self, request_id: str, now: float, lease: str | None = None) -> None:
         """Queue a cancel for the next step's message."""
         if self.leads and not self.is_alone:
@@ -133,12 +155,23 @@ class Lockstep:
         header: dict[str, Any] = {"kind": "step", "now": now, "seconds": self._seconds}
         if self._num_steps % DIGEST_INTERVAL == 0:
             header["digest"] = self.decisions.digest
+        self._send(header)
+        self._is_settled = False
+        self._num_steps += 1
+
+    def settle(self, now: float) -> None:
+        """Order all other processes to end the last step and apply updates, see `SettleOrder`, if there is need."""
+        if self.leads and not self.is_alone and (self._updates or not self._is_settled):
+            self._send({"kind": "settle", "now": now, "seconds": self._seconds})
+            self._is_settled = True
+
+    def _send(self, header: dict[str, Any]) -> None:
+        while self._located:
+            self._updates.append(self._located.popleft())
         if self._updates:
             header["news"] = self._updates
         self.group.broadcast(header, self._frames)
-        self._updates, self._frames = [], []
-        self._seconds = None
-        self._num_steps += 1
+        self._updates, self._frames, self._seconds = [], [], None
 
     def note_end(self, step: EndedStep | None, events: List[object]) -> None:
         """Keep how long a step took for the next step's message."""
@@ -158,7 +191,7 @@ class Lockstep:
 
     # In the other processes.
 
-    def orders(self) -> Iterator[StepOrder | WarmUpOrder]:
+    def orders(self) -> Iterator[StepOrder | SettleOrder | WarmUpOrder]:
         """The orders of process 0, until it closes its process group."""
         while True:
             header, frames = self.group.receive()
@@ -174,11 +207,17 @@ class Lockstep:
             for fields in header.get("news", ()):
                 if "sampling" in fields:
                     request = request_from_fields(fields, next(prompts), fields["id"])
-                    updates.append(Arrival(request, fields["id"], fields["now"], fields["available"]))
+                    handoff = Handoff.from_dict(fields["handoff"]) if "handoff" in fields else None
+                    arrival = Arrival(request, fields["id"], fields["now"], fields["available"], handoff)
+                    updates.append(arrival._replace(resumed=fields.get("resumed", 0.0)))
                 elif "loaded" in fields:
                     updates.append(Loaded(*fields["loaded"]))
                 elif "released" in fields:
                     updates.append(Release(fields["released"]))
+                elif "evicted" in fields:
+                    updates.append(Evict(fields["tier"], [bytes.fromhex(key) for key in fields["evicted"]]))
+                elif "located" in fields:
+                    updates.append(Located(fields["located"], fields["place"]))
                 elif "pinned" in fields:
                     updates.append(Pin([bytes.fromhex(key) for key in fields["pinned"]], fields["seconds"]))
                 elif "forgotten" in fields:
@@ -186,7 +225,8 @@ class Lockstep:
                 else:
                     updates.append(Cancel(fields["id"], fields["lease"]))
             self.now = header["now"]
-            yield StepOrder(self.now, header["seconds"], updates)
+            order = SettleOrder if header["kind"] == "settle" else StepOrder
+            yield order(self.now, header["seconds"], updates)
 
     def _fail_for_difference(self) -> None:
         watchdog = self.group.watchdog

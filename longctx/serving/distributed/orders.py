@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.serving.kv_cache.connector import Loaded
+from longctx.serving.request.handoff import Handoff
 from longctx.serving.request.request import Request
 from longctx.serving.request.sampling_params import SamplingParams
 
@@ -16,13 +17,16 @@ from longctx.serving.request.sampling_params import SamplingParams
 class Arrival(NamedTuple):
     """A request that the engine has accepted, the id that it got, and its time of arrival.
 
-    `available`: leading tokens of its prompt that could be loaded then.
+    `available`: leading tokens of its prompt that could be loaded then. `handoff`: what another engine has computed of
+    it, which was taken up at the time `resumed`.
     """
 
     request: Request
     request_id: str
     now: float
     available: int = 0
+    handoff: Handoff | None = None
+    resumed: float = 0.0
 
 
 class Cancel(NamedTuple):
@@ -52,7 +56,24 @@ class Pin(NamedTuple):
     seconds: float
 
 
-RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin
+class Evict(NamedTuple):
+    """Pages that leave a tier, `"device"` or `"host"`, if nobody uses them."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class Located(NamedTuple):
+    """Where each process fetches its part of the pages of a lease, as the first one's transfers say it to the others'.
+
+    `place` is plain data; None: nowhere else, the first process has what it will get.
+    """
+
+    lease_id: str
+    place: dict[str, Any] | None
+
+
+RequestUpdate = Arrival | Cancel | Loaded | Release | Forget | Pin | Evict | Located
 
 
 class StepOrder(NamedTuple):
@@ -60,6 +81,14 @@ class StepOrder(NamedTuple):
 
     now: float
     seconds: float | None  # how long the last step that was waited for took; None: unknown
+    updates: list[RequestUpdate]
+
+
+class SettleOrder(NamedTuple):
+    """End the last step and apply these updates now: no other step is in sight, but pages may be asked for."""
+
+    now: float
+    seconds: float | None
     updates: list[RequestUpdate]
 
 

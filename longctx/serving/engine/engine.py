@@ -28,7 +28,7 @@ from longctx.serving.engine.step_lock import Interrupts
 from longctx.serving.engine.stream import TokenStream
 from longctx.serving.executor.executor import DeviceExecutor
 from longctx.serving.executor.interface import Executor, Progress, ignore_progress
-from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, PageKeeper
+from longctx.serving.kv_cache.connector import PATIENCE, LeasedSource, LocatedSources, PageKeeper
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.recording.recorder import Recorder
@@ -211,8 +211,11 @@ class Engine(StepDriver):
         """
         self._prepare("warm_up", self._warm_up, progress)
 
-    def follow(self) -> None:
+    def follow(self, sources: LocatedSources | None = None) -> None:
         """Do what the first process's engine does, until its process group is closed there.
+
+        Args:
+          sources: where this process fetches its part of pages that other engines have; None: nowhere.
 
         Raises:
           RuntimeError: this is the first process, or there is no other.
@@ -222,7 +225,7 @@ class Engine(StepDriver):
         try:
             with self._failing():
                 arguments = self.core, self._executor, self._lockstep, self.input_processor, self._sequence_maker
-                Follower(*arguments, self.pages.store).run()
+                Follower(*arguments, self._following, self.pages.store, sources).run()
         finally:
             self.pages.close()
 
@@ -316,7 +319,7 @@ class Engine(StepDriver):
         jobs: list[Job] = []
         if handoff is not None:
             if not self.takes_handoffs:
-                raise ValueError("handoff must be None for an engine of several processes, or one that is recorded")
+                raise ValueError("handoff must be None for an engine that is recorded")
             sampling, vocab_size = prepared.request.sampling, self.model.config.vocab_size
             handoff.check(len(prepared.tokens), sampling, vocab_size)
         self._start([prepared], arrival, self._events, jobs, handoff, sources)
@@ -416,9 +419,14 @@ class Engine(StepDriver):
         return bool(self._jobs or self._events or self.core.has_stores or self.pages.verifier.has_work)
 
     @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that run it together."""
+        return self._lockstep.group
+
+    @property
     def takes_handoffs(self) -> bool:
-        """Whether it goes on with what other engines have computed: not in several processes, or recorded."""
-        return len(self._journals) <= 1 and self._lockstep.is_alone
+        """Whether it goes on with what other engines have computed: not if it is recorded."""
+        return len(self._journals) <= 1
 
     def copy_scheduler(self) -> Scheduler | None:
         """A copy of the scheduler, to look ahead with; None while a step runs."""

@@ -1,16 +1,28 @@
 """The engine of a process that follows another: it decides the same, on the same news, at the same time."""
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
-from longctx.serving.distributed.orders import Arrival, Forget, Pin, StepOrder
+from longctx.serving.distributed.orders import (
+    Arrival,
+    Evict,
+    Forget,
+    Located,
+    Pin,
+    RequestUpdate,
+    SettleOrder,
+    StepOrder,
+)
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
-from longctx.serving.kv_cache.connector import PageKeeper
+from longctx.serving.kv_cache.connector import LocatedSources, PageKeeper
+from longctx.serving.kv_cache.tiers.store import TieredStore
 from longctx.serving.scheduler.sequence import Sequence
 
 
@@ -18,6 +30,10 @@ class Follower:
     """Drives a core by the orders of the first process.
 
     A step ends here when the next one is ordered, since only the first process knows how long it took.
+
+    Args:
+      turn: a context for what is done by an order, into which no other thread's calls come.
+      sources: where pages of other engines come from; None: nowhere.
     """
 
     def __init__(
@@ -27,9 +43,14 @@ class Follower:
         lockstep: Lockstep,
         input_processor: InputProcessor,
         sequence_maker: SequenceMaker,
+        turn: Callable[[], AbstractContextManager[None]],
         store: PageKeeper | None = None,
+        sources: LocatedSources | None = None,
     ) -> None:
         self._executor, self._lockstep, self._store = executor, lockstep, store
+        self._turn, self._sources = turn, sources
+        self._leases: dict[str, set[str]] = {}  # of requests that come with some, by their ids
+        self._ended: EndedStep | None = None
         self._load_ends = LoadEnds(lockstep.group)
         self._input_processor, self._sequence_maker = input_processor, sequence_maker
         queue = SubmitQueue(executor, lambda: lockstep.now, core.scheduler.plan.stage)
@@ -37,31 +58,56 @@ class Follower:
 
     def run(self) -> None:
         """Until the first process ends."""
-        ended: EndedStep | None = None
         for order in self._lockstep.orders():
-            if not isinstance(order, StepOrder):
-                self._lockstep.warm_up(self._executor)
-                continue
-            if ended is not None:
-                self._core.end(ended, order.now, order.seconds)
-            for news in order.updates:
-                if not isinstance(news, Pin):
-                    self._core.hear(news)
-                if isinstance(news, Forget | Pin) and self._store is not None:
-                    self._tell_store(self._store, news)
+            with self._turn():
+                if isinstance(order, StepOrder | SettleOrder):
+                    self._act(order)
+                else:
+                    self._lockstep.warm_up(self._executor)
+        self._end_step(self._lockstep.now, None)
+
+    def _act(self, order: StepOrder | SettleOrder) -> None:
+        self._end_step(order.now, order.seconds)
+        for news in order.updates:
+            self._hear(news)
+        if isinstance(order, StepOrder):
             self._load_ends.report(self._executor.poll_loads())
             with self._lockstep.limit("a step"):
-                ended = self._core.step(order.now)
-        if ended is not None:
-            self._core.end(ended, self._lockstep.now, None)
+                self._ended = self._core.step(order.now)
+        if self._sources is not None:
+            for request_id in self._leases.keys() - self._core.open.keys():
+                for lease_id in self._leases.pop(request_id):
+                    self._executor.sources.pop(lease_id, None)
+                    self._sources.drop(lease_id)
 
-    def _tell_store(self, store: PageKeeper, news: Forget | Pin) -> None:
+    def _end_step(self, now: float, seconds: float | None) -> None:
+        if self._ended is not None:
+            self._core.end(self._ended, now, seconds)
+            self._ended = None
+
+    def _hear(self, news: RequestUpdate) -> None:
+        if self._sources is not None and isinstance(news, Located):
+            self._sources.locate(*news)
+        if self._sources is not None and isinstance(news, Arrival) and news.handoff is not None:
+            leases = {each.lease for each in news.handoff.completions if each.lease is not None}
+            self._executor.sources.update({lease_id: self._sources.open(lease_id) for lease_id in leases})
+            self._leases[news.request_id] = leases
+        if self._store is not None and isinstance(news, Forget | Pin | Evict):
+            self._tell_store(self._store, news)
+        self._core.hear(news)
+
+    def _tell_store(self, store: PageKeeper, news: Forget | Pin | Evict) -> None:
         if isinstance(news, Pin):
             store.pin(news.keys, time.monotonic() + news.seconds)
+        elif isinstance(news, Evict):
+            keys = frozenset(news.keys)
+            if news.tier == "host" and isinstance(store, TieredStore):
+                store.evict(lambda key: key in keys)
         else:
             for key in news.keys:
                 store.forget(key)
 
     def _make(self, arrival: Arrival) -> list[Sequence]:
         prepared = self._input_processor.prepare(arrival.request)
-        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now)
+        seed = None if arrival.handoff is None else arrival.handoff.seed
+        return self._sequence_maker.make(prepared, arrival.request_id, arrival.now, seed)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from longctx.serving.distributed.orders import Arrival, Forget, Pin, Release, RequestUpdate
+from longctx.serving.distributed.orders import Arrival, Evict, Forget, Located, Pin, Release, RequestUpdate
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.run_step import DecisionLog, run_step
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
@@ -44,16 +44,23 @@ class OrderedCore:
             for sequence in sequences:
                 sequence.available = news.available
             self.open[news.request_id] = sequences
-            self.core.add(sequences)
-            return []
+            if news.handoff is None:
+                self.core.add(sequences)
+                return []
+            events = self.core.resume(sequences, news.handoff, news.resumed)
+            self._note(events)
+            return events
         if isinstance(news, Release):
             self.core.leases.release(news.lease_id)
             return []
         if isinstance(news, Forget):
             self.core.forget(news.keys)
             return []
-        if isinstance(news, Pin):
-            return []  # it is for tiers alone
+        if isinstance(news, Evict) and news.tier == "device":
+            keys = frozenset(news.keys)
+            self.core.pool.evict(lambda key: key in keys)
+        if isinstance(news, Pin | Evict | Located):
+            return []  # it is for tiers and transfers alone
         events = []
         for sequence in self.open[news.request_id]:
             events += self.core.cancel(sequence) if news.lease is None else self.core.hand_off(sequence, news.lease)

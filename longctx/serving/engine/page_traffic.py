@@ -6,13 +6,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from longctx.serving.distributed.load_ends import LoadEnds
+from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.jobs import Job
 from longctx.serving.engine.journal import Journal
 from longctx.serving.engine.verification import Verifier
 from longctx.serving.executor.interface import Executor
 from longctx.serving.executor.page_stats import MoverStats
-from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageKeeper, PageRead
+from longctx.serving.kv_cache.connector import TIERS, Loaded, PageBlock, PageKeeper, PageRead
 from longctx.serving.kv_cache.leases import LeasedPages, LeaseGone
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.tiers.store import TieredStore
@@ -28,6 +29,7 @@ MOST_LEASED = 0.5
 asked for them for `LEAST_SECONDS`."""
 LEAST_SECONDS = 1.0
 
+_TELL_SECONDS = 0.5  # after which a process tells the first one again that a lease is asked for
 _LOAD_WAIT = 0.02  # seconds that a step waits for pages where nothing else can be done
 _READ_TIMEOUT = 60.0  # seconds: no step takes as long
 
@@ -41,12 +43,14 @@ class PageTraffic:
       store: keeps pages beyond the devices; None: nothing does.
       between_steps: makes a call now, or as soon as no step runs.
       clock: seconds, by which leases expire.
-      load_ends: knows when loads have ended in all processes.
+      lockstep: of the processes of the engine.
       verify_share: see `Verifier`, which begins and cancels requests.
 
     Attributes:
       verifier: computes a share of the loaded pages again.
       on_load: are called with each load that has ended, between steps.
+      on_fetch: likewise, with the source of each load from another engine, first when it has ended in this process, and
+        then, with True, when it has in all.
     """
 
     def __init__(
@@ -57,18 +61,20 @@ class PageTraffic:
         journals: Iterable[Journal],
         between_steps: Callable[[Callable[[], object]], object],
         clock: Callable[[], float],
-        load_ends: LoadEnds,
+        lockstep: Lockstep,
         verify_share: float,
         begin: Callable[[Request], Job],
         cancel: Callable[[Job], object],
     ) -> None:
-        self.store, self._load_ends = store, load_ends
+        self.store, self._lockstep, self._load_ends = store, lockstep, LoadEnds(lockstep.group)
         self._core, self._executor, self._journals = core, executor, tuple(journals)
         self._between_steps, self._clock = between_steps, clock
         self.verifier = Verifier(verify_share, core, executor, store, begin, cancel, self._release, self.forget)
         self.on_load: list[Callable[[Loaded], object]] = []
+        self.on_fetch: list[Callable[[str, bool], object]] = []
         self.on_evict: list[Callable[[], object]] = []  # called between steps, after `evict`
         self._asked: dict[str, float] = {}  # when somebody asked for a lease last
+        self._told: dict[str, float] = {}  # when process 0 was told last that somebody asks for one here
 
     @property
     def moved(self) -> MoverStats | None:
@@ -103,7 +109,10 @@ class PageTraffic:
     def poll(self, now: float, may_wait: bool) -> None:
         """Let sequences go on whose loads have ended, and leases end that nobody asks for."""
         ended = self._executor.poll_loads(_LOAD_WAIT if may_wait else 0.0)
-        for loaded in self._load_ends.complete(ended, self._core.scheduler.loads):
+        self._note_fetched(ended, False)
+        complete = self._load_ends.complete(ended, self._core.scheduler.loads)
+        self._note_fetched(complete, True)
+        for loaded in complete:
             for journal in self._journals:
                 journal.note_load(loaded, now)
             sequence = self._core.end_load(loaded)
@@ -113,6 +122,13 @@ class PageTraffic:
                 call(loaded)
         if self._core.leases or self._asked:
             self._expire(now)
+
+    def _note_fetched(self, ended: Iterable[Loaded], is_everywhere: bool) -> None:
+        for loaded in ended:
+            source = self._core.scheduler.loads.source_of(loaded.name)
+            if source not in (None, TIERS):
+                for call in self.on_fetch:
+                    call(source, is_everywhere)
 
     def _forget(self, keys: list[Key]) -> None:
         keys = self._core.with_followers(keys)
@@ -127,6 +143,7 @@ class PageTraffic:
 
     def _expire(self, now: float) -> None:
         leases, pool = self._core.leases, self._core.pool
+        self._asked |= dict.fromkeys(self._load_ends.asked(), now)
         for lease_id in tuple(self._asked):  # other threads add to them meanwhile
             if lease_id not in leases:
                 self._asked.pop(lease_id, None)
@@ -160,7 +177,12 @@ class PageTraffic:
         lease = self._core.leases.get(lease_id)
         if lease is None:
             raise LeaseGone(f"lease {lease_id} is unknown, or has ended")
-        self._asked[lease_id] = self._clock()
+        if self._lockstep.leads:
+            self._asked[lease_id] = self._clock()
+        elif time.monotonic() > self._told.get(lease_id, 0.0) + _TELL_SECONDS:
+            self._told = {other: told for other, told in tuple(self._told.items()) if other in self._core.leases}
+            self._told[lease_id] = time.monotonic()
+            self._load_ends.report_asked(lease_id)
         return lease
 
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
@@ -180,8 +202,13 @@ class PageTraffic:
             self._between_steps(lambda: self._expire(self._clock()))
 
     def release(self, lease_id: str) -> None:
-        """Nobody needs a lease any more; one that has ended is no error."""
-        self._between_steps(lambda: self._release(lease_id))
+        """Nobody needs a lease any more; one that has ended is no error. Of several processes the first is asked."""
+        if self._lockstep.leads:
+            self._between_steps(lambda: self._release(lease_id))
+
+    def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
+        """Tell the other processes, with the next step, where they fetch the pages of a lease, see `Located`."""
+        self._lockstep.note_located(lease_id, place)
 
     def forget(self, keys: list[Key]) -> None:
         """Let pages, which were wrong, and those after them be found no more, neither on the devices nor beyond."""
@@ -211,11 +238,19 @@ class PageTraffic:
         """
         done: Future[int] = Future()
 
+        found: list[Key] = []
+
+        def note(key: Key) -> bool:
+            if is_here := is_wanted(key):
+                found.append(key)
+            return is_here
+
         def evict() -> None:
             if tier == "device":
-                evicted = self._core.pool.evict(is_wanted)
+                evicted = self._core.pool.evict(note)
             else:
-                evicted = self.store.evict(is_wanted) if isinstance(self.store, TieredStore) else 0
+                evicted = self.store.evict(note) if isinstance(self.store, TieredStore) else 0
+            self._lockstep.note_evicted(tier, found)
             for call in self.on_evict:
                 call()
             done.set_result(evicted)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from longctx.serving.config import EngineConfig
-from longctx.serving.distributed.load_ends import LoadEnds
 from longctx.serving.distributed.lockstep import Lockstep
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
@@ -68,7 +67,7 @@ class StepDriver:
             self._journals,
             lambda call: self._update(lambda _: call(), [None]),
             clock,
-            LoadEnds(self._lockstep.group),
+            self._lockstep,
             self.config.verify_share,
             self._begin_own,
             self._leave,
@@ -94,6 +93,21 @@ class StepDriver:
         with self._failing():
             while self._updates and self._error is None:
                 self._updates.run_next()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Let other processes have what this one has, where no step is to follow but pages may be asked for."""
+        if self._is_warm and self.core.leases and not self._jobs and self._error is None:
+            self._lockstep.settle(self._clock())
+
+    @contextlib.contextmanager
+    def _following(self) -> Iterator[None]:
+        """Keep other threads waiting, whose updates are made at the end."""
+        with self._step_lock.turn("follow"), self._step_lock.held():
+            yield
+            self._apply_updates_locked()
+        while self._updates and self._error is None:  # they came since then, and found the lock taken
+            self._apply_updates()
 
     def _enter(self, job: Job) -> None:
         """Let a request wait for its first step."""
@@ -110,8 +124,10 @@ class StepDriver:
         if handoff is None:
             self.core.add(job.sequences)
         else:
+            now = self._clock()
+            self._lockstep.note_resumed(handoff, now)
             self._executor.sources.update(job.sources)
-            self._deliver(self.core.resume(job.sequences, handoff, self._clock()))
+            self._deliver(self.core.resume(job.sequences, handoff, now))
 
     def _begin_own(self, request: Request) -> Job:
         """Let a request of the engine's own enter, between steps."""
@@ -160,6 +176,7 @@ class StepDriver:
                 self._deliver(events)
             for journal in self._journals:
                 journal.note_end(step, events)
+            self._settle()
 
     def _drain(self, message: str) -> None:
         """Run steps until none is in flight; RuntimeError with the number of requests, if there are some."""

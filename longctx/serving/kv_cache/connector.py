@@ -123,6 +123,23 @@ class LeasedSource(PageSource, Protocol):
 
 
 @runtime_checkable
+class LocatedSources(Protocol):
+    """Sources of the loads of a process that follows another one, which says where each process's part comes from."""
+
+    def open(self, lease_id: str) -> PageSource:
+        """The pages of a lease, wherever they will be."""
+        ...
+
+    def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
+        """They are there, in words of the first process's transfers; None: nowhere else."""
+        ...
+
+    def drop(self, lease_id: str) -> None:
+        """Nobody wants them any more."""
+        ...
+
+
+@runtime_checkable
 class PageRead(Protocol):
     """Pages that are being copied from the devices to the host."""
 

@@ -95,6 +95,11 @@ class PageLoads:
             del self._loading[name]
             self.dropped.append(name)
 
+    def source_of(self, name: str) -> str | None:
+        """Where the pages of a load come from; None: nobody waits for it."""
+        sequence = self._loading.get(name)
+        return None if sequence is None else sequence.source
+
     def name_of(self, sequence: Sequence) -> str:
         """The name of the load that a sequence waits for."""
         return self._name_of[sequence]

@@ -89,7 +89,7 @@ class Migration:
           ApiError: none can be moved, or not to this address.
         """
         if not self._thread.engine.takes_handoffs:
-            message = "requests of an engine that is recorded, or of several processes, can't be moved"
+            message = "requests of an engine that is recorded can't be moved"
             raise ApiError(409, message, code="cannot_move")
         try:
             url = httpx.URL(to)

@@ -56,6 +56,7 @@ class TransferParams(BaseModel):
     """`kv_transfer_params` of a body. Fields that are not here are those of other engines.
 
     Attributes:
+      remote_followers: `host:port` where the other processes of that engine send their parts of the pages.
       kv_dtype: of keys and values in the pages.
       prefix: from where the first pages of the prompt come.
       is_cached: nothing is to be computed: pages that are here are lent, and if they are not all here, none.
@@ -68,6 +69,7 @@ class TransferParams(BaseModel):
     remote_engine_id: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
+    remote_followers: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=1023)] = []
     lease: str | None = None
     fingerprint: str | None = None
     kv_dtype: Annotated[str, Field(max_length=40)] | None = None

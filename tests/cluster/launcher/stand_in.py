@@ -2,6 +2,7 @@
 
 import http.server
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,6 +25,9 @@ def main() -> None:
         print("longctx: --wrong must not be there", file=sys.stderr)
         sys.exit(WRONG_INPUT)
     end_with_parent(1.0)
+    if re.search(r"--process-id=[1-9]", sys.argv[-1]):
+        print("follows", os.environ["CUDA_VISIBLE_DEVICES"], file=sys.stderr, flush=True)
+        signal.pause()
     server = http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     print("it listens", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Instances as processes: they are started again where they were, and none outlives its launcher."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from longctx.cluster.launcher import supervised
 from longctx.cluster.launcher.back_off import BackOff
 from longctx.cluster.launcher.launched import Address, Launched
 from longctx.cluster.launcher.processes import ProcessLauncher
@@ -97,6 +99,34 @@ def test_they_are_started_again_at_the_same_port(launcher: ProcessLauncher, caps
     printed = capsys.readouterr().err
     assert "[one] it listens" in printed
     assert "[one] ended with status -9; it is started again in 1 s" in printed
+
+
+def test_an_instance_of_several_processes_lives_and_dies_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is told its place. When one is killed the others end too, and all are started again."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(supervised, "_LAST_SECONDS", 0.5)
+    members = tuple({"CUDA_VISIBLE_DEVICES": f"{2 * i},{2 * i + 1}"} for i in range(3))
+    launcher = ProcessLauncher([Launched("group", "both", command(), members=members)])
+    try:
+        [address] = launcher.start()
+        wait_until("it answers", lambda: answer(address.url))
+        text = answer(address.url) or ""
+        assert re.fullmatch(r"0,1 .* --coordinator=127.0.0.1:\d+ --num-processes=3 --process-id=0", text)
+        process = launcher.processes["group"]
+        before = process.pids
+        assert len(before) == 3
+        os.kill(before[1], signal.SIGKILL)
+        wait_until("the others end too", lambda: not any(map(is_alive, before)))
+        wait_until("all are back", lambda: answer(address.url) and len(process.pids) == 3)
+        assert answer(address.url) == text
+        assert process.num_starts == 2
+        left = process.pids
+    finally:
+        launcher.close()
+    assert not any(map(is_alive, left))
+    assert "[group.2] follows 4,5" in capsys.readouterr().err
 
 
 def test_a_command_with_wrong_flags_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

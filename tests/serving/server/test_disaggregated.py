@@ -141,8 +141,10 @@ def test_what_a_role_does_not_do_is_refused(coupled: Served, pipeline: Served, w
     for wrong in ({"handoff": None}, {"remote_host": "a b"}, {"remote_port": 0}, {"handoff": {"seed": 0}}):
         assert post(wide, sent | {"kv_transfer_params": params | wrong}).status_code == 400
     for host in ("192.0.2.7", "127.0.0.2", "0.0.0.0"):  # the whole of 127.0.0.0/8 is of this machine
-        stranger = post(wide, sent | {"kv_transfer_params": params | {"remote_host": host}})
-        assert stranger.status_code == 403
+        for where in ({"remote_host": host}, {"remote_followers": [f"{host}:7000"]}):
+            assert post(wide, sent | {"kv_transfer_params": params | where}).status_code == 403
+    for wrong in (["127.0.0.1"], ["a b:1"], ["127.0.0.1:0"], [7], "127.0.0.1:7000"):
+        assert post(wide, sent | {"kv_transfer_params": params | {"remote_followers": wrong}}).status_code == 400
     # What is refused, or has no page to fetch, connects to nobody.
     before = dict(transfers_of(wide).receiver._peers)
     progress = {"lease": "0" * 32, "length": 0, "tokens": []}
@@ -215,7 +217,7 @@ def test_a_peer_of_another_model_is_refused(coupled: Served) -> None:
         refused = post(other, sent | {"kv_transfer_params": prefill(coupled, sent)})
         assert refused.status_code == 409
         # Nor does it take pages that it has asked for.
-        other.wait_until("it is found", lambda: dispatcher._instances[0].address)
+        other.wait_until("it is found", lambda: dispatcher._instances[0].addresses)
         assert post(other, sent).json()["choices"][0]["token_ids"]
         assert dispatcher.decisions == {"remote": 1}
         assert transfers_of(other).receiver.stats.outcomes["refused"] == 1

@@ -30,7 +30,7 @@ def readers() -> Iterator[list[Served]]:
 def decoding(urls: list[str], **options: Any) -> Iterator[Served]:
     with instance(make_engine(**options), "decode", prefill_from=urls, inline_tokens=INLINE) as server:
         instances = dispatcher_of(server)._instances
-        server.wait_until("the others are found", lambda: all(each.address for each in instances))
+        server.wait_until("the others are found", lambda: all(each.addresses for each in instances))
         yield server
 
 
@@ -171,7 +171,7 @@ def test_a_link_that_is_cut_costs_time_only(readers: list[Served], decoder: Serv
         if what == "requests":
             dispatcher._instances[0].url = f"http://{link.address}"
         else:
-            dispatcher._instances[0].address = link.address
+            dispatcher._instances[0].addresses = [link.address]
         link.bytes_per_second = 2e6
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(post, server, body(long(600, 3000)))
@@ -236,7 +236,7 @@ def test_tenants_stay_apart_elsewhere_too(decoder: Served) -> None:
         options = {"prefill_from": [reader.url], "prefill_key": "a-key-of-it", "inline_tokens": INLINE}
         with instance(make_engine(), "decode", keys, **options) as server:
             [found] = dispatcher_of(server)._instances
-            server.wait_until("the other is found", lambda: found.address)
+            server.wait_until("the other is found", lambda: found.addresses)
             loaded = server.server.engine._executor.mover.stats
             for name, pages in (("ann", 43), ("bob", 86)):
                 headers = {"authorization": f"Bearer a-key-of-{name}"}

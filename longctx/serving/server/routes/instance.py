@@ -33,9 +33,7 @@ def instance_router(server: Server) -> APIRouter:
         _check(request)
         body = await server.bodies.fields(request, SwapBody)
         if not server.engine.takes_handoffs:
-            raise ApiError(
-                409, "pages of an engine that is recorded, or of several processes, stay", code="cannot_swap"
-            )
+            raise ApiError(409, "pages of an engine that is recorded stay", code="cannot_swap")
         wanted = frozenset(body.keys)
         evicted = server.engine.pages.evict(body.tier, lambda key: block_hash(key) in wanted)
         try:

@@ -1,0 +1,188 @@
+"""`EngineMessenger`: what sends and fetches pages in each process of an engine, and where the others of them are.
+
+Each process sends the pages of its own devices, and fetches what these want. The first one decides what is fetched
+from where, and tells the others (`orders.Located`).
+
+Source: Mooncake, section 3 (the messenger of an instance), and 4.1 (instances of several nodes).
+"""
+
+import contextlib
+import ipaddress
+from collections.abc import Sequence as List
+from typing import Any
+
+from longctx.cluster.engine_exporter import EngineExporter
+from longctx.cluster.prefill.source import RemotePrefill
+from longctx.cluster.server_url import host_port
+from longctx.cluster.transfer import PageReceiver, PageSender, TransferOptions
+from longctx.cluster.transfer.mooncake import MooncakePuller, MooncakeStaging, make_engine
+from longctx.cluster.transfer.remote_source import RemoteSource
+from longctx.serving.engine.engine import Engine
+from longctx.serving.kv_cache.connector import LeasedSource, PageFetch
+from longctx.serving.kv_cache.page_pool import Key
+from longctx.serving.runner.page_parts import process_part
+
+MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
+"""What carries pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
+
+_LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
+_MOST_SECONDS = 3600.0  # a process waits for pages until the first one has its own
+_LATE_SECONDS = 30.0  # and then for so long after each block
+
+
+class EngineMessenger:
+    """The sender and the receiver of one process of an engine; every process has to make one.
+
+    Args:
+      ip, port: where others fetch pages; port 0: any free one. Of several processes of one host each has the next port.
+      secret: what all instances share, see `PageSender`. is_plain: pages are not encrypted all the same.
+      advertised: the host by which others reach this one; None: `ip`.
+      messenger: of `MESSENGERS`.
+
+    Attributes:
+      host, port: where others fetch pages. followers: `host:port` of the other processes, in the first one.
+
+    Raises:
+      ValueError: the engine has no page keys, or processes contradict each other; an address or secret can't be.
+      OSError: it can't listen there.
+      ImportError, RuntimeError: the messenger is not there, or does not start.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ip: str,
+        port: int,
+        secret: str | None,
+        advertised: str | None = None,
+        options: TransferOptions | None = None,
+        messenger: str = "zmq",
+        is_plain: bool = False,
+    ) -> None:
+        if messenger not in MESSENGERS:
+            raise ValueError(f"messenger must be one of {', '.join(MESSENGERS)}, got {messenger!r}")
+        if engine.page_identity is None or not (engine.config.transfers and engine.config.prefix_cache):
+            raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
+        layout, fingerprint = engine.page_identity
+        group, options, protocol = engine.process_group, options or TransferOptions(), MESSENGERS[messenger]
+        self.host, self._group, self._pages = advertised or ip, group, engine.pages
+        if len(set(group.host_names)) > 1 and _is_loopback(self.host):
+            raise ValueError(f"ip must be one by which other hosts reach this process of several, got {self.host}")
+        if port:
+            port += group.host_names[: group.process_id].count(group.host_name)
+        with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
+            staging = puller = None
+            if protocol is not None:
+                mooncake = make_engine(self.host, protocol)
+                staging = MooncakeStaging(mooncake, self.host, options.max_blocks, options.block_bytes)
+                stack.callback(staging.close)
+                puller = MooncakePuller(mooncake, options.block_bytes)
+            shared, lag = None if is_plain else secret, 0.0 if group.is_first else _LAG_SECONDS
+            exporter, part = EngineExporter(engine, layout), None
+            self.sender = PageSender(exporter, layout, fingerprint, ip, port, shared, options, staging, is_plain, lag)
+            stack.callback(self.sender.close)
+            if group.num_processes > 1 and engine.mesh is not None:
+                part = process_part(engine.mesh, engine.model.config)
+            self.receiver = PageReceiver(layout, fingerprint, part, shared, options, puller)
+            stack.callback(self.receiver.close)
+            self.port = int(self.sender.address.rpartition(":")[2])
+            group.agree("transfers", {"messenger": messenger, "is_plain": is_plain})
+            addresses = group.gather("where its pages are", host_port(self.host, self.port))
+            self.followers = addresses[1:]
+            self._open = stack.pop_all()
+        self._led: dict[str, _LedSource] = {}  # whose pages are being fetched
+        self._followed: dict[str, RemotePrefill] = {}
+        if self.followers and group.is_first:
+            engine.pages.on_fetch.append(self._note_fetched)
+
+    def close(self) -> None:
+        """End all transfers."""
+        self._open.close()
+
+    # In the first process.
+
+    def source(
+        self, addresses: List[str], lease_id: str, deadline: float | None = None, patience: float = 0.0
+    ) -> LeasedSource:
+        """The pages of a lease, which all processes fetch; see `PageReceiver.source`."""
+        if not self.followers:
+            return self.receiver.source(addresses, lease_id, deadline=deadline, patience=patience)
+        inner = self.receiver.source(addresses, lease_id, release=False, deadline=deadline, patience=patience)
+        return _LedSource(self, inner)
+
+    def tell(self, source: "_LedSource", inner: RemoteSource) -> None:
+        """Let the other processes fetch their parts, too."""
+        self._led[inner.lease_id] = source
+        place = {"addresses": inner.addresses, "deadline": inner.deadline, "patience": inner.patience}
+        self._pages.locate(inner.lease_id, place)
+
+    def forget(self, lease_id: str) -> None:
+        """Nobody wants the pages of a lease any more."""
+        self._led.pop(lease_id, None)
+
+    def _note_fetched(self, lease_id: str, is_everywhere: bool) -> None:
+        """A load has ended here, or in all processes: who has sent its pages may drop them only then."""
+        if not is_everywhere:
+            self._pages.locate(lease_id, None)
+        elif (source := self._led.pop(lease_id, None)) is not None:
+            source.release()
+
+    # In the others: `LocatedSources`.
+
+    def open(self, lease_id: str) -> RemotePrefill:
+        source = self._followed[lease_id] = RemotePrefill(lambda: None)
+        source.patience = _MOST_SECONDS
+        return source
+
+    def locate(self, lease_id: str, place: dict[str, Any] | None) -> None:
+        source = self._followed.get(lease_id)
+        if source is None:
+            return  # its request has ended
+        if place is None:
+            source.settle()
+            source.patience = _LATE_SECONDS
+        elif source.end():  # where the first process asked before, and got nothing
+            inner = self.receiver.source(
+                place["addresses"], lease_id, False, deadline=place["deadline"], patience=place["patience"]
+            )
+            source.begin(_FollowedSource(inner), _MOST_SECONDS)
+
+    def drop(self, lease_id: str) -> None:
+        source = self._followed.pop(lease_id, None)
+        if source is not None:
+            source.release()
+
+
+class _LedSource:
+    """A source of the first process, which tells the others when a load begins to fetch."""
+
+    def __init__(self, messenger: EngineMessenger, inner: RemoteSource) -> None:
+        self._messenger, self._inner = messenger, inner
+
+    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+        self._messenger.tell(self, self._inner)
+        return self._inner.fetch(keys, wake)
+
+    def release(self) -> None:
+        self._messenger.forget(self._inner.lease_id)
+        self._inner.release()
+
+
+class _FollowedSource:
+    """A source of another process: the first one says when nobody needs the lease."""
+
+    def __init__(self, inner: RemoteSource) -> None:
+        self._inner = inner
+
+    def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
+        return self._inner.fetch(keys, wake)
+
+    def release(self) -> None:
+        pass
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
