@@ -10,7 +10,7 @@ import numpy as np
 from longctx.models.config import LlamaConfig
 from longctx.parallel.topology import Topology
 from longctx.serving.predictor.work import Work
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from longctx.simulation.figures.medha_policies import figure_22 as figure_22
 from longctx.simulation.figures.medha_runs import RATES, WINDOW, Outcome, alone, draw_cdf, full_rate, requests, serve
 from longctx.simulation.models import MODELS
@@ -134,7 +134,7 @@ def equal_utilization(inputs: Inputs) -> Figure:
         axes.legend()
 
     title = "LoongServe against Medha at equal utilisation: 8B, 16 A100, 5 % long"
-    return Figure("medha_equal_utilization", title, "medha", statements, table, draw)
+    return Figure("medha_equal_utilization", title, "medha", corrected(statements), table, draw)
 
 
 def figure_4(inputs: Inputs) -> Figure:

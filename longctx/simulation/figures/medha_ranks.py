@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.slo import Slo, TpotScope
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from longctx.simulation.figures.medha_runs import QUICK, Outcome, draw_cdf, requests, run
 
 PLANS = {"2D": ParallelPlan.medha(8, 1, 8), "3D": ParallelPlan.medha(4, 2, 8)}  # SPP8; SPP4 x KVP2; both TP8
@@ -65,7 +65,7 @@ def figure_17(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = f"2D (SPP8) and 3D (SPP4 x KVP2): TTFT of Llama-3 70B on 64 H100, windows of {WINDOW:.0f} s"
-    return Figure("medha_figure_17", title, "medha", statements, rows_of(inputs), draw, panels=4, width=3.8)
+    return Figure("medha_figure_17", title, "medha", corrected(statements), rows_of(inputs), draw, panels=4, width=3.8)
 
 
 def figure_18(inputs: Inputs) -> Figure:
@@ -99,4 +99,4 @@ def figure_18(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = f"2D (SPP8) and 3D (SPP4 x KVP2): TPOT of Llama-3 70B on 64 H100, windows of {WINDOW:.0f} s"
-    return Figure("medha_figure_18", title, "medha", statements, rows_of(inputs), draw, panels=2)
+    return Figure("medha_figure_18", title, "medha", corrected(statements), rows_of(inputs), draw, panels=2)

@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx import plotting
 from longctx.parallel.cost import LayerCost
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, corrected, ordering
 from longctx.simulation.figures.meta_cluster import FIXED, GPU, HARDWARE, K, number, serve
 
 TREE = "3 % less here, 2 % more in the paper: all-reduces over 4 hosts take longer there"
@@ -134,7 +134,8 @@ def table_8(inputs: Inputs) -> Figure:
                 is_fitted = is_call or part in ("SendRecv", "All2All")  # latencies of a call, and of the link
                 basis = "fitted" if is_fitted else "predicted"
                 why = why if part.startswith("attention") else ""
-                statements.append(number("table 8", text, theirs[at], mine, "us", why, basis))
+                row = number("table 8", text, theirs[at], mine, "us", why, basis)
+                statements += [row] if part in ("SendRecv", "All2All") else corrected([row])
     statements += list(_orderings(found))
     return Figure("meta_table_8", "Parts of a layer's attention in decode", "meta", statements, table)
 
