@@ -41,7 +41,7 @@ def figure_6(inputs: Inputs) -> Figure:
     explained = (float(matched.ttft.mean()) - mean["kvcache_centric"]) / (centric - mean["kvcache_centric"])
     rate = (
         f"with the token rate of the paper's real data (table 1) KVCache-centric takes {matched.ttft.mean():.2f} s, "
-        f"which is {explained:.0%} of its difference: the rate is {'' if explained > 0.5 else 'not '}most of the cause"
+        f"{explained:.0%} of its difference from the paper: the rate is {'' if explained > 0.5 else 'not '}the main cause"
     )
     whys = {
         policy: f"{outcome.hit_rate:.0%} of the tokens are cached, so prompts take {alone[policy].mean():.2f} s and "
@@ -59,8 +59,9 @@ def figure_6(inputs: Inputs) -> Figure:
                   centric, float(paper.ttft.mean()), "s", whys["kvcache_centric"]),
         *(Statement("6", f"{CLUSTER}: mean TTFT of {POLICIES[policy][0]} over that of KVCache-centric (FAST'25)",
                     POLICIES[policy][1] / centric, mean[policy] / mean["kvcache_centric"], "x",
-                    f"{queued[policy]:.2f} of {mean[policy]:.2f} s are queues here, of KVCache-centric's "
-                    f"{mean['kvcache_centric']:.2f} s {queued['kvcache_centric']:.2f}; the paper's parts are not known")
+                    f"{queued[policy]:.2f} of {mean[policy]:.2f} s are beyond prompts alone, queues and transfers, of "
+                    f"KVCache-centric's {mean['kvcache_centric']:.2f} s {queued['kvcache_centric']:.2f}; the paper's "
+                    "parts are not known")
           for policy in ("random", "least_loaded", "cache_aware")),
         ordering("6", "mean TTFT: random > load balancing > cache-aware > KVCache-centric",
                  mean["random"] > mean["least_loaded"] > mean["cache_aware"] > mean["kvcache_centric"]),
