@@ -41,7 +41,7 @@ def figure_6(inputs: Inputs) -> Figure:
     explained = (float(matched.ttft.mean()) - mean["kvcache_centric"]) / (centric - mean["kvcache_centric"])
     rate = (
         f"with the token rate of the paper's real data (table 1) KVCache-centric takes {matched.ttft.mean():.2f} s, "
-        f"{explained:.0%} of its difference from the paper: the rate is {'' if explained > 0.5 else 'not '}the main cause"
+        f"{explained:.0%} of its difference from the paper: the rate is {'' if explained > 0.5 else 'not '}most of it"
     )
     whys = {
         policy: f"{outcome.hit_rate:.0%} of the tokens are cached, so prompts take {alone[policy].mean():.2f} s and "
