@@ -92,10 +92,10 @@ def figure_1(inputs: Inputs) -> Figure:
 
 
 def equal_utilization(inputs: Inputs) -> Figure:
-    """LoongServe's TTFT over Medha's at shares of the rate that 16 A100 can read, the last being the paper's at most.
+    """LoongServe's TTFT over Medha's at shares of the rate that 16 A100 can read.
 
-    0.75/s is more than they can read by the cost model. The paper's 0.75/s is the last of these shares of what they
-    read at `PAPER_MFU`: the same requests in a window, further apart.
+    0.75/s, the last of these, is more than they can read by the cost model. The one before it is what 0.75/s is of the
+    rate that they would read at `PAPER_MFU`.
     """
     most, at, model = full_rate(inputs), 0.75, MODELS["llama-3-8b"]
     prompts = [x.prompt_tokens for x in requests(inputs, "long", RATES[-1], WINDOW)]
@@ -110,13 +110,14 @@ def equal_utilization(inputs: Inputs) -> Figure:
              "loongserve TTFT p50, s": theirs.quantile(0.5), "ratio of p50": ratio[SHARES.index(0.5)],
              "ratio, the most": max(ratio)}
         )  # fmt: skip
-    *_, equal, past = table
+    equal = table[-2]
     about = f"5 % long, at {equal['utilization']:.0%} of what 16 A100 read, as {at}/s is at the paper's best MFU"
 
     def why(column: str) -> str:
         found = ", ".join(f"{row[column]:,.0f} at {row['utilization']:.0%}" for row in table)
         waits = ", ".join(f"{row['loongserve TTFT p50, s']:.3g}" for row in table)
-        return f"by utilisation: {found}; LoongServe's medians: {waits} s, of Medha {past['medha TTFT p50, s']:.2g} s"
+        ours = ", ".join(f"{row['medha TTFT p50, s']:.2g}" for row in table)
+        return f"by utilisation: {found}; LoongServe's medians are {waits} s, as its queue grows, Medha's {ours} s"
 
     statements = [
         Statement("15b", f"{about}: LoongServe's median TTFT over Medha's", 30, equal["ratio of p50"], "x",
