@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, corrected, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
 from longctx.simulation.figures.medha_runs import WINDOW, Outcome, alone, draw_cdf, serve
 
 POLICIES = {"medha-fcfs": "FCFS", "edf": "EDF", "lrs": "LRS", "medha": "Medha"}
@@ -57,4 +57,4 @@ def figure_22(inputs: Inputs) -> Figure:
         axes[0].legend()
 
     title = "Scheduling policies: Llama-3 8B on 16 A100, 5 % long"
-    return Figure("medha_figure_22", title, "medha", corrected(statements), table, draw, panels=2)
+    return Figure("medha_figure_22", title, "medha", statements, table, draw, panels=2)
