@@ -30,7 +30,8 @@ def breaks_tpot(engine: Engine, length: int, target: float | None) -> bool:
 def _step(engine: Engine, start: int, count: int, target: float | None) -> tuple[float | None, float | None]:
     """The predicted seconds of such a step, None if it has too many rows; and the least TPOT target of all in it."""
     decoding = tuple(engine.scheduler.running.decoding)
-    asked = (engine.config.slo.tpot if target is None else target, *(each.tpot_target for each in decoding))
+    default = engine.config.slo.per_token(engine.plan.stage).tpot
+    asked = (default if target is None else target, *(each.tpot_target for each in decoding))
     least = min((each for each in asked if each is not None), default=None)
     work, ranks = Work.of((each.computed, 1, True) for each in decoding), engine.plan.context
     if ranks > 1:

@@ -1,5 +1,6 @@
 """What the policies and adaptive chunks promise, over long virtual times."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -105,6 +106,29 @@ def test_chunks_shrink_as_the_context_grows() -> None:
         work = Work(1, 1, 10 + step.number)
         assert count == least(at) or DEVICE.seconds(work.with_chunk(at, count + 1, False)) > 0.1
         assert step.seconds <= 0.1 or count == least(at)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_target_of_a_batch_gives_a_token_as_much_in_each_stage(stages: int) -> None:
+    """A decode beside a long prompt: batches take up to the target, where one of a token bounds all of its stages."""
+    requests = [WorkloadRequest(0.0, 10, 400), WorkloadRequest(1.0, 20_000, 1, number=1)]
+    longest = []
+    for scope in ("token", "batch"):
+        slo = Slo(tpot=0.08, tpot_factor=1.0, step_seconds=0.08, tpot_scope=scope)  # type: ignore[arg-type]
+        config = EngineConfig(
+            token_budget=BUDGET, page_size=64, num_pages=8192, prefix_cache=False, chunking="adaptive", slo=slo
+        )
+        model = dataclasses.replace(MODEL.config, num_layers=4)
+        instance = Instance(model, config, DEVICE, ParallelPlan(stage=stages))
+        record = Simulation([instance]).run(requests, keep_steps=True)
+        decode = next(x.metrics for x in record.served if x.metrics.prompt_tokens == 10)
+        assert decode.tpot_target == pytest.approx(0.08 * (stages if scope == "batch" else 1))
+        longest.append(max(step.seconds for step in record.steps if step.decodes and step.prompt_tokens))
+    assert longest[1] > (2 * longest[0] if stages > 1 else 0)
+    assert longest[1] <= 0.08
+    assert Slo(tpot=None, step_seconds=None, tpot_scope="batch").per_token(4).tpot is None
+    with pytest.raises(ValueError, match="tpot_scope must be one of"):
+        Slo(tpot_scope="stage")  # type: ignore[arg-type]
 
 
 def test_without_decodes_a_step_is_as_large_as_is_of_use() -> None:

@@ -11,7 +11,8 @@ from longctx import plotting
 from longctx.simulation.figures import __main__ as program
 from longctx.simulation.figures import registry
 from longctx.simulation.figures.compute import compute
-from longctx.simulation.figures.figure import Figure, Inputs, Statement, ordering
+from longctx.simulation.figures.figure import Figure, Inputs, Statement, corrected, ordering
+from longctx.simulation.figures.pages import write_pages
 from longctx.simulation.figures.registry import Registered, registered
 from longctx.simulation.figures.results import read_result, write_figure
 
@@ -104,6 +105,20 @@ def test_a_figure_that_fails_is_named_and_hides_no_other(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert program.main(["--out", str(tmp_path), "--only", "figure_9"]) == 2
     assert "there is no figure, module or paper 'figure_9'" in capsys.readouterr().err
+
+
+def test_the_share_is_counted_without_corrected_rows_too(tmp_path: Path) -> None:
+    near, far = Statement("1", "x", 10, 11), Statement("2", "y", 10, 20, why="z")
+    fitted = Statement("3", "w", 1, 1, basis="fitted")
+    for statements, said in (
+        ([near, far], "Of the predicted ones 1 of 2 (50.0%) are; 1 of 2 (50.0%) without the 0 that"),
+        ([*corrected([near]), far, fitted], "1 of 2 (50.0%) are; 0 of 1 (0.0%) without the 1 that"),
+    ):
+        write_figure(Figure("meta_figure_1", "A toy", "meta", statements, []), tmp_path, is_from_data=False)
+        result = read_result(Registered("meta", "toy", "figure_1"), tmp_path)
+        assert result is not None
+        write_pages({"meta": [result]}, tmp_path)
+        assert said in (tmp_path / "README.md").read_text()
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:

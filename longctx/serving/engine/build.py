@@ -60,6 +60,7 @@ def build_core(
     """
     page_hash = PageHash(os.urandom(32) if config.hash_key is None else config.hash_key, config.page_size)
     chunking = Chunking.parse(config.chunking, config.token_budget, config.max_running)
+    slo = config.slo.per_token(plan.stage)
     chunker = Chunker(
         make_policy(config.policy, config.max_share),
         Corrected(predictor),
@@ -68,7 +69,7 @@ def build_core(
         config.page_size,
         config.growing_buckets(2 if plan.context == 1 else 8),
         TenantShares(config.tenant_weights),
-        math.inf if config.slo.step_seconds is None else config.slo.step_seconds,
+        math.inf if slo.step_seconds is None else slo.step_seconds,
         _exchange_rule(model, config, plan, chunking.tokens, predictor, topology, element_bytes),
     )
     scheduler = Scheduler(
@@ -77,7 +78,7 @@ def build_core(
         config.page_size,
         config.max_running,
         config.admission,
-        config.slo,
+        slo,
         plan.placer(
             config.page_size,
             config.token_budget,

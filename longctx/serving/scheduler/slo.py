@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 from longctx.serving.request.request import Request
 from longctx.serving.validation import check_real
 
 if TYPE_CHECKING:
     from longctx.serving.scheduler.prompt_time import PromptTime
+
+TpotScope = Literal["token", "batch"]
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Slo:
         machine has a target that it can keep while it reads prompts.
       step_seconds: that a step may take with adaptive chunks where no decode has a target, by prediction, since whoever
         comes meanwhile waits for it; a chunk of 90 % of the best one's speed may take longer. None: any.
+      tpot_scope: what `tpot` and `step_seconds` bound: "token", a step through all stages; "batch", a batch in one
+        stage, so that a token may take them once in each stage. Targets of requests are a token's in any case.
 
     Raises:
-      TypeError, ValueError: one is not a positive, finite number, or a factor is below 1.
+      TypeError, ValueError: one is not a positive, finite number, a factor is below 1, or the scope is another.
 
     Source:
       Medha, 4.2: deadlines are a multiple of the time that a prompt takes alone.
@@ -45,6 +49,7 @@ class Slo:
     tpot: float | None = 0.2
     tpot_factor: float = 2.0
     step_seconds: float | None = 0.1
+    tpot_scope: TpotScope = "token"
 
     def __post_init__(self) -> None:
         for name in ("ttft_factor", "ttft_least", "tpot", "tpot_factor", "step_seconds"):
@@ -56,6 +61,23 @@ class Slo:
         for name in ("ttft_factor", "tpot_factor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, no request being faster, got {getattr(self, name)}")
+        if self.tpot_scope not in get_args(TpotScope):
+            raise ValueError(f"tpot_scope must be one of {get_args(TpotScope)}, got {self.tpot_scope!r}")
+
+    def per_token(self, stages: int) -> Slo:
+        """Return the same objectives with targets of a token.
+
+        Args:
+          stages: that a token goes through.
+
+        Examples:
+          >>> Slo(tpot=0.03, step_seconds=None, tpot_scope="batch").per_token(4).tpot
+          0.12
+        """
+        if self.tpot_scope == "token":
+            return self
+        tpot, step = (None if each is None else stages * each for each in (self.tpot, self.step_seconds))
+        return replace(self, tpot=tpot, step_seconds=step, tpot_scope="token")
 
     def ttft(self, prefill_seconds: float) -> float:
         """Seconds within which the first token of a prompt is due that takes so long alone.

@@ -223,7 +223,7 @@ def _make_reader(
     engine: Engine, chat_format: ChatFormat, model_names: tuple[str, ...], settings: ServerSettings
 ) -> CallReader:
     assert engine.tokenizer is not None
-    least = engine.config.slo.tpot if settings.min_tpot is None else settings.min_tpot
+    least = engine.config.slo.per_token(engine.plan.stage).tpot if settings.min_tpot is None else settings.min_tpot
     rules = CallRules(
         model_names,
         engine.max_length,

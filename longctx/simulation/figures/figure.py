@@ -11,6 +11,7 @@ from longctx.serving.validation import check_integer
 
 HOLDS, FAILS = "holds", "does not hold"
 NEAR = 0.2  # of the paper's value, within which ours counts as the same
+CORRECTED_SINCE = "6acdf8d"  # commit
 BASES = ("predicted", "arithmetic", "fitted")
 Cell = str | int | float | bool | None
 
@@ -28,6 +29,8 @@ class Statement:
       why: one line that says where a difference comes from; needed where ours is not `is_near`.
       basis: of our number. `"predicted"`: it could have been wrong. `"arithmetic"`: it follows from sizes and settings
         alone. `"fitted"`: a number of the cost model was taken from what the paper measured here.
+      is_corrected: whether the row was added, or its setting or model changed, when ours and the paper's value were
+        known, see `corrected`.
 
     Raises:
       ValueError: the basis is none of these, a number is not finite, the paper's is 0, a text is empty, or an ordering
@@ -41,6 +44,7 @@ class Statement:
     unit: str = ""
     why: str = ""
     basis: str = "predicted"
+    is_corrected: bool = False
 
     def __post_init__(self) -> None:
         if self.basis not in BASES:
@@ -84,6 +88,11 @@ def ordering(figure: str, text: str, holds: bool, why: str = "") -> Statement:
 def based_on(basis: str, statements: Iterable[Statement]) -> list[Statement]:
     """Statements whose numbers have another basis; orderings stay as they are."""
     return [each if each.ratio is None else replace(each, basis=basis) for each in statements]
+
+
+def corrected(statements: Iterable[Statement]) -> list[Statement]:
+    """Statements that were added or corrected since `CORRECTED_SINCE`; the share without them is counted apart."""
+    return [replace(each, is_corrected=True) for each in statements]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from longctx.simulation.figures.figure import Statement
+from longctx.simulation.figures.figure import CORRECTED_SINCE, Statement
 from longctx.simulation.figures.registry import TITLES
 from longctx.simulation.figures.results import FILES, Result
 
@@ -68,6 +68,19 @@ def count(statements: list[Statement]) -> str:
     )
 
 
+def _without_corrected(statements: list[Statement]) -> str:
+    """What correcting rows after their values were known did to the share of the predicted ones."""
+    predicted = [s for s in statements if s.ratio is not None and s.basis == "predicted"]
+    kept = [s for s in predicted if not s.is_corrected]
+    if not kept:
+        return ""
+    shares = [f"{_near(each)} ({sum(s.is_near for s in each) / len(each):.1%})" for each in (predicted, kept)]
+    return (
+        f"Of the predicted ones {shares[0]} are; {shares[1]} without the {len(predicted) - len(kept)} that were added, "
+        f"or whose setting or model was changed, since commit {CORRECTED_SINCE}, when the values of both were known."
+    )
+
+
 def _near(statements: list[Statement]) -> str:
     return f"{sum(s.is_near for s in statements)} of {len(statements)}"
 
@@ -94,7 +107,7 @@ def _overview(results: dict[str, list[Result]], others: list[str]) -> str:
         "# Results",
         "Figures of the papers, computed in virtual time by the code that serves (`longctx.simulation`), beside the "
         f"papers' own values; from {workloads}. `make figures` computes all of them, and writes these pages.",
-        f"**{count(statements)}.**",
+        f"**{count(statements)}.** {_without_corrected(statements)}",
         "\n".join(f"- [{TITLES[paper]}]({paper}.md): {count([s for f in figures for s in f.statements])}."
                   for paper, figures in results.items() if figures),
     ]  # fmt: skip

@@ -32,6 +32,7 @@ MNEMOSYNE: list[str] = [
 
 MEDHA: list[str] = [
     "medha_capacity:figure_1",
+    "medha_capacity:equal_utilization",
     "medha_capacity:figure_4",
     "medha_capacity:figure_15",
     "medha_capacity:figure_16",

@@ -85,7 +85,8 @@ class PromptPredictor:
 
     def predict(self, length: int, output_tokens: int = 1) -> Prompt:
         """A prompt of `length` tokens, whose last output token comes after `output_tokens - 1` more."""
-        tpot, stages = self.deployment.config.slo.tpot, self._plan.stage
+        stages = self._plan.stage
+        tpot = self.deployment.config.slo.per_token(stages).tpot
         places = [length * at // POSITIONS for at in range(POSITIONS)] + [length]
         # Steps are looked at as if the prompt went on, so that the last one is full too.
         most = length + self._chunking.tokens * self._plan.context
