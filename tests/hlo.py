@@ -99,10 +99,12 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
         return tuple(map(tuple, groups.tolist()))
     if match := _MESH_GROUPS.search(rest):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        inner = re.findall(r"'(\w+)'", match[2])
+        dims, axes = ([int(x) for x in part.split(",")] if part else None for part in match.groups()[1:3])
+        inner = re.findall(r"'(\w+)'", match[4])
         outer = [name for name in sizes if name not in inner]
         order = [list(sizes).index(name) for name in (*outer, *inner)]
-        groups = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
+        ids = np.arange(math.prod(sizes.values())).reshape(dims or -1).transpose(axes)
+        groups = ids.reshape(*sizes.values()).transpose(order)
         return tuple(map(tuple, groups.reshape(-1, math.prod(sizes[name] for name in inner)).tolist()))
     if "replica_groups=" in rest and "replica_groups={}" not in rest:
         raise ValueError(f"replica_groups of an unknown form: {rest}")
