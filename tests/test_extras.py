@@ -39,6 +39,7 @@ def command(*arguments):
 # Modules that are for one extra, and import its packages when they are loaded.
 ROOMS_OF_EXTRAS = (
     "longctx.cli.serve_cluster",
+    "longctx.cluster.engine_messenger",
     "longctx.cluster.engine_transfers",
     "longctx.cluster.join",
     "longctx.cluster.prefill",

@@ -70,6 +70,9 @@ class Slo:
         Args:
           stages: that a token goes through.
 
+        Returns:
+          `self`, or with `tpot_scope="batch"` targets of `stages` batches.
+
         Examples:
           >>> Slo(tpot=0.03, step_seconds=None, tpot_scope="batch").per_token(4).tpot
           0.12
