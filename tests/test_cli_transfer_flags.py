@@ -9,7 +9,7 @@ import pytest
 from longctx.cli.arguments import serve
 from longctx.cli.arguments.transfer import MESSENGERS, ROLES
 from longctx.cli.transfer_flags import check_transfer_flags, transfer_maker
-from longctx.cluster import engine_transfers
+from longctx.cluster import engine_messenger, engine_transfers
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -20,7 +20,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def test_choices_are_those_of_the_cluster_layer() -> None:
     assert engine_transfers.ROLES == ROLES
-    assert tuple(engine_transfers.MESSENGERS) == MESSENGERS
+    assert tuple(engine_messenger.MESSENGERS) == MESSENGERS
 
 
 def test_requests_stay_where_they_are_by_default() -> None:

@@ -59,18 +59,12 @@ def transfer_maker(options: argparse.Namespace) -> "Callable[[Engine], EngineTra
 
         with naming_flags(_FLAGS):
             return EngineTransfers(
-                engine,
-                options.kv_host,
-                options.kv_port,
+                _messenger(options, secret, engine),
                 options.kv_peer,
-                secret,
-                options.kv_advertise,
-                role=options.role,
-                messenger=options.kv_messenger,
-                prefill_from=options.prefill_from,
-                prefill_key=prefill_key,
-                inline_tokens=options.prefill_inline,
-                is_plain=options.kv_plain,
+                options.role,
+                options.prefill_from,
+                prefill_key,
+                options.prefill_inline,
             )
 
     return make
@@ -80,13 +74,23 @@ def follower_messenger(options: argparse.Namespace, engine: Engine) -> "EngineMe
     """What moves the pages of a process that follows another one, by the flags; None: they stay."""
     if options.role is None:
         return None
+    secret = _secret(options)
+    with naming_flags(_FLAGS):
+        return _messenger(options, secret, engine)
+
+
+def _messenger(options: argparse.Namespace, secret: str, engine: Engine) -> "EngineMessenger":
     from longctx.cluster.engine_messenger import EngineMessenger
 
-    host, port, messenger = options.kv_host, options.kv_port, options.kv_messenger
-    with naming_flags(_FLAGS):
-        return EngineMessenger(
-            engine, host, port, _secret(options), options.kv_advertise, None, messenger, options.kv_plain
-        )
+    return EngineMessenger(
+        engine,
+        options.kv_host,
+        options.kv_port,
+        secret,
+        options.kv_advertise,
+        messenger=options.kv_messenger,
+        is_plain=options.kv_plain,
+    )
 
 
 def _secret(options: argparse.Namespace) -> str:

@@ -40,6 +40,7 @@ class EngineMessenger:
       messenger: of `MESSENGERS`.
 
     Attributes:
+      engine: whose pages they are.
       host, port: where others fetch pages. followers: `host:port` of the other processes, in the first one.
 
     Raises:
@@ -51,9 +52,9 @@ class EngineMessenger:
     def __init__(
         self,
         engine: Engine,
-        ip: str,
-        port: int,
-        secret: str | None,
+        ip: str = "127.0.0.1",
+        port: int = 0,
+        secret: str | None = None,
         advertised: str | None = None,
         options: TransferOptions | None = None,
         messenger: str = "zmq",
@@ -65,7 +66,7 @@ class EngineMessenger:
             raise ValueError("engine must have transfers=True and prefix_cache=True in its configuration")
         layout, fingerprint = engine.page_identity
         group, options, protocol = engine.process_group, options or TransferOptions(), MESSENGERS[messenger]
-        self.host, self._group, self._pages = advertised or ip, group, engine.pages
+        self.engine, self.host, self._group, self._pages = engine, advertised or ip, group, engine.pages
         if len(set(group.host_names)) > 1 and _is_loopback(self.host):
             raise ValueError(f"ip must be one by which other hosts reach this process of several, got {self.host}")
         if port:

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from longctx.cluster.engine_messenger import MESSENGERS as MESSENGERS
 from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
 from longctx.cluster.prefill.dispatcher import PrefillDispatcher, count_here
@@ -19,9 +18,8 @@ from longctx.cluster.prefill.instance import PrefillInstance
 from longctx.cluster.prefill.named import NamedReaders
 from longctx.cluster.server_url import host_port
 from longctx.cluster.tpot_check import breaks_tpot
-from longctx.cluster.transfer import TransferOptions, make_lease_id
+from longctx.cluster.transfer import make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
-from longctx.serving.engine.engine import Engine
 from longctx.serving.engine.thread import Received
 from longctx.serving.kv_cache.connector import LeasedSource
 from longctx.serving.request.handoff import Handoff
@@ -42,10 +40,10 @@ _RETRY = 1.0  # seconds after which another instance, or this one, may have room
 class EngineTransfers:
     """Sends and fetches pages for an engine, as the `Transfers` of its server.
 
-    Of an engine of several processes it is the first one's; each of the others has an `EngineMessenger`.
+    Of an engine of several processes it is the first one's; each of the others has an `EngineMessenger` alone.
 
     Args:
-      ip, port, secret, advertised, messenger, is_plain: see `EngineMessenger`.
+      messenger: of the engine; it is closed with this, also where this can't be made.
       peers: hosts that this engine fetches pages from, besides this machine, see `Peers`. Clients can't name others.
       role: what it does for others: `"prefill"` reads prompts that other servers go on with, `"decode"` goes on.
         Whatever it is, requests that ask for neither are served from beginning to end.
@@ -54,38 +52,29 @@ class EngineTransfers:
       inline_tokens: tokens of a prompt, not cached, up to which it is read here all the same.
 
     Raises:
-      ValueError: the engine has no page keys, or processes contradict each other; an address or secret can't be.
-      OSError: it can't listen there.
-      ImportError, RuntimeError: the messenger is not there, or does not start.
+      ValueError: a role, peer or URL can't be.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        ip: str = "127.0.0.1",
-        port: int = 0,
+        messenger: EngineMessenger,
         peers: Sequence[str] = (),
-        secret: str | None = None,
-        advertised: str | None = None,
-        options: TransferOptions | None = None,
         role: Role = "both",
-        messenger: str = "zmq",
         prefill_from: Sequence[str] = (),
         prefill_key: str | None = None,
         inline_tokens: int = 512,
-        is_plain: bool = False,
     ) -> None:
-        if role not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
-        self._peers = Peers(peers, advertised or ip)
-        instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
+        engine = messenger.engine
         with contextlib.ExitStack() as stack:  # closes what was opened, in the reverse order
-            made = EngineMessenger(engine, ip, port, secret, advertised, options, messenger, is_plain)
-            stack.callback(made.close)
-            self._messenger, self.sender, self.receiver = made, made.sender, made.receiver
+            stack.callback(messenger.close)
+            if role not in ROLES:
+                raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+            self._peers = Peers(peers, messenger.host)
+            instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
+            self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
             self.dispatcher = None
             if instances:
-                self.dispatcher = PrefillDispatcher(engine, instances, made.source, inline_tokens)
+                self.dispatcher = PrefillDispatcher(engine, instances, messenger.source, inline_tokens)
                 stack.callback(self.dispatcher.close)
             self.named = NamedReaders(engine, self._source_at, self.check_peer)
             stack.callback(self.named.close)
@@ -94,7 +83,7 @@ class EngineTransfers:
         layout, fingerprint = engine.page_identity
         self._fingerprint, self._kv_dtype = fingerprint.hex(), layout.dtype
         self.engine_id, self._engine, self.role = secrets.token_hex(8), engine, role
-        self.host, self.port = made.host, made.port
+        self.host, self.port = messenger.host, messenger.port
         self.num_refused = 0
 
     def lease(self, wanted: str | None) -> str:

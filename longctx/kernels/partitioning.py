@@ -153,11 +153,10 @@ def _over_explicit_axes(function: Function, rule: Rule, operands: Sequence[Array
 
     # Inside `jax.vmap`, `jax.shard_map` refuses the name of the axis that shards the mapped dimension. So the default
     # serves where all axes are Explicit, and beside automatic ones those that divide something are named.
-    names: Any = {} if len(sizes) == len(mesh.axis_names) else {"axis_names": set(sizes)}
-    if has_auto:
-        names = {"axis_names": {*itertools.chain(*division.axes.values())}}
-        if not names["axis_names"]:
-            return local(*placed)
+    named = {*itertools.chain(*division.axes.values())} if has_auto else set(sizes)
+    if not named:
+        return local(*placed)
+    names: Any = {} if len(sizes) == len(mesh.axis_names) else {"axis_names": named}
     specs: Any = {"in_specs": tuple(division.operands), "out_specs": tuple(division.results)}
     return jax.shard_map(local, mesh=mesh, **specs, **names)(*placed)
 

@@ -4,10 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from disaggregated import NAME, make_engine
+from disaggregated import NAME, make_engine, make_transfers
 from served import Served, served
 
-from longctx.cluster.engine_transfers import EngineTransfers
 from longctx.serving.server.observers import ObserverSettings
 from longctx.serving.server.settings import ServerSettings
 
@@ -23,7 +22,7 @@ def three() -> Iterator[list[Served]]:
                     make_engine(),
                     settings,
                     names=(NAME,),
-                    make_transfers=EngineTransfers,
+                    make_transfers=make_transfers,
                     warm_up=lambda engine: None,
                     observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
                 )

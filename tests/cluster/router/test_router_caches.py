@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from disaggregated import NAME, body, make_engine, post
+from disaggregated import NAME, body, make_engine, make_transfers, post
 from routed import TEXT, Routed, members_of, routed
 from served import Served, served
 
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.engine_transfers import EngineTransfers
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.listeners import IndexUpdater
 from longctx.cluster.prefix_index.reader import KvEventReader
@@ -139,7 +138,7 @@ def test_cold_blocks_leave_instances_that_are_full() -> None:
             engine,
             ServerSettings(prepare_processes=0),
             names=(NAME,),
-            make_transfers=EngineTransfers,
+            make_transfers=make_transfers,
             warm_up=lambda engine: None,
             observers=ObserverSettings(kv_events=anywhere, kv_events_replay=anywhere),
         ) as instance,

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 from served import Served, served
 
+from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.engine_transfers import EngineTransfers, Role
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
@@ -40,6 +41,12 @@ def make_engine(stage: int = 1, context: int = 1, tensor: int = 1, dtype: str | 
     return Engine(model, params, config, mesh=mesh, tokenizer=load_tokenizer(TINY), plan=plan)
 
 
+def make_transfers(engine: Engine, **options: Any) -> EngineTransfers:
+    names = "peers", "role", "prefill_from", "prefill_key", "inline_tokens"
+    own = {name: options.pop(name) for name in names if name in options}
+    return EngineTransfers(EngineMessenger(engine, **options), **own)
+
+
 @contextlib.contextmanager
 def instance(
     engine: Engine,
@@ -49,7 +56,7 @@ def instance(
     **options: Any,
 ) -> Iterator[Served]:
     """A server whose requests may move. It compiles what they need when they come: that is less than all."""
-    made: dict[str, Any] = {"make_transfers": lambda engine: EngineTransfers(engine, role=role, **options)}
+    made: dict[str, Any] = {"make_transfers": lambda engine: make_transfers(engine, role=role, **options)}
     made |= {"warm_up": lambda engine: None}
     settings = ServerSettings(prepare_processes=0, api_keys=keys, admin_keys=admin_keys)
     with served(engine, settings, names=(NAME,), **made) as running:

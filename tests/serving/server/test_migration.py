@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
+from disaggregated import make_transfers
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Served, fake_engine, served
 
-from longctx.cluster.engine_transfers import EngineTransfers
 from longctx.models import load_checkpoint, load_tokenizer
 from longctx.models.builtin import TINY
 from longctx.serving import Engine, EngineConfig, ParallelPlan
@@ -53,7 +53,7 @@ def make_engine(plan: ParallelPlan | None = None, **options: Any) -> Engine:
 def source() -> Iterator[Served]:
     settings = ServerSettings(prepare_processes=0)
     engine = make_engine(ParallelPlan(stage=2))
-    with served(engine, settings, names=(NAME,), make_transfers=EngineTransfers) as running:
+    with served(engine, settings, names=(NAME,), make_transfers=make_transfers) as running:
         yield running
 
 
@@ -61,7 +61,7 @@ def source() -> Iterator[Served]:
 def target() -> Iterator[Served]:
     settings = ServerSettings(prepare_processes=0, ping_interval=0.2)
     engine = make_engine(ParallelPlan(tensor=2))
-    with served(engine, settings, names=("another-name",), make_transfers=EngineTransfers) as running:
+    with served(engine, settings, names=("another-name",), make_transfers=make_transfers) as running:
         yield running
 
 
@@ -129,7 +129,7 @@ def test_a_stream_goes_on_over_context_ranks(source: Served) -> None:
     """From 2x1x1 to 1x2x2, whose programs are compiled when they are needed."""
     expected = texts(ask(source, 200, **OPTIONS[1]))
     engine, settings = make_engine(ParallelPlan(context=2, tensor=2)), ServerSettings(prepare_processes=0)
-    with served(engine, settings, make_transfers=EngineTransfers, warm_up=lambda engine: None) as other:
+    with served(engine, settings, make_transfers=make_transfers, warm_up=lambda engine: None) as other:
 
         def move() -> None:
             assert migrate(source, other.url)["moved"]
@@ -154,7 +154,7 @@ def test_a_request_that_can_not_move_goes_on(source: Served, target: Served) -> 
 def test_a_server_of_another_model_or_a_full_one_is_left_alone(source: Served) -> None:
     expected = texts(ask(source))
     engine = make_engine(page_size=8)  # its pages are of another kind
-    with served(engine, ServerSettings(prepare_processes=0), names=(NAME,), make_transfers=EngineTransfers) as other:
+    with served(engine, ServerSettings(prepare_processes=0), names=(NAME,), make_transfers=make_transfers) as other:
 
         def move() -> None:
             assert "of another" in next(iter(migrate(source, other.url)["kept"].values()))
@@ -166,7 +166,7 @@ def test_a_server_of_another_model_or_a_full_one_is_left_alone(source: Served) -
 def test_a_server_that_dies_gives_the_request_back(source: Served) -> None:
     expected = texts(ask(source, 200, **OPTIONS[1]))
     settings = ServerSettings(prepare_processes=0, shutdown_timeout=0)
-    with served(make_engine(), settings, names=(NAME,), make_transfers=EngineTransfers) as other:
+    with served(make_engine(), settings, names=(NAME,), make_transfers=make_transfers) as other:
 
         def move() -> None:
             assert migrate(source, other.url)["moved"]
@@ -348,7 +348,7 @@ def test_bad_requests_are_not_resumed(target: Served, body: dict[str, Any]) -> N
 def test_only_administrators_move_requests() -> None:
     settings = ServerSettings(prepare_processes=0, api_keys=(ApiKey("user", "k" * 16),))
     with (
-        served(make_engine(), settings, names=(NAME,), make_transfers=EngineTransfers, is_ready=False) as running,
+        served(make_engine(), settings, names=(NAME,), make_transfers=make_transfers, is_ready=False) as running,
         running.http_client(headers={"authorization": "Bearer " + "k" * 16}) as client,
     ):
         for path, body in (("/migrate", {"to": "http://localhost:9"}), ("/resume", resume_body())):
@@ -357,7 +357,7 @@ def test_only_administrators_move_requests() -> None:
 
 def test_a_drained_server_takes_nothing_new() -> None:
     settings = ServerSettings(prepare_processes=0)
-    with served(make_engine(), settings, names=(NAME,), make_transfers=EngineTransfers) as running:
+    with served(make_engine(), settings, names=(NAME,), make_transfers=make_transfers) as running:
         assert migrate(running, "http://localhost:9", drain=True) == {"moved": [], "kept": {}, "draining": True}
         with running.http_client() as client:
             assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
