@@ -33,7 +33,7 @@ from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
 from longctx.cluster.launcher.launched import Address, Launched, Launcher
 from longctx.cluster.launcher.processes import ProcessLauncher
 from longctx.cluster.launcher.static import StaticLauncher
-from longctx.cluster.router.app import make_router_app
+from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model
 from longctx.models.chat_template import ChatTemplate

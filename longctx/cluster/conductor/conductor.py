@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
-from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
+from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role
 from longctx.cluster.conductor.load import Loads, loads
 from longctx.cluster.conductor.membership import check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Verdict
@@ -167,6 +167,19 @@ class Conductor:
         check_role(role)
         self._instance(name).role = role
         self.state.sort()
+
+    def set_costs(self, name: str, costs: Costs) -> None:
+        """Change the costs of an instance, such as those of a predictor that has been corrected since.
+
+        Args:
+          name: of the instance.
+          costs: from now on.
+
+        Raises:
+          ValueError: there is no such instance.
+        """
+        state = self._instance(name)
+        state.spec = replace(state.spec, costs=costs)
 
     def report(self, name: str, report: Report, now: float) -> None:
         """Correct the estimates of an instance by what it says of itself.

@@ -9,14 +9,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
 import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
-from longctx.cluster.router.instance import Instance
-from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, NotUnderstood, ServerInfo, check_url
-from longctx.cluster.router.instance_costs import InstanceCosts
+from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, check_url
 from longctx.cluster.router.kv_feed import KvFeed
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,51 @@ _REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is d
 _READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
+
+State = Literal["joining", "open", "draining", "dead", "excluded"]
+"""Never reached yet; taking requests; finishing what it has; not there any more; not to be trusted."""
+
+
+@dataclass(eq=False)
+class Instance:
+    """An instance, and what runs there.
+
+    Attributes:
+      name: no other instance of the cluster has it.
+      role: that it has, or will have when it joins.
+      reason: why it is not open.
+      is_held: an administrator drains it: it does not open by itself.
+      retry_at: when it may join again, by `time.monotonic`.
+      num_excluded: how often in a row it was excluded.
+      info, load: what it said last.
+      heard: when that was, by `time.monotonic`.
+      followers: tasks that read events of requests there; all are cancelled when it is lost.
+    """
+
+    name: str
+    client: InstanceClient
+    role: Role
+    state: State = "joining"
+    reason: str = "it has not been reached yet"
+    is_held: bool = False
+    retry_at: float = 0.0
+    num_excluded: int = 0
+    missed: int = 0
+    info: ServerInfo | None = None
+    load: LoadInfo | None = None
+    heard: float = field(default_factory=time.monotonic)
+    followers: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the conductor knows it."""
+        return self.state in ("open", "draining")
+
+    def lose(self) -> None:
+        """Break off whatever is read from it."""
+        for task in tuple(self.followers):
+            if not task.cancelling():
+                task.cancel()
 
 
 class Instances:
@@ -161,7 +206,7 @@ class Instances:
                     await self._look(instance, count)
                 elif time.monotonic() >= instance.retry_at:
                     await self._join(instance)
-            except NotUnderstood as error:
+            except ProtocolError as error:
                 self.exclude(instance, str(error))
             except httpx.HTTPError as error:
                 self._miss(instance, error)
@@ -185,13 +230,12 @@ class Instances:
             (each for each in self.members if each.info is not None and each.info.instance == info.instance), None
         )
         if same is not None:
-            raise NotUnderstood(f"it is {same.name} by another address, {same.client.url}")
+            raise ProtocolError(f"it is {same.name} by another address, {same.client.url}")
         load = await instance.client.load()
-        costs = InstanceCosts(info, await instance.client.predictor())
         spec = InstanceSpec(
             name=instance.name,
             role=instance.role,
-            costs=costs,
+            costs=await instance.client.costs(info),
             block_size=info.page_size,
             decode_tokens=info.max_total_num_tokens,
             max_running=info.max_running,
@@ -204,8 +248,8 @@ class Instances:
         try:
             self._conductor.join(spec, time.monotonic())
         except (TypeError, ValueError) as error:
-            raise NotUnderstood(str(error)) from None
-        instance.costs, instance.info, instance.state, instance.reason, instance.missed = costs, info, "open", "", 0
+            raise ProtocolError(str(error)) from None
+        instance.info, instance.state, instance.reason, instance.missed = info, "open", "", 0
         self._feed.open(instance.name, info, instance.client.url)
         logger.info("longctx: %s has joined as %s: %s", instance.name, instance.role, instance.client.url)
         if instance.is_held:
@@ -213,44 +257,47 @@ class Instances:
         self._note(instance, load)
 
     def _check(self, info: ServerInfo, sent: float, received: float) -> None:
-        """NotUnderstood, unless it can be one of this cluster."""
+        """ProtocolError, unless it can be one of this cluster."""
         if info.page_size != self._page_size:
-            raise NotUnderstood(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
+            raise ProtocolError(f"its pages have {info.page_size} tokens, those of the cluster {self._page_size}")
         if info.keys != self._keys:
-            raise NotUnderstood("its keys of pages are made with another secret: see --kv-secret-file")
+            raise ProtocolError("its keys of pages are made with another secret: see --kv-secret-file")
         if info.vocab_size != self._vocab_size:
-            raise NotUnderstood(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
+            raise ProtocolError(f"its model has {info.vocab_size} tokens, that of the cluster {self._vocab_size}")
         if info.max_model_len < self._max_length:
-            raise NotUnderstood(
+            raise ProtocolError(
                 f"its longest sequence has {info.max_model_len} tokens, that of the cluster {self._max_length}"
             )
         skew = max(sent - info.time, info.time - received, 0.0)
         if not skew <= MAX_SKEW:
             side = "behind" if info.time < sent else "ahead of"
-            raise NotUnderstood(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
+            raise ProtocolError(f"its clock is {skew:.0f} s {side} the router's, and may be {MAX_SKEW:.0f}")
         if not (info.kv_bytes_per_token > 0 and info.max_total_num_tokens > 0 and info.max_running > 0):
-            raise NotUnderstood("it says that it has no room for any request")
+            raise ProtocolError("it says that it has no room for any request")
 
     async def _look(self, instance: Instance, count: int) -> None:
         load = await instance.client.load()
         not_ready = None
         if count % _READY_EVERY == 0:
             not_ready = await instance.client.ready()
-        if count % _COSTS_EVERY == 0 and instance.costs is not None:
-            instance.costs.update(await instance.client.predictor())
+        costs = None
+        if count % _COSTS_EVERY == 0 and instance.info is not None:
+            costs = await instance.client.costs(instance.info)
         if not instance.is_member:
             return
+        if costs is not None:
+            self._conductor.set_costs(instance.name, costs)
         instance.missed = 0
         self._note(instance, load)
         if not_ready is not None and not load.draining:
             self._leave(instance, "joining", not_ready)  # its engine has failed: it joins when it is back
 
     def _note(self, instance: Instance, load: LoadInfo) -> None:
-        """Tell the conductor what an instance says of itself; NotUnderstood: it can't be."""
+        """Tell the conductor what an instance says of itself; ProtocolError: it can't be."""
         info = instance.info
         assert info is not None
         if load.decoding > info.max_running or load.decode_tokens > info.max_total_num_tokens:
-            raise NotUnderstood(
+            raise ProtocolError(
                 f"it says that {load.decoding} requests with {load.decode_tokens} tokens decode, of "
                 f"{info.max_running} and {info.max_total_num_tokens} at most"
             )
@@ -258,7 +305,7 @@ class Instances:
         try:
             self._conductor.report(instance.name, report, time.monotonic())
         except (TypeError, ValueError) as error:
-            raise NotUnderstood(str(error)) from None
+            raise ProtocolError(str(error)) from None
         instance.load, instance.heard = load, time.monotonic()
         if time.monotonic() > instance.retry_at + _MOST_PENALTY:
             instance.num_excluded = 0

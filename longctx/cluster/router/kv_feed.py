@@ -7,7 +7,7 @@ from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.listeners import IndexUpdater
 from longctx.cluster.prefix_index.merged import MergedKvEvents
 from longctx.cluster.prefix_index.reader import KvEventReader, PublisherState
-from longctx.cluster.router.instance_client import NotUnderstood, ServerInfo
+from longctx.cluster.router.instance_client import ProtocolError, ServerInfo
 from longctx.serving.server.kv_publisher import KvPublisher
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class KvFeed:
         """An instance has joined: follow its events, from the first one that it can repeat.
 
         Raises:
-          NotUnderstood: it says what is no endpoint.
+          ProtocolError: it says what is no endpoint.
         """
         found = info.kv_events
         if found is None:
@@ -54,7 +54,7 @@ class KvFeed:
         try:
             self._reader.add(name, reachable(found.endpoint, host), replay, found.topic)
         except (TypeError, ValueError) as error:
-            raise NotUnderstood(f"its KV events can't be read: {error}") from None
+            raise ProtocolError(f"its KV events can't be read: {error}") from None
 
     def close(self, name: str) -> None:
         """It is not a member any more: forget what it has."""

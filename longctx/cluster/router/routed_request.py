@@ -18,18 +18,15 @@ import httpx
 import msgspec
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection
+from longctx.cluster.conductor.decision import Assignment, Bound, Decision, Rejection
 from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.router.event_check import EventCheck
-from longctx.cluster.router.instance import Instance
-from longctx.cluster.router.instance_client import NotUnderstood, Refused
-from longctx.cluster.router.instances import Instances
-from longctx.cluster.router.rejections import refused, rejected
-from longctx.cluster.router.router_stats import RouterStats
+from longctx.cluster.router.instance_client import ProtocolError, Refused
+from longctx.cluster.router.instances import Instance, Instances
+from longctx.cluster.router.router_metrics import RouterStats
 from longctx.serving.engine.departure import Sink
-from longctx.serving.request.output import Event, FinishReason, Output
+from longctx.serving.request.output import Event, FinishReason, Output, TokenLogprob
 from longctx.serving.request.request import PreparedRequest
-from longctx.serving.server.errors import ApiError
+from longctx.serving.server.errors import DROPPED, ApiError
 from longctx.serving.server.event_lines import EventLine
 from longctx.serving.server.relayed_outputs import RelayBroken, RelayedOutputs
 
@@ -38,7 +35,7 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 8
 """Instances that may fail one request which they have taken, until it is given up: it may be the cause."""
 
-PATIENCE = 60.0
+RESUME_TIMEOUT = 60.0
 """Seconds for which a request that has begun waits for an instance that can go on with it."""
 
 _FAILED_PAUSE, _REFUSED_PAUSE = 1.0, 0.2  # seconds until an instance is asked again that failed, or refused
@@ -46,8 +43,15 @@ _LEAST_PAUSE, _MOST_PAUSE = 0.01, 0.25  # seconds between two attempts to place 
 _END_SECONDS = 1.0  # for which the end of an answer may come after its last event
 _LEAST_TIME = 0.001  # seconds
 _LONG = 20_000  # tokens of a request that another thread writes
-
-
+_LEAST_RETRY, _MOST_RETRY = 0.5, 120.0  # seconds after which a client may come again
+_REASONS: dict[Bound, str] = {
+    "ttft": "the first token would come too late",
+    "tbt": "tokens would come too slowly",
+    "memory": "no instance has room for its keys and values",
+    "prefill_load": "the instances that read prompts have too much to do",
+    "decode_load": "the instances that write answers have too much to do",
+    "no_instance": "there is no instance for it",
+}
 _seeds = random.Random()
 
 
@@ -91,7 +95,7 @@ class RoutedRequest:
         seed = prepared.request.sampling.seed
         seed = _seeds.randrange(2**31) if seed is None else seed
         self._relayed = RelayedOutputs.of_none(prepared, request.request_id, arrival, seed)
-        self._check = EventCheck(prepared, routing.vocab_size)
+        self._check = _EventCheck(prepared, routing.vocab_size)
         self._excluded: dict[str, float] = {}  # instances that have failed or refused it, until when
         self._last_token: dict[int, float] = {}
         self._attempts = self._num_failures = self._had = 0
@@ -163,8 +167,8 @@ class RoutedRequest:
         while isinstance(decision, Rejection):
             waited = routing.clock() - since
             if self._has_begun:
-                if waited >= PATIENCE:
-                    message = f"nobody could go on with it for {PATIENCE:.0f} s; before that: {self._problem}"
+                if waited >= RESUME_TIMEOUT:
+                    message = f"nobody could go on with it for {RESUME_TIMEOUT:.0f} s; before that: {self._problem}"
                     raise refused("instances_failed", message)
             elif decision.is_deferred:
                 pause = max(decision.retry_after, _LEAST_PAUSE)
@@ -194,7 +198,7 @@ class RoutedRequest:
                 task.result()
         except Refused as error:
             self._note_refusal(instance, error)
-        except (NotUnderstood, RelayBroken) as error:
+        except (ProtocolError, RelayBroken) as error:
             self._routing.instances.exclude(instance, str(error))
             self._note_failure(instance, "nonsense", str(error))
             self._num_failures += 1
@@ -344,7 +348,75 @@ class RoutedRequest:
 
 async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
     """Let the connection be there for the next request; without its end it would be closed."""
-    with contextlib.suppress(TimeoutError, httpx.HTTPError, NotUnderstood, RelayBroken):
+    with contextlib.suppress(TimeoutError, httpx.HTTPError, ProtocolError, RelayBroken):
         async with asyncio.timeout(_END_SECONDS):
             async for _ in lines:
                 pass
+
+
+class _EventCheck:
+    """Checks that each event an instance sends is one that the request asked for, and can be the next."""
+
+    def __init__(self, prepared: PreparedRequest, vocab_size: int) -> None:
+        self._sampling, self._num_prompt, self._vocab_size = prepared.request.sampling, len(prepared.tokens), vocab_size
+
+    def check(self, entry: EventLine, relayed: RelayedOutputs) -> None:
+        """RelayBroken, unless an event can be the next one."""
+        sampling, tokens, end = self._sampling, entry.token_ids, entry.end
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise RelayBroken(f"it sends tokens that are not in the vocabulary of {self._vocab_size}")
+        if sampling.logprobs is not None and len(entry.logprobs) != len(tokens):
+            raise RelayBroken("it sends tokens without their log probabilities")
+        self._check_logprobs(entry.logprobs, sampling.logprobs)
+        if entry.text and not tokens and end is None:
+            raise RelayBroken("it sends text without tokens")
+        had = relayed.num_tokens_of(entry.index) + len(tokens) - (1 if tokens and relayed.repeats(entry.index) else 0)
+        if had > sampling.max_tokens:
+            raise RelayBroken(f"it sends more than the {sampling.max_tokens} tokens that were asked for")
+        if end is None or end.reason not in ("stop", "length") or relayed.repeats(entry.index):
+            return
+        if end.reason == "length" and had != sampling.max_tokens:
+            raise RelayBroken(f"it ends after {had} tokens of {sampling.max_tokens}, by length")
+        if not 0 <= end.cached_tokens <= self._num_prompt + had:
+            raise RelayBroken(f"it says that {end.cached_tokens} tokens of {self._num_prompt + had} were cached")
+        if had == 0:
+            raise RelayBroken("it ends a completion without a token")
+        if sampling.prompt_logprobs is not None and entry.index == 0:
+            if end.prompt_logprobs is None or len(end.prompt_logprobs) != self._num_prompt - 1:
+                raise RelayBroken("it sends no log probabilities of the prompt")
+            self._check_logprobs(tuple(end.prompt_logprobs), sampling.prompt_logprobs)
+
+    def _check_logprobs(self, logprobs: tuple[TokenLogprob, ...], num_top: int | None) -> None:
+        for each in logprobs:
+            values = (each.logprob, *(value for _, value in each.top))
+            if len(each.top) > (num_top or 0) or not all(value <= 1e-3 and not math.isnan(value) for value in values):
+                raise RelayBroken("it sends log probabilities that can't be")
+            if not all(0 <= token < self._vocab_size for token, _ in each.top):
+                raise RelayBroken("it sends log probabilities of tokens that are not in the vocabulary")
+
+
+def rejected(rejection: Rejection) -> ApiError:
+    """Make the answer to a rejected request: 429, or 503 if there is no instance."""
+    reason = _REASONS.get(rejection.bound, rejection.bound)
+    parts = [f"the cluster takes no such request now: {reason}"]
+    if math.isfinite(rejection.ttft):
+        parts.append(f"the first token would come after {rejection.ttft:.2f} s")
+    if math.isfinite(rejection.tbt):
+        parts.append(f"each later one after {rejection.tbt:.3f} s")
+    if math.isfinite(rejection.load):
+        parts.append(f"the load is {rejection.load:.2f} of what the SLO allows")
+    if rejection.stage == "decode":
+        parts.append("its prompt was read in vain")
+    if math.isinf(rejection.retry_after) and rejection.bound != "no_instance":
+        error = refused(rejection.bound, "; ".join(parts), None)
+        error.headers["x-should-retry"] = "false"  # never, as far as is known
+        return error
+    return refused(rejection.bound, "; ".join(parts), min(max(rejection.retry_after, _LEAST_RETRY), _MOST_RETRY))
+
+
+def refused(bound: str, message: str, retry_after: float | None = 1.0) -> ApiError:
+    """Make the answer to a request that could be served at another time."""
+    headers = {DROPPED: bound}
+    if bound in ("no_instance", "instances_failed", "draining"):
+        return ApiError(503, message, None, "server_is_overloaded", retry_after, headers)
+    return ApiError(429, message, None, "slow_down", retry_after, headers)

@@ -73,7 +73,7 @@ class ServedForward:
 
     def _instance(self, instance: InstanceSnapshot) -> ClusterInstance:
         spec = instance.spec
-        costs = getattr(spec.costs, "costs", spec.costs)  # a router's are corrected as steps run
+        costs = spec.costs
         if not isinstance(costs, PredictorCosts):
             raise TypeError(f"costs of {spec.name} must be PredictorCosts, got {type(spec.costs).__name__}")
         size, plan = spec.block_size, costs.plan
