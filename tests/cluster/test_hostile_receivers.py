@@ -32,10 +32,10 @@ class Peer:
     def send(self, message: FromReceiver) -> None:
         self.socket.send(encode(message))
 
-    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, patience: int = 0) -> None:
+    def open(self, number: int, lease: Lease, block_bytes: int = 1 << 20, lease_timeout: int = 0) -> None:
         part = LAYOUT.whole
         keys = lease.keys
-        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, patience))
+        self.send(Open(number, VERSION, lease.lease_id, keys, LAYOUT, b"", *part, block_bytes, lease_timeout))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -74,7 +74,7 @@ def test_a_peer_whose_transfers_end_in_the_midst_of_a_look_at_them() -> None:
             first.heard, second.heard = time.monotonic() + 100, 0.0
             sender._tick()
 
-        sender._mailbox.post(tick)
+        sender.post(tick)
         wait_until(lambda: sender.num_streams == 0)
         assert sender.stats.outcomes["lost"] == 2
         still_serves(sender, engine)

@@ -44,7 +44,7 @@ class Open(Struct, tag=True, array_like=True, frozen=True):
     layers: Range
     heads: Range
     block_bytes: Annotated[int, Meta(ge=1, lt=2**41)]
-    patience: Number = 0  # milliseconds in which a lease that is not there yet may come
+    lease_timeout: Number = 0  # milliseconds within which a lease that is not there yet may come
 
 
 class Grant(Struct, tag=True, array_like=True, frozen=True):

@@ -1,8 +1,8 @@
 """Pages over Mooncake's transfer engine: receivers read blocks from registered memory of the sender, by TCP or RDMA.
 
-What is said about them goes over ZeroMQ as ever, checksums too. The engine itself has neither encryption nor access
-control: whoever reaches its port can read the memory that is registered, and that is staged blocks only. So it is for
-networks that are trusted, and the memory that receivers register is written by nobody else.
+Headers and checksums go over ZeroMQ all the same. The engine itself has neither encryption nor access control: any
+process that reaches its port can read the memory that is registered, which holds staged blocks only. So it is for
+trusted networks.
 
 Source: Mooncake, section 3 (an RDMA messenger); its transfer engine is the one that the authors published.
 """
