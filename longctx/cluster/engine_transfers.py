@@ -13,11 +13,9 @@ from typing import Any, Literal
 
 from longctx.cluster.engine_messenger import EngineMessenger
 from longctx.cluster.peers import Peers, parse_peer
-from longctx.cluster.prefill.dispatcher import PrefillDispatcher, count_here
+from longctx.cluster.prefill.dispatcher import PrefillDispatcher, breaks_tpot, count_here
 from longctx.cluster.prefill.instance import PrefillInstance
-from longctx.cluster.prefill.named import NamedReaders
 from longctx.cluster.server_url import host_port
-from longctx.cluster.tpot_check import breaks_tpot
 from longctx.cluster.transfer import make_lease_id
 from longctx.cluster.transfer.stats import TransferStats
 from longctx.serving.engine.thread import Received
@@ -72,12 +70,10 @@ class EngineTransfers:
             self._peers = Peers(peers, messenger.host)
             instances = [PrefillInstance(url, prefill_key) for url in prefill_from]
             self._messenger, self.sender, self.receiver = messenger, messenger.sender, messenger.receiver
-            self.dispatcher = None
-            if instances:
-                self.dispatcher = PrefillDispatcher(engine, instances, messenger.source, inline_tokens)
-                stack.callback(self.dispatcher.close)
-            self.named = NamedReaders(engine, self._source_at, self.check_peer)
-            stack.callback(self.named.close)
+            self.dispatcher = PrefillDispatcher(
+                engine, instances, messenger.source, self._source_at, self.check_peer, inline_tokens
+            )
+            stack.callback(self.dispatcher.close)
             self._open = stack.pop_all()
         assert engine.page_identity is not None
         layout, fingerprint = engine.page_identity
@@ -157,14 +153,14 @@ class EngineTransfers:
             wanted, prefix = prefill.prefix, None
             if prefill.url is not None:
                 wanted, prefix = PagePrefix(url=prefill.url, seconds=prefill.seconds), prefill.prefix
-        received = None if wanted is None else self.named.ask(prepared, headers, wanted, prefix, handoff)
+        received = None if wanted is None else self.dispatcher.ask(prepared, headers, wanted, prefix, handoff)
         return Received(handoff, {}) if received is None and handoff is not None else received
 
     def fetch_prefix(
         self, prefix: PagePrefix, prepared: PreparedRequest, headers: Mapping[str, str]
     ) -> Received | None:
         """Get the first pages of a prompt from a server that has them, see `Transfers`."""
-        return self.named.ask(prepared, headers, prefix)
+        return self.dispatcher.ask(prepared, headers, prefix)
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
         """A request that reads a prompt whose full pages are all here, see `Transfers`."""
@@ -176,7 +172,7 @@ class EngineTransfers:
 
     def dispatch(self, prepared: PreparedRequest, headers: Mapping[str, str]) -> Received | None:
         """Have another server read a prompt, see `Transfers`."""
-        return None if self.dispatcher is None else self.dispatcher.dispatch(prepared, headers)
+        return self.dispatcher.dispatch(prepared, headers)
 
     def source(self, host: str, port: int, lease_id: str, followers: Sequence[str] = ()) -> LeasedSource:
         """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'.
@@ -209,21 +205,27 @@ class EngineTransfers:
     def prefills(self) -> Mapping[str, Mapping[str, int]] | None:
         """See `Transfers`."""
         dispatcher = self.dispatcher
-        return None if dispatcher is None else {"decision": dispatcher.decisions, "answer": dispatcher.answers}
+        if not dispatcher.instances:
+            return None
+        return {"decision": dispatcher.decisions, "answer": dispatcher.answers}
 
     def info(self) -> dict[str, Any]:
         """What others have to know to fetch pages from here."""
         info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
-        info |= {"fingerprint": self._fingerprint, "kv_dtype": self._kv_dtype, "answers": dict(self.named.answers)}
+        info |= {
+            "fingerprint": self._fingerprint,
+            "kv_dtype": self._kv_dtype,
+            "answers": dict(self.dispatcher.named_answers),
+        }
         info |= {"followers": self._messenger.followers} if self._messenger.followers else {}
-        return info if self.dispatcher is None else info | {"prefill_from": self.dispatcher.info()}
+        return info | {"prefill_from": self.dispatcher.info()} if self.dispatcher.instances else info
 
     def close(self) -> None:
         """End all transfers."""
         self._open.close()
 
     def _source_at(
-        self, addresses: Sequence[str], lease: str, deadline: float | None = None, patience: float = 0.0
+        self, addresses: Sequence[str], lease: str, deadline: float | None = None, lease_timeout: float = 0.0
     ) -> LeasedSource:
         """The pages of a server that a request has named, if they are where pages may come from; else ApiError."""
         for address in addresses:
@@ -234,7 +236,7 @@ class EngineTransfers:
             except ValueError as error:
                 raise ApiError(400, f"{_NAME}: pages must be at HOST:PORT: {error}", _NAME) from None
             self.check_peer(host, port)
-        return self._messenger.source(addresses, lease, deadline, patience)
+        return self._messenger.source(addresses, lease, deadline, lease_timeout)
 
     def _check(self, handoff: Handoff, prepared: PreparedRequest) -> None:
         try:
