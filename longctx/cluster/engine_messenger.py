@@ -26,7 +26,7 @@ from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.runner.page_parts import process_part
 
 MESSENGERS = {"zmq": None, "mooncake-tcp": "tcp", "mooncake-rdma": "rdma"}
-"""What carries pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
+"""Carriers of pages: ZeroMQ alone, or Mooncake's transfer engine by this protocol. All servers take the same."""
 
 _LAG_SECONDS = 10.0  # by which a process may be behind the first one, at most
 _MOST_SECONDS = 3600.0  # a process waits for pages until the first one has its own
@@ -64,7 +64,7 @@ class EngineExporter:
 
 
 class EngineMessenger:
-    """The sender and the receiver of one process of an engine; every process has to make one.
+    """Sender and receiver of one process of an engine; every process has to make one.
 
     Args:
       ip, port: where others fetch pages; port 0: any free one. Of several processes of one host each has the next port.
@@ -138,7 +138,7 @@ class EngineMessenger:
     def source(
         self, addresses: List[str], lease_id: str, deadline: float | None = None, lease_timeout: float = 0.0
     ) -> LeasedSource:
-        """The pages of a lease, which all processes fetch; see `PageReceiver.source`."""
+        """Make the source of the pages of a lease, which all processes fetch; see `PageReceiver.source`."""
         if not self.followers:
             return self.receiver.source(addresses, lease_id, deadline=deadline, lease_timeout=lease_timeout)
         inner = self.receiver.source(addresses, lease_id, release=False, deadline=deadline, lease_timeout=lease_timeout)
@@ -151,11 +151,11 @@ class EngineMessenger:
         self._pages.locate(inner.lease_id, place)
 
     def forget(self, lease_id: str) -> None:
-        """Nobody wants the pages of a lease any more."""
+        """Note that the pages of a lease are not needed any more."""
         self._led.pop(lease_id, None)
 
     def _note_fetched(self, lease_id: str, is_everywhere: bool) -> None:
-        """A load has ended here, or in all processes: who has sent its pages may drop them only then."""
+        """Note that a load has ended here, or in all processes: its sender may drop its pages only then."""
         if not is_everywhere:
             self._pages.locate(lease_id, None)
         elif (source := self._led.pop(lease_id, None)) is not None:
@@ -188,7 +188,7 @@ class EngineMessenger:
 
 
 class _LedSource:
-    """A source of the first process, which tells the others when a load begins to fetch."""
+    """Source of the first process, which tells the others when a load begins to fetch."""
 
     def __init__(self, messenger: EngineMessenger, inner: RemoteSource) -> None:
         self._messenger, self._inner = messenger, inner
@@ -203,7 +203,7 @@ class _LedSource:
 
 
 class _FollowedSource:
-    """A source of another process: the first one says when nobody needs the lease."""
+    """Source of another process: the first one says when the lease is not needed any more."""
 
     def __init__(self, inner: RemoteSource) -> None:
         self._inner = inner

@@ -36,7 +36,7 @@ _RETRY = 1.0  # seconds after which another instance, or this one, may have room
 
 
 class EngineTransfers:
-    """Sends and fetches pages for an engine, as the `Transfers` of its server.
+    """`Transfers` of a server: sends and fetches pages for its engine.
 
     Of an engine of several processes it is the first one's; each of the others has an `EngineMessenger` alone.
 
@@ -83,13 +83,13 @@ class EngineTransfers:
         self.num_refused = 0
 
     def lease(self, wanted: str | None) -> str:
-        """The id of a new lease: the one that a peer wants, if nobody could guess it; else a random one. ApiError."""
+        """Return the id of a new lease: a peer's, if it is one of random bits, else a new one. ApiError."""
         if self.role == "decode":
             raise ApiError(400, f"{_NAME}: this server reads no prompts for others (--role decode)", _NAME)
         return wanted if wanted is not None and _LEASE.fullmatch(wanted) else make_lease_id()
 
     def params(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """`kv_transfer_params` of the answer of a request with a lease."""
+        """Make `kv_transfer_params` of the answer of a request with a lease."""
         followers = {"remote_followers": self._messenger.followers} if self._messenger.followers else {}
         return followers | {
             "do_remote_prefill": True,
@@ -104,7 +104,7 @@ class EngineTransfers:
         }
 
     def receive(self, params: TransferParams, prepared: PreparedRequest) -> Received:
-        """What was sent along with a request, see `Transfers`."""
+        """Take what was sent along with a request, see `Transfers`."""
         if self.role == "prefill":
             raise ApiError(400, f"{_NAME}: this server goes on with nobody's requests (--role prefill)", _NAME)
         if params.handoff is None or params.remote_host is None or params.remote_port is None:
@@ -139,7 +139,7 @@ class EngineTransfers:
         prepared: PreparedRequest,
         headers: Mapping[str, str],
     ) -> Received | None:
-        """What a request that another server sends begins with, see `Transfers`."""
+        """Return what a request that another server sends begins with, see `Transfers`."""
         handoff = None if params is None or params.handoff is None else _read_handoff(params.handoff)
         if handoff is not None and any(each.lease is not None for each in handoff.completions):
             assert params is not None
@@ -163,7 +163,7 @@ class EngineTransfers:
         return self.dispatcher.ask(prepared, headers, prefix)
 
     def lend(self, prepared: PreparedRequest) -> PreparedRequest:
-        """A request that reads a prompt whose full pages are all here, see `Transfers`."""
+        """Make a request that reads a prompt whose full pages are all here, see `Transfers`."""
         length = len(prepared.keys) * self._engine.config.page_size
         if not prepared.keys or count_here(self._engine, prepared, length) < length:
             raise ApiError(404, "the pages of this prompt are not here", _NAME, "pages_not_here")
@@ -175,7 +175,7 @@ class EngineTransfers:
         return self.dispatcher.dispatch(prepared, headers)
 
     def source(self, host: str, port: int, lease_id: str, followers: Sequence[str] = ()) -> LeasedSource:
-        """Where the pages of a lease of another engine come from; ApiError if it is none of the peers'.
+        """Make the source of the pages of a lease of another engine; ApiError if it is none of the peers'.
 
         Args:
           followers: `host:port` of its other processes.
@@ -185,7 +185,7 @@ class EngineTransfers:
         return self._source_at([host_port(host, port), *followers], lease_id)
 
     def check_peer(self, host: str, port: int | None = None) -> None:
-        """ApiError, unless requests come from this host and go to it; with `port`, unless its pages are there."""
+        """Raise ApiError unless requests come from this host and go to it; with `port`, unless its pages are there."""
         if not self._peers.admits(host, port):
             where = host if port is None else f"{host} port {port}"
             raise ApiError(403, f"requests and pages move between hosts of --kv-peer alone, not {where}", "host")
@@ -210,7 +210,7 @@ class EngineTransfers:
         return {"decision": dispatcher.decisions, "answer": dispatcher.answers}
 
     def info(self) -> dict[str, Any]:
-        """What others have to know to fetch pages from here."""
+        """Describe what others have to know to fetch pages from here."""
         info: dict[str, Any] = {"engine_id": self.engine_id, "role": self.role, "host": self.host, "port": self.port}
         info |= {
             "fingerprint": self._fingerprint,
@@ -227,7 +227,7 @@ class EngineTransfers:
     def _source_at(
         self, addresses: Sequence[str], lease: str, deadline: float | None = None, lease_timeout: float = 0.0
     ) -> LeasedSource:
-        """The pages of a server that a request has named, if they are where pages may come from; else ApiError."""
+        """Make the source of pages of a server that a request has named. ApiError: they may not come from there."""
         for address in addresses:
             try:
                 host, port = parse_peer(address)
@@ -245,7 +245,7 @@ class EngineTransfers:
             raise ApiError(400, f"{_NAME}: {error}", _NAME) from None
 
     def _received(self, params: TransferParams, handoff: Handoff) -> Received:
-        """Where the pages of a handoff come from; it connects to nobody. ApiError: from nowhere."""
+        """Make the sources of the pages of a handoff, without a connection. ApiError: they may not come from there."""
         assert params.remote_host is not None
         assert params.remote_port is not None
         leases = [each.lease for each in handoff.completions if each.lease is not None]

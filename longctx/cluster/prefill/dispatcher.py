@@ -406,7 +406,7 @@ def count_here(engine: Engine, prepared: PreparedRequest, length: int) -> int:
 def keeps_tpot(engine: Engine, start: int, count: int, target: float | None) -> bool:
     """Return whether one step of all decodes and of `count` tokens after `start` others is within all TPOT targets.
 
-    False too where there are no targets, or a step has no room for so many tokens.
+    False too where there are no targets, or a step has no room for these tokens.
 
     Args:
       target: of the request that the tokens are of; None: the engine's own.

@@ -78,7 +78,7 @@ class PrefillInstance:
         return True
 
     async def look(self, client: httpx.AsyncClient) -> None:
-        """Ask where its pages are and how busy it is. One that doesn't say where is left out."""
+        """Ask where its pages are and how busy it is. One that doesn't answer is left out."""
         try:
             if self.addresses is None:
                 self.addresses = await self._ask_addresses(client, self._headers)
@@ -101,7 +101,7 @@ class PrefillInstance:
         return [host_port(host, port), *map(str, transfer.get("followers", ()))]
 
     async def read(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str], seconds: float) -> Answer:
-        """Have it compute a prompt, within so many seconds."""
+        """Have it compute a prompt, within `seconds`."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         sent = {"content-type": "application/json", **headers}
         try:

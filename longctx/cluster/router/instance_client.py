@@ -102,7 +102,7 @@ class ServerInfo(msgspec.Struct):
 
     @property
     def cache_blocks(self) -> tuple[int, int, int]:
-        """Blocks that each tier has room for; 0 where nobody but the instance itself takes some out.
+        """Blocks that each tier has room for; 0 where only the instance itself evicts.
 
         Without tiers, what leaves the devices is gone, and the instance knows best when it needs room. Files on a disk
         are removed by itself alone.
@@ -136,7 +136,7 @@ class LoadInfo(msgspec.Struct):
 
 
 def check_url(url: str) -> str:
-    """The address of a server, without a slash at its end; ValueError: it is none."""
+    """Return the URL of a server without a slash at its end; ValueError: it is none."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
@@ -148,7 +148,7 @@ def check_url(url: str) -> str:
 
 
 class InstanceClient:
-    """Talks to one instance; for the event loop.
+    """HTTP client of one instance. For the event loop.
 
     Args:
       url: of its HTTP.
@@ -161,7 +161,7 @@ class InstanceClient:
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     async def info(self) -> ServerInfo:
-        """See `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""
+        """Ask for `ServerInfo`. ProtocolError; httpx.HTTPError: it is not there."""
         return _decode(ServerInfo, await self._get("/server_info", _JOIN))
 
     async def costs(self, info: ServerInfo) -> PredictorCosts:
@@ -180,11 +180,11 @@ class InstanceClient:
         return costs
 
     async def load(self) -> LoadInfo:
-        """See `LoadInfo`. ProtocolError; httpx.HTTPError: it is not there."""
+        """Ask for `LoadInfo`. ProtocolError; httpx.HTTPError: it is not there."""
         return _decode(LoadInfo, await self._get("/load", _LOOK))
 
     async def ready(self) -> str | None:
-        """Why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
+        """Ask why it takes no requests now; None: it does. httpx.HTTPError: it is not there."""
         answer = await self._http.get(f"{self.url}/ready", timeout=_LOOK)
         if answer.status_code == 200:
             return None
@@ -194,7 +194,7 @@ class InstanceClient:
             return f"it is not ready: {answer.text[:_SHOWN]}"
 
     async def swap(self, keys: list[int], tier: str) -> int:
-        """Have it take blocks out of a tier; how many it did. ProtocolError, httpx.HTTPError."""
+        """Have it evict blocks of a tier; returns how many it did. ProtocolError, httpx.HTTPError."""
         body = msgspec.json.encode({"keys": keys, "tier": tier})
         headers = self._headers | {"content-type": "application/json"}
         answer = await self._http.post(f"{self.url}/kv_swap", content=body, headers=headers, timeout=_JOIN)
@@ -203,7 +203,7 @@ class InstanceClient:
         return _decode(_Evicted, answer.content).evicted
 
     async def resume(self, body: bytes, request_id: str) -> AsyncGenerator[list[EventLine]]:
-        """Have it go on with a request: the events of each step, the first time none: it has taken the request.
+        """Have it go on with a request: yields no events once it has taken the request, then those of each step.
 
         Raises:
           Refused: it does not take it.

@@ -1,4 +1,4 @@
-"""`Instances`: watches the instances of a cluster, and tells the conductor who joins, drains and is lost.
+"""`Instances`: watches the instances of a cluster, and tells the conductor which join, drain and are lost.
 
 Each is looked at several times a second. One that is gone is removed, and joins again by itself when it is back; one
 that says what can't be is excluded, with a reason, and may join again after a while: the others go on.
@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_SKEW = 10.0
 """Seconds that clocks of instances may differ from the router's."""
 
-_REFUSED, _SILENT = 2, 3  # looks in a row without an answer after which it is dead: nobody listens; nothing comes
+_REFUSED, _SILENT = 2, 3  # looks in a row after which it is dead: whose connection is refused; that time out
 _READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
@@ -35,7 +35,7 @@ State = Literal["joining", "open", "draining", "dead", "excluded"]
 
 @dataclass(eq=False)
 class Instance:
-    """An instance, and what runs there.
+    """Instance of a cluster as the router sees it, and the requests there.
 
     Attributes:
       name: no other instance of the cluster has it.
@@ -69,14 +69,14 @@ class Instance:
         return self.state in ("open", "draining")
 
     def lose(self) -> None:
-        """Break off whatever is read from it."""
+        """Cancel all that is read from it."""
         for task in tuple(self.followers):
             if not task.cancelling():
                 task.cancel()
 
 
 class Instances:
-    """Those of one cluster. For the event loop.
+    """Instances of one cluster. For the event loop.
 
     Args:
       key: of an administrator of the instances; None: they need none.
@@ -84,7 +84,6 @@ class Instances:
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
       vocab_size: of the model. max_length: of prompts and answers, in tokens.
       bandwidth, latency, look_seconds: see `RouterSettings`.
-      lost: is called with an instance that is a member no more.
     """
 
     def __init__(
@@ -99,9 +98,8 @@ class Instances:
         bandwidth: float,
         latency: float = 0.0,
         look_seconds: float = 0.25,
-        lost: Callable[[Instance], object] = lambda instance: None,
     ) -> None:
-        self._conductor, self._feed, self._key, self._lost = conductor, feed, key, lost
+        self._conductor, self._feed, self._key = conductor, feed, key
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
         self._max_length = max_length
         self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
@@ -158,14 +156,14 @@ class Instances:
         self._set_draining(instance, "it is drained by an administrator")
 
     def restore(self, instance: Instance) -> None:
-        """The opposite of `drain`, and the end of an exclusion."""
+        """Undo `drain`, and end an exclusion."""
         instance.is_held, instance.retry_at = False, 0.0
         if instance.state == "draining":
             self._conductor.restore(instance.name, time.monotonic())
             instance.state, instance.reason = "open", ""
 
     def set_role(self, instance: Instance, role: Role) -> None:
-        """What it does from now on. ValueError: there is no such role."""
+        """Change what it does from now on. ValueError: there is no such role."""
         if role not in ROLES:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, got {str(role)[:40]!r}")
         if instance.is_member:
@@ -175,18 +173,18 @@ class Instances:
     # What requests notice.
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It said what can't be: it is not trusted for a while."""
+        """Remove an instance that broke the protocol; it may join again after a penalty."""
         instance.num_excluded += 1
         penalty = min(_MOST_PENALTY, _PENALTY * 2 ** (instance.num_excluded - 1))
         instance.retry_at = time.monotonic() + penalty
         self._leave(instance, "excluded", reason)
 
     def suspect(self, instance: Instance) -> None:
-        """A connection to it broke: the next look that fails is the last one."""
+        """Note that a connection to it broke: the next look that fails is the last one."""
         instance.missed = max(instance.missed, _REFUSED - 1)
 
     async def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching all instances."""
         watchers = list(self._watchers.values())
         for each in watchers:
             each.cancel()
@@ -315,7 +313,7 @@ class Instances:
             self.restore(instance)
 
     def _miss(self, instance: Instance, error: httpx.HTTPError) -> None:
-        """It did not answer."""
+        """Note that it did not answer."""
         instance.missed += 1
         is_refused = isinstance(error, httpx.ConnectError)
         if instance.is_member:
@@ -334,7 +332,6 @@ class Instances:
             with contextlib.suppress(ValueError):
                 self._conductor.remove(instance.name, time.monotonic())
             instance.lose()
-            self._lost(instance)
 
     def _set_draining(self, instance: Instance, reason: str) -> None:
         if instance.state == "open":

@@ -1,4 +1,4 @@
-"""`KvFeed`: the KV events of all members, by which the index knows who has which blocks."""
+"""`KvFeed`: KV events of all members, by which the index knows which blocks they have."""
 
 import logging
 from urllib.parse import urlsplit
@@ -12,11 +12,11 @@ from longctx.serving.server.kv_publisher import KvPublisher
 
 logger = logging.getLogger(__name__)
 
-_ANY = ("*", "0.0.0.0", "[::]")  # hosts at which whoever publishes listens on all addresses
+_ANY = ("*", "0.0.0.0", "[::]")  # hosts of endpoints that listen on all addresses
 
 
 class KvFeed:
-    """Follows the events of instances that say where they are; of the others no cached block is known.
+    """Reader of the events of instances that publish some; of the others no cached block is known.
 
     Args:
       model: its name, for the merged stream.
@@ -34,12 +34,12 @@ class KvFeed:
 
     @property
     def endpoints(self) -> dict[str, str | None] | None:
-        """Where the merged stream is; None: nowhere."""
+        """Endpoints of the merged stream; None: there is none."""
         publisher = self._publisher
         return None if publisher is None else {"endpoint": publisher.endpoint, "replay": publisher.replay_endpoint}
 
     def open(self, name: str, info: ServerInfo, url: str) -> None:
-        """An instance has joined: follow its events, from the first one that it can repeat.
+        """Follow the events of an instance that has joined, from the first one that it can repeat.
 
         Raises:
           ProtocolError: it says what is no endpoint.
@@ -57,23 +57,23 @@ class KvFeed:
             raise ProtocolError(f"its KV events can't be read: {error}") from None
 
     def close(self, name: str) -> None:
-        """It is not a member any more: forget what it has."""
+        """Forget the blocks of an instance that is not a member any more."""
         self._reader.remove(name)
 
     @property
     def publishers(self) -> dict[str, PublisherState]:
-        """By instance, where there are some."""
+        """States of publishers, by instance."""
         return self._reader.publishers
 
     def stop(self) -> None:
-        """Follow nobody."""
+        """Stop following all instances."""
         self._reader.close()
         if self._publisher is not None:
             self._publisher.close()
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An endpoint by the host at which its instance is reached, where it says that it listens on all."""
+    """Replace the host of an endpoint that listens on all addresses by that at which its instance is reached."""
     kind, separator, address = endpoint.partition("://")
     own, colon, port = address.rpartition(":")
     return f"{kind}{separator}{host}{colon}{port}" if kind == "tcp" and own in _ANY else endpoint

@@ -1,8 +1,8 @@
 """`RoutedRequest`: a request of a client, from its arrival to its one answer, whatever becomes of instances meanwhile.
 
-The instance that decodes is sent the request, and is told who reads its prompt. If that instance refuses, dies or
-answers what can't be, another one is sent the request with a `Handoff` of the tokens that the client has had: it goes
-on with the same seed, and what it repeats is compared and left out.
+The instance that decodes is sent the request, and is told which one computes its prompt. If that instance refuses,
+dies or breaks the protocol, another one is sent the request with a `Handoff` of the tokens that the client has had: it
+goes on with the same seed, and the tokens that it repeats are compared and left out.
 """
 
 import asyncio
@@ -55,32 +55,28 @@ _REASONS: dict[Bound, str] = {
 _seeds = random.Random()
 
 
+@dataclasses.dataclass(frozen=True)
 class Routing:
-    """What all requests of a router share.
+    """Collaborators that all requests of a router share.
 
-    Args:
+    Attributes:
       failures: where answers to requests that fail are left, see `Frontend`.
       flush: is called after sinks.
       ended: is called with each completion that ends.
     """
 
-    def __init__(
-        self,
-        conductor: Conductor,
-        instances: Instances,
-        stats: RouterStats,
-        vocab_size: int,
-        clock: Callable[[], float],
-        failures: dict[str, ApiError],
-        flush: Callable[[], object],
-        ended: Callable[[Output, PreparedRequest], object],
-    ) -> None:
-        self.conductor, self.instances, self.stats, self.vocab_size = conductor, instances, stats, vocab_size
-        self.clock, self.failures, self.flush, self.ended = clock, failures, flush, ended
+    conductor: Conductor
+    instances: Instances
+    stats: RouterStats
+    vocab_size: int
+    clock: Callable[[], float]
+    failures: dict[str, ApiError]
+    flush: Callable[[], object]
+    ended: Callable[[Output, PreparedRequest], object]
 
 
 class RoutedRequest:
-    """One request. Its methods are for the event loop.
+    """Request of a client, until its end. For the event loop.
 
     Args:
       arrival: by the router's clock.
@@ -110,7 +106,7 @@ class RoutedRequest:
         return self._relayed.num_tokens > 0
 
     async def run(self, decision: Decision) -> None:
-        """See it to its end.
+        """Have instances serve it until its end.
 
         Args:
           decision: the first one.
@@ -145,7 +141,7 @@ class RoutedRequest:
             routing.conductor.cancelled(name, routing.clock())
 
     def end(self, reason: FinishReason, error: ApiError | None = None) -> None:
-        """Tell the client that nothing comes any more, unless it knows."""
+        """End all completions that are open."""
         if self._relayed.open:
             if error is not None:
                 self._routing.failures[self._request.request_id] = error
@@ -161,7 +157,7 @@ class RoutedRequest:
         return routing.conductor.assign(self._request, now, exclude, generated, waited)
 
     async def _placed(self, decision: Decision) -> Assignment:
-        """Wait until there is a place. ApiError: there is none, or not for too long."""
+        """Wait until an instance may take it. ApiError: none may, or not for too long."""
         routing = self._routing
         since, pause = routing.clock(), _LEAST_PAUSE
         while isinstance(decision, Rejection):
@@ -218,7 +214,7 @@ class RoutedRequest:
         self._routing.stats.note_failure(instance.name, why)
 
     def _note_refusal(self, instance: Instance, error: Refused) -> None:
-        """An instance does not take the request. ApiError: nobody would."""
+        """Note that an instance does not take the request. ApiError: no instance would."""
         self._routing.stats.note_failure(instance.name, "refused")
         pause = _REFUSED_PAUSE if self._has_begun else math.inf
         self._excluded[instance.name] = self._routing.clock() + pause
@@ -268,7 +264,7 @@ class RoutedRequest:
             raise problem
 
     def _read(self, entry: EventLine, now: float) -> Event | None:
-        """The client's event; None: the client has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
+        """Make the client's event; None: it has had it. RelayBroken: it can't be; httpx.ReadError: no more comes."""
         relayed, end = self._relayed, entry.end
         if end is not None and end.reason in ("cancelled", "error", "moved") and entry.index in relayed.open:
             raise httpx.ReadError(end.error or f"it ended the request: {end.reason}")
@@ -278,7 +274,7 @@ class RoutedRequest:
         return relayed.read(entry, now)
 
     def _note_cached(self, cached: int) -> None:
-        """Tokens of the prompt that were found, or loaded: but not those that the prefill instance has computed."""
+        """Note tokens of the prompt that were found or loaded, not those that the prefill instance has computed."""
         placed = self.assignment
         if self._relayed.cached_tokens is None and placed is not None:
             is_apart = placed.prefill != placed.decode
@@ -286,7 +282,7 @@ class RoutedRequest:
             self._relayed.cached_tokens = min(cached, most)
 
     def _note_tokens(self, events: list[Event], now: float) -> None:
-        """Tokens have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
+        """Note tokens that have come. ApiError: the request may not decode (Mooncake, section 3, step 4)."""
         routing, stats = self._routing, self._routing.stats
         with_tokens = [event for event in events if event.token_ids]
         stats.output_tokens += len(with_tokens)
@@ -314,7 +310,7 @@ class RoutedRequest:
         self._routing.flush()
 
     def _body(self, assignment: Assignment) -> bytes:
-        """See `/resume`, docs/kv_transfer.md."""
+        """Make the body of `/resume`, see docs/kv_transfer.md."""
         request: Any = dataclasses.replace(
             self._prepared.request,
             prompt=self._prepared.tokens.tolist(),
@@ -325,7 +321,7 @@ class RoutedRequest:
         return msgspec.json.encode(body | {"prefill": self._prefill(assignment)})
 
     def _time_left(self) -> float | None:
-        """Seconds within which the first token is wanted; None: nobody said so, or it is there, or too late."""
+        """Return seconds until the deadline of the first token; None: there is none, or it is there, or too late."""
         deadline = self._prepared.request.ttft_deadline
         if deadline is None or self.has_tokens:
             return None
@@ -333,7 +329,7 @@ class RoutedRequest:
         return left if left > _LEAST_TIME else None
 
     def _prefill(self, assignment: Assignment) -> dict[str, Any] | None:
-        """Who reads the prompt, and who has its beginning."""
+        """Name the instance that computes the prompt, and the one that has its prefix."""
         instances, transfer = self._routing.instances.by_name, assignment.transfer
         prefix = None
         if transfer is not None and transfer.source in instances:
@@ -347,7 +343,7 @@ class RoutedRequest:
 
 
 async def _read_to_end(lines: AsyncIterator[list[EventLine]]) -> None:
-    """Let the connection be there for the next request; without its end it would be closed."""
+    """Read an answer to its end, so that its connection can be used again."""
     with contextlib.suppress(TimeoutError, httpx.HTTPError, ProtocolError, RelayBroken):
         async with asyncio.timeout(_END_SECONDS):
             async for _ in lines:
@@ -361,7 +357,7 @@ class _EventCheck:
         self._sampling, self._num_prompt, self._vocab_size = prepared.request.sampling, len(prepared.tokens), vocab_size
 
     def check(self, entry: EventLine, relayed: RelayedOutputs) -> None:
-        """RelayBroken, unless an event can be the next one."""
+        """Raise RelayBroken unless an event can be the next one."""
         sampling, tokens, end = self._sampling, entry.token_ids, entry.end
         if not all(0 <= token < self._vocab_size for token in tokens):
             raise RelayBroken(f"it sends tokens that are not in the vocabulary of {self._vocab_size}")

@@ -82,7 +82,7 @@ class RouterStats:
         self.ttft_ratio = Histogram("Time to the first token over that predicted.", _RATIO)
 
     def note_assignment(self, assignment: Assignment, request: ClusterRequest, is_again: bool) -> None:
-        """A request was placed; `is_again`: not for the first time."""
+        """Count a request that was placed; `is_again`: not for the first time."""
         self.assignments[assignment.prefill, assignment.decode] += 1
         if assignment.transfer is not None:
             self.transfers[assignment.transfer.source, assignment.prefill] += 1
@@ -91,25 +91,25 @@ class RouterStats:
             self.cached_tokens += assignment.cached
 
     def note_rejection(self, rejection: Rejection) -> None:
-        """A client is told so."""
+        """Count a rejection of which a client is told."""
         self.rejections[rejection.bound, rejection.stage] += 1
 
     def note_failure(self, name: str, why: str) -> None:
-        """An instance did not bring a request to its end."""
+        """Count a request that an instance did not bring to its end."""
         self.failures[name, why] += 1
 
     def note_first(self, seconds: float, predicted: float | None) -> None:
-        """A first token has come; `predicted`: when it was to, None if the request was placed several times."""
+        """Observe a TTFT; `predicted`: by the conductor, None if the request was placed several times."""
         self.histograms["time_to_first_token_seconds"].observe(seconds)
         if predicted:
             self.ttft_ratio.observe(seconds / predicted)
 
     def note_gap(self, seconds: float) -> None:
-        """So much later than the last token of its completion came another one."""
+        """Observe the seconds between two tokens of a completion."""
         self.histograms["inter_token_latency_seconds"].observe(seconds)
 
     def note_end(self, output: Output, request: Request) -> None:
-        """A completion has ended."""
+        """Count a completion that has ended."""
         metrics, seen = output.metrics, self.histograms
         self.ends[_REASONS[output.finish_reason]] += 1
         self.ended_prompt_tokens += metrics.prompt_tokens
@@ -123,7 +123,7 @@ class RouterStats:
 
 
 class RouterMetrics(RenderedMetrics):
-    """Renders what a router counts.
+    """Renderer of a router's metrics.
 
     Args:
       prefix: of the metrics that vLLM has too.
@@ -152,18 +152,18 @@ class RouterMetrics(RenderedMetrics):
         self._register()
 
     def observe_refusal(self, reason: str) -> None:
-        """A request was refused; in the event loop's thread."""
+        """Count a refused request; in the event loop's thread."""
         self._stats.refusals[reason] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """All families, for `prometheus_client`."""
+        """Yield all families, for `prometheus_client`."""
         yield from self._of_clients()
         yield from self._of_instances()
         yield from self._of_decisions()
         yield from self._of_audit()
 
     def _of_clients(self) -> Iterator[Metric]:
-        """What an engine's server tells, too."""
+        """Yield metrics that an engine's server has too."""
         prefix, labels, stats = f"{self._prefix}:", self._labels, self._stats
         running, waiting = self._requests()
         loads = [each.load.token_usage for each in self._instances if each.load is not None]

@@ -51,7 +51,7 @@ MOST_ID = 200
 
 
 class Member(NamedTuple):
-    """An instance that a router begins with; `name` None: by its URL."""
+    """Instance that a router begins with; `name` None: by its URL."""
 
     url: str
     name: str | None = None
@@ -59,7 +59,7 @@ class Member(NamedTuple):
 
 
 class RouterSettings(NamedTuple):
-    """Of a router alone.
+    """Settings of a router alone.
 
     Attributes:
       instance_key: of an administrator of the instances; None: they need none.
@@ -126,7 +126,7 @@ class ClusterBackend:
     def submit(
         self, prepared: PreparedRequest, sink: Sink, arrival: float | None = None, received: Received | None = None
     ) -> str:
-        """Begin a request; its id.
+        """Begin a request; returns its id.
 
         Raises:
           TypeError, ValueError: it can never be served.
@@ -180,7 +180,7 @@ class ClusterBackend:
 
 
 class RouterServer(Frontend):
-    """Serves a cluster.
+    """Server of a cluster, as `Server` is of an engine.
 
     Args:
       model: that all instances have; no weights are needed.
@@ -258,7 +258,7 @@ class RouterServer(Frontend):
 
     @property
     def policy_name(self) -> str:
-        """Of the conductor."""
+        """Name of the conductor's policy."""
         policy = self.conductor.config.policy
         return policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
 

@@ -1,4 +1,4 @@
-"""What a sender does for one transfer: wait for pages, read them, cut them into blocks, one after the other."""
+"""Sending side of one transfer: waits for pages, reads them, and cuts them into blocks, one after the other."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ _MAX_PAGES = 64  # of a read: the largest that runners compile
 
 
 class Wanted(NamedTuple):
-    """What a receiver wants of a lease: `num_pages` pages from page `first` on, of some layers and heads."""
+    """Pages of a lease that a receiver wants: `num_pages` from page `first` on, of some layers and heads."""
 
     first: int
     num_pages: int
@@ -26,10 +26,10 @@ class Wanted(NamedTuple):
 
 
 def wait_for_lease(find: Callable[[], _T], seconds: float, is_closed: Callable[[], bool]) -> _T:
-    """What `find` finds, which raises LeaseGone before the request with the lease has come.
+    """Wait for the result of `find`, which raises LeaseGone until the request with the lease has come.
 
     Raises:
-      LeaseGone: it has not come within so many seconds.
+      LeaseGone: it has not come within `seconds`.
     """
     until = time.monotonic() + seconds
     while True:
@@ -42,7 +42,7 @@ def wait_for_lease(find: Callable[[], _T], seconds: float, is_closed: Callable[[
 
 
 def find_wanted(lease: Lease, keys: list[Key], part: PageSlice) -> Wanted:
-    """Where a lease has pages with these keys.
+    """Find pages with these keys in a lease.
 
     Raises:
       ValueError: it has other pages, or there are no such layers or heads.
@@ -57,7 +57,7 @@ def find_wanted(lease: Lease, keys: list[Key], part: PageSlice) -> Wanted:
 
 
 def check_part(part: PageSlice, layout: PageLayout) -> None:
-    """ValueError, unless the model has these layers and KV heads."""
+    """Raise ValueError unless the model has these layers and KV heads."""
     for name, (first, stop), size in zip(part._fields, part, layout.whole, strict=True):
         if not 0 <= first < stop <= size[1]:
             raise ValueError(f"{name} must be a range within 0 to {size[1]}, got {first} to {stop}")

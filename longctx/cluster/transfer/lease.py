@@ -1,4 +1,4 @@
-"""Leases: pages that an engine holds for another one, and what the sending side of a transfer asks of its engine.
+"""Leases: pages that an engine holds for another one, and the Protocol of the engine that sends them.
 
 Source: Mooncake, section 3 (the messenger streams pages to the decoding side while prefill still runs).
 """
@@ -13,7 +13,7 @@ from longctx.serving.kv_cache.page_pool import Key
 
 
 class Lease(NamedTuple):
-    """Pages of one sequence that outlive its request, until another engine has them or nobody asks for them.
+    """Pages of one sequence that outlive its request, until another engine has them or the lease expires.
 
     Attributes:
       lease_id: of `make_lease_id`.
@@ -22,7 +22,7 @@ class Lease(NamedTuple):
       tail: tokens in the last page if it is partial, else 0.
       length: tokens in all.
       layout: of the pages.
-      expires: on the clock of the engine that holds them, unless somebody asks for them before.
+      expires: on the clock of the engine that holds them, unless they are asked for before.
 
     Source:
       Mooncake, 3 (pages of a prompt are kept until the decoding instance has them).
@@ -65,7 +65,7 @@ class Lease(NamedTuple):
 
 
 def make_lease_id() -> str:
-    """Make a new id, which nobody can guess.
+    """Make a new id, which can not be guessed.
 
     Returns:
       32 hexadecimal digits: 128 random bits.
@@ -80,9 +80,9 @@ def make_lease_id() -> str:
 
 @runtime_checkable
 class Exporter(Protocol):
-    """The sending engine. Senders call it from threads of their own; no call may wait for a step.
+    """Engine that sends pages. Senders call it from threads of their own; no call may wait for a step.
 
-    `num_ready` and `read` keep a lease alive: it expires only when nobody has asked for some time.
+    `num_ready` and `read` keep a lease alive: it expires only some time after the last call.
 
     Source:
       Mooncake, 3 (the messenger: KV cache from host to host, while later layers are computed).
@@ -115,7 +115,7 @@ class Exporter(Protocol):
     """
 
     def open(self, lease_id: str) -> Lease:
-        """The lease with this id.
+        """Find the lease with this id.
 
         Raises:
           LeaseGone: there is none.
@@ -123,7 +123,7 @@ class Exporter(Protocol):
         ...
 
     def num_ready(self, lease_id: str) -> int:
-        """How many leading pages are complete; fewer than all while prefill runs.
+        """Count leading pages that are complete; fewer than all while prefill runs.
 
         Raises:
           LeaseGone: there is no such lease.
@@ -133,7 +133,7 @@ class Exporter(Protocol):
     def read(self, lease_id: str, first: int, stop: int, layers: tuple[int, int]) -> PageRead:
         """Begin to read complete pages of a lease.
 
-        What is read is right even if the lease ends before the result has come.
+        The result is right even if the lease ends before it has come.
 
         Args:
           lease_id: of the lease.
@@ -141,7 +141,7 @@ class Exporter(Protocol):
           layers: (first, stop) of the layers to read at least.
 
         Returns:
-          What gives the blocks when they have come.
+          The read, which gives the blocks when they have come.
 
         Raises:
           LeaseGone: there is no such lease.
@@ -149,5 +149,5 @@ class Exporter(Protocol):
         ...
 
     def release(self, lease_id: str) -> None:
-        """Nobody needs a lease any more. One that is gone already is no error."""
+        """End a lease that is not needed any more. One that is gone already is no error."""
         ...

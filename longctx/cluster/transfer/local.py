@@ -1,4 +1,4 @@
-"""Pages from another engine of this process: blocks are handed over as they are, arrays of JAX too.
+"""`LocalReceiver`: pages from another engine of this process; blocks are handed over as they are, arrays of JAX too.
 
 `jax.device_put` onto the other engine's devices happens where they are written.
 """
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LocalReceiver:
-    """Fetches pages of leases of engines in this process.
+    """Receiver of pages of leases of engines in this process.
 
     Args:
       layout, fingerprint: of the pages of the engine that fetches.
@@ -89,19 +89,22 @@ class LocalReceiver:
     def source(
         self, exporter: Exporter, lease_id: str, fingerprint: bytes = b"", release: bool = True
     ) -> "LocalSource":
-        """The pages of one lease, as a `PageSource`.
+        """Make the source of the pages of one lease.
 
         Args:
           exporter: the engine that has them.
           lease_id: of the lease.
           fingerprint: of the model and weights of that engine; pages of others are refused.
           release: whether the end of a fetch releases the lease.
+
+        Returns:
+          A `LeasedSource`.
         """
         return LocalSource(self, exporter, lease_id, fingerprint, release)
 
 
 class LocalSource:
-    """A `PageSource`: the pages of a lease in this process. Closing a fetch releases the lease if `release`."""
+    """`LeasedSource` of the pages of a lease in this process. Closing a fetch releases the lease if `release`."""
 
     def __init__(
         self, receiver: LocalReceiver, exporter: Exporter, lease_id: str, fingerprint: bytes, release: bool
@@ -128,7 +131,7 @@ class LocalSource:
         return arrivals
 
     def release(self) -> None:
-        """Release the lease: nobody will fetch it."""
+        """Release the lease: it will not be fetched."""
         self._exporter.release(self._lease_id)
 
     def _copy(

@@ -28,7 +28,7 @@ LIBRARIES = "Debian's libibverbs1, libnl-3-200 and libnl-route-3-200"
 
 @contextlib.contextmanager
 def mooncake_loaded(what: str) -> Iterator[None]:
-    """Within it, an import of Mooncake that fails says what `what` lacks: the extra, or libraries of the system."""
+    """Make imports of Mooncake within it say what `what` lacks: the extra, or libraries of the system."""
     try:
         with extras.needed("mooncake", what):
             yield
@@ -58,7 +58,7 @@ def make_engine(ip: str, protocol: str = "tcp", devices: str = "") -> Any:
 
 
 class RegisteredSlots:
-    """Memory that a transfer engine may move, in slots of equal size; released by `close`.
+    """Memory that a transfer engine may read or write, in slots of equal size; released by `close`.
 
     Raises:
       RuntimeError: it can't be registered.
@@ -74,7 +74,7 @@ class RegisteredSlots:
             raise RuntimeError(f"{self._memory.nbytes} bytes can't be registered with Mooncake's transfer engine")
 
     def slot(self, number: int, num_bytes: int) -> np.ndarray:
-        """The first bytes of a slot."""
+        """Return the first bytes of a slot."""
         return self._memory[number, :num_bytes]
 
     def address_of(self, number: int) -> int:
@@ -122,12 +122,12 @@ class MooncakeStaging:
         return len(self._free)
 
     def close(self) -> None:
-        """After the sender was closed."""
+        """Release the memory, after the sender was closed."""
         self._slots.close()
 
 
 class MooncakePuller:
-    """Reads blocks from senders' memory, one after the other in a thread of its own; see `PageReceiver`.
+    """Reader of blocks from senders' memory, one after the other in a thread of its own; see `PageReceiver`.
 
     Args:
       engine: of `make_engine`. block_bytes: the most that a block has.

@@ -35,12 +35,12 @@ class MooncakeStore:
         self._reading = threading.Lock()  # of the buffer
 
     def exists(self, names: Sequence[bytes]) -> int:
-        """How many leading names it has."""
+        """Count leading names that it has."""
         found = self._store.batch_is_exist([name.hex() for name in names])
         return next((i for i, there in enumerate(found) if there != 1), len(names))
 
     def get(self, names: Sequence[bytes], out: np.ndarray) -> int:
-        """Fill rows of `out` `[names, bytes]` uint8 with the values of leading names; how many."""
+        """Fill rows of `out` `[names, bytes]` uint8 with the values of leading names; returns how many."""
         count, group = 0, max(1, self._buffer_bytes // 2 // out.shape[1])
         while count < len(names):
             some = [name.hex() for name in names[count : count + group]]
@@ -54,7 +54,7 @@ class MooncakeStore:
         return count
 
     def put(self, name: bytes, value: bytes) -> bool:
-        """Keep a value; whether it was kept."""
+        """Keep a value; returns whether it was kept."""
         return bool(self._store.put(name.hex(), value) == 0)
 
     def close(self) -> None:

@@ -64,11 +64,11 @@ class PageSender(SocketThread):
       exporter: the engine.
       layout, fingerprint: of its pages; receivers with others are refused.
       ip, port: where it listens; port 0: any free one.
-      secret: what sender and receivers share; everything is encrypted then (CURVE). None: whoever reaches it gets the
-        pages of leases whose ids they know, which nobody can guess; so it is for loopback alone, unless `is_trusted`.
+      secret: what sender and receivers share; everything is encrypted then (CURVE). None: any process that reaches it
+        gets the pages of leases whose ids, of 128 random bits, it knows; for loopback alone, unless `is_trusted`.
       options: limits and timeouts; None: the default ones.
       staging: registered memory that blocks are read from, see `mooncake.py`; None: they are sent.
-      is_trusted: the network that `ip` is reached by, where nobody listens.
+      is_trusted: whether the network that `ip` is reached by is a private one.
       lease_timeout: seconds within which a lease may come, if a receiver waits less: those of a process that follows
         another one, which has told of the lease already.
 
@@ -353,7 +353,7 @@ class _SendStream:
                 self._stats.add_outcome(outcome)
 
     def closed(self) -> bool:
-        """Whether nothing more is to be sent."""
+        """Return whether nothing more is to be sent."""
         return self._is_closed
 
     def _run(self, exporter: Exporter, find: Callable[[], tuple[Lease, Wanted]], options: TransferOptions) -> None:
@@ -381,7 +381,7 @@ class _SendStream:
             self._post(End(self.fetch, number, reason), None)
 
     def _send(self, message: Block, data: np.ndarray) -> bool:
-        """Send a block once there is room for it; returns False if there will be none."""
+        """Send a block once there is room for it; returns False if the transfer was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._credit > 0 or self._is_closed)
             self._credit -= 1
@@ -420,7 +420,7 @@ class _SendQueue:
         self.num_bytes = 0
 
     def put(self, peer: bytes, data: np.ndarray, is_closed: Callable[[], bool]) -> np.ndarray | None:
-        """Wait for room; return a view of `data` `[bytes]` that takes it until nobody refers to it. None: closed."""
+        """Wait for room; returns a view of `data` `[bytes]` that takes it while the view exists. None: closed."""
         num_bytes = data.nbytes
         with self._changed:
             while not self._has_room(peer, num_bytes):
