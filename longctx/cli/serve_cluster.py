@@ -49,8 +49,7 @@ _ROUTER = {name for name, *_ in SETTINGS} - {"cache_tokens", "max_cache_ttl", "s
 _ROUTER |= {"max_waiting", "host", "port", "api_key", "api_key_file", "admin_key", "admin_key_file", "allow_host"}
 _ROUTER |= {"allow_origin", "served_model_name", "chat_template", "metrics_prefix", "log_format", "quiet", "config"}
 _ROUTER |= {"cluster", "launcher", "instance_key_file", "no_compile_cache", "command", "log_prompts"}
-_ROUTER |= {"kv_events", "kv_events_replay"}  # of one stream out of all instances'
-_OBSERVERS = ("kv_events", "kv_events_replay", "metrics_prefix")
+_OBSERVERS = ("metrics_prefix",)
 _LOOK = 0.2  # seconds between two looks at whether all instances are there
 
 
@@ -211,8 +210,6 @@ def _server_maker(
         look_seconds=file.report_seconds,
         max_waiting=options.max_waiting,
         metrics_prefix=options.metrics_prefix,
-        kv_events=options.kv_events,
-        kv_events_replay=options.kv_events_replay,
     )
     audit = None if file.audit is None else ShadowAudit(**dataclasses.asdict(file.audit))
     config, names = serve_config(engine), model_names(engine)

@@ -56,7 +56,6 @@ class RouterSettings(NamedTuple):
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
-      kv_events, kv_events_replay: endpoints of one stream out of all instances' KV events, see `KvFeed`.
     """
 
     instance_key: str | None = None
@@ -65,8 +64,6 @@ class RouterSettings(NamedTuple):
     look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
 
 
 class RouterServer(Frontend):
@@ -117,7 +114,7 @@ class RouterServer(Frontend):
         self.index = PrefixIndex()
         self.audit = audit
         self.conductor = Conductor(conductor, self.index, audit)
-        self.feed = KvFeed(self.index, model_names[0], router.kv_events, router.kv_events_replay)
+        self.feed = KvFeed(self.index)
         self.instances = Instances(
             self.conductor,
             self.feed,
