@@ -13,8 +13,7 @@ _ANY = ("*", "0.0.0.0", "[::]")  # hosts at which whoever publishes listens on a
 
 
 class KvFeed:
-    """Follows the events of instances that say where they are; of the others no cached block is known.
-    """
+    """Follows the events of instances that say where they are; of the others no cached block is known."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._reader = KvEventReader(index)

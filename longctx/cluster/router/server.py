@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import httpx
 
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
@@ -75,7 +74,6 @@ class RouterServer(Frontend):
       model_names: by which clients may call the model; the first one is in the answers.
       members: that it watches from the start; others register.
       chat_template: instead of the tokenizer's own.
-      audit: observes the conductor's decisions.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class RouterServer(Frontend):
         settings: ServerSettings | None = None,
         router: RouterSettings | None = None,
         chat_template: ChatTemplate | None = None,
-        audit: ShadowAudit | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
         self.model, self._config, self._router, self._members = model, config, router, tuple(members)
@@ -112,8 +109,7 @@ class RouterServer(Frontend):
             model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
         )
         self.index = PrefixIndex()
-        self.audit = audit
-        self.conductor = Conductor(conductor, self.index, audit)
+        self.conductor = Conductor(conductor, self.index)
         self.feed = KvFeed(self.index)
         self.instances = Instances(
             self.conductor,

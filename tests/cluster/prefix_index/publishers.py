@@ -6,8 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.index import TIERS, Tier
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex, Tier
 from longctx.serving.server.kv_events import (
     KIND,
     AllBlocksCleared,

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.cluster.prefix_index.index import TIERS, Match, Tier
+from longctx.cluster.prefix_index.index import TIERS, Match, PrefixIndex, Tier
 
 
 class Model:
