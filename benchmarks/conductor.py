@@ -99,7 +99,7 @@ def measure(
             if what == "prefilled" and conductor.prefilled(request_id, when) is None:
                 heapq.heappush(events, (when + 0.03 * length[request_id], next(order), "finished", request_id))
             elif what == "finished":
-                conductor.finished(request_id, when, length[request_id])
+                conductor.finished(request_id, when)
         if now >= reports:
             for view in conductor.instances(now):
                 known = frozenset(conductor.state.instances[view.name].open)

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from longctx.cluster.prefix_index.tiers import Match, Tier
+from longctx.cluster.prefix_index.index import Match, Tier
 
 
 @runtime_checkable

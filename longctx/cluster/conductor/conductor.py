@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
@@ -31,21 +31,6 @@ from longctx.serving.validation import check_integer, check_real
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """What is told of every decision, as the shadow audit is."""
-
-    def decided(
-        self, decision: Decision, request: ClusterRequest, now: float, state: ClusterState, placed: OpenRequest | None
-    ) -> None:
-        """A request is assigned or rejected; `placed`: where the policy has it, if anywhere. Nothing is changed yet."""
-        ...
-
-    def ended(self, request_id: str, ttft: float, tbt: float, output_tokens: int) -> None:
-        """A request that was assigned has had all its tokens, in one place; measured seconds."""
-        ...
-
-
 class Conductor:
     """Places requests on instances, and keeps estimates of what they do.
 
@@ -54,7 +39,6 @@ class Conductor:
     Args:
       config: how it decides.
       index: which instance has which blocks; whoever drives the conductor feeds it.
-      observer: is told of every decision; None: nobody.
 
     Source:
       Mooncake, sections 3, 5 and 6.
@@ -82,11 +66,11 @@ class Conductor:
       ('p1', 'd0', 10240)
     """
 
-    def __init__(self, config: ConductorConfig, index: BlockIndex, observer: Observer | None = None) -> None:
+    def __init__(self, config: ConductorConfig, index: BlockIndex) -> None:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
-        self._pending, self._admission, self._observer = PendingBlocks(), Admission(config), observer
+        self._pending, self._admission = PendingBlocks(), Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
@@ -230,8 +214,6 @@ class Conductor:
             tokens, rest = request.prompt_tokens + generated, max(1, request.max_tokens - generated)
             request = replace(request, prompt_tokens=tokens, max_tokens=rest)
         decision, placed = self._decide(request, now, exclude, generated, check_real("waited", waited, 0))
-        if self._observer is not None:
-            self._observer.decided(decision, request, now, self.state, placed)
         if placed is not None and placed.assignment is decision:
             self._begin(placed, now)
         return decision
@@ -262,8 +244,6 @@ class Conductor:
             self.first_token(request_id, now)
             return None
         rejection = self._rejection(open_request.request, verdict, "decode", open_request.assignment, 0.0)
-        if self._observer is not None:
-            self._observer.decided(rejection, open_request.request, now, self.state, open_request)
         self._end(open_request, now, was_computed=True)
         return rejection
 
@@ -283,13 +263,12 @@ class Conductor:
             open_request.decode_since = now
             self.state.decoding[request_id] = open_request
 
-    def finished(self, request_id: str, now: float, output_tokens: int) -> None:
+    def finished(self, request_id: str, now: float) -> None:
         """A request has had its last token. Nothing happens if it is not open.
 
         Args:
           request_id: of the request.
           now: seconds of the driver's clock.
-          output_tokens: how many it had.
         """
         open_request = self.state.find(request_id)
         if open_request is None:
@@ -299,9 +278,6 @@ class Conductor:
         if begun is None or open_request.generated:
             return
         self._admission.learn(now - begun)
-        if self._observer is not None:
-            tbt = (now - begun) / max(1, output_tokens - 1)
-            self._observer.ended(request_id, begun - open_request.assigned_at, tbt, output_tokens)
 
     def cancelled(self, request_id: str, now: float) -> None:
         """A request was given up. Nothing happens if it is not open.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from longctx.cluster.prefix_index.tiers import TIERS as TIERS
-from longctx.cluster.prefix_index.tiers import Tier as Tier
+from longctx.cluster.prefix_index.index import TIERS as TIERS
+from longctx.cluster.prefix_index.index import Tier as Tier
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance does: prompts, answers, or both (a coupled one: whatever it prefills it decodes too)."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
 from longctx.cluster.conductor.state import InstanceState
-from longctx.cluster.prefix_index.tiers import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.serving.validation import MAX_INT32, check_integer, check_real, check_text, shown
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec
-from longctx.cluster.prefix_index.tiers import TIERS, Tier
+from longctx.cluster.prefix_index.index import TIERS, Tier
 
 
 class Swap(NamedTuple):

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.instance import ROLES, InstanceSpec, Report, Role
+from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import InstanceClient, LoadInfo, ProtocolError, ServerInfo, check_url
-from longctx.cluster.router.kv_feed import KvFeed
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _REFUSED, _SILENT = 2, 3  # looks in a row after which it is dead: whose connect
 _READY_EVERY, _COSTS_EVERY = 8, 40  # looks
 _PENALTY, _MOST_PENALTY = 5.0, 300.0  # seconds for which an instance is excluded: the first time, and at most
 _PAUSE = 1.0  # seconds between two attempts to join
+_ANY = ("*", "0.0.0.0", "[::]")  # hosts of endpoints that listen on all addresses
 
 State = Literal["joining", "open", "draining", "dead", "excluded"]
 """Never reached yet; taking requests; finishing what it has; not there any more; not to be trusted."""
@@ -79,6 +81,7 @@ class Instances:
     """Instances of one cluster. For the event loop.
 
     Args:
+      events: reads the KV events of members, by which the index knows which blocks they have.
       key: of an administrator of the instances; None: they need none.
       page_size: tokens of a page, of all instances.
       keys: fingerprint of the secret of page keys, see `ServerInfo`.
@@ -89,7 +92,7 @@ class Instances:
     def __init__(
         self,
         conductor: Conductor,
-        feed: KvFeed,
+        events: KvEventReader,
         key: str | None,
         page_size: int,
         keys: str | None,
@@ -99,7 +102,7 @@ class Instances:
         latency: float = 0.0,
         look_seconds: float = 0.25,
     ) -> None:
-        self._conductor, self._feed, self._key = conductor, feed, key
+        self._conductor, self._events, self._key = conductor, events, key
         self._page_size, self._keys, self._bandwidth = page_size, keys, bandwidth
         self._max_length = max_length
         self._vocab_size, self._latency, self._look_seconds = vocab_size, latency, look_seconds
@@ -248,11 +251,25 @@ class Instances:
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from None
         instance.info, instance.state, instance.reason, instance.missed = info, "open", "", 0
-        self._feed.open(instance.name, info, instance.client.url)
+        self._follow_events(instance.name, info, instance.client.url)
         logger.info("longctx: %s has joined as %s: %s", instance.name, instance.role, instance.client.url)
         if instance.is_held:
             self._set_draining(instance, "it is drained by an administrator")
         self._note(instance, load)
+
+    def _follow_events(self, name: str, info: ServerInfo, url: str) -> None:
+        """Follow the KV events of an instance that publishes some; else no cached block of it is known."""
+        found = info.kv_events
+        if found is None:
+            logger.warning("longctx: %s publishes no KV events (--kv-events): what it has cached is not known", name)
+            return
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        replay = None if found.replay is None else _reachable(found.replay, host)
+        try:
+            self._events.add(name, _reachable(found.endpoint, host), replay, found.topic)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"its KV events can't be read: {error}") from None
 
     def _check(self, info: ServerInfo, sent: float, received: float) -> None:
         """ProtocolError, unless it can be one of this cluster."""
@@ -328,7 +345,7 @@ class Instances:
         instance.load = None
         if was_member:
             logger.warning("longctx: %s is %s: %s", instance.name, state, reason)
-            self._feed.close(instance.name)
+            self._events.remove(instance.name)
             with contextlib.suppress(ValueError):
                 self._conductor.remove(instance.name, time.monotonic())
             instance.lose()
@@ -337,3 +354,10 @@ class Instances:
         if instance.state == "open":
             self._conductor.drain(instance.name, time.monotonic())
             instance.state, instance.reason = "draining", reason
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    """Replace the host of an endpoint that listens on all addresses by that at which its instance is reached."""
+    kind, separator, address = endpoint.partition("://")
+    own, colon, port = address.rpartition(":")
+    return f"{kind}{separator}{host}{colon}{port}" if kind == "tcp" and own in _ANY else endpoint

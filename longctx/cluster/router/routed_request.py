@@ -259,7 +259,7 @@ class RoutedRequest:
             self._note_tokens(events, now)
             self._tell(events)
             if not relayed.open:
-                routing.conductor.finished(self._request.request_id, now, relayed.num_tokens)
+                routing.conductor.finished(self._request.request_id, now)
         if problem is not None:
             raise problem
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from longctx.cluster.conductor.audit import AuditTotals, ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import TIERS
@@ -143,11 +142,10 @@ class RouterMetrics(RenderedMetrics):
         instances: Instances,
         stats: RouterStats,
         requests: Callable[[], tuple[int, int]],
-        audit: ShadowAudit | None,
     ) -> None:
         self._prefix, self._policy_name = check_prefix(prefix), policy_name
         self._conductor, self._index, self._instances = conductor, index, instances
-        self._stats, self._requests, self._audit = stats, requests, audit
+        self._stats, self._requests = stats, requests
         self._labels = {"model_name": model_name, "engine": "cluster"}
         self._register()
 
@@ -160,7 +158,6 @@ class RouterMetrics(RenderedMetrics):
         yield from self._of_clients()
         yield from self._of_instances()
         yield from self._of_decisions()
-        yield from self._of_audit()
 
     def _of_clients(self) -> Iterator[Metric]:
         """Yield metrics that an engine's server has too."""
@@ -230,18 +227,3 @@ class RouterMetrics(RenderedMetrics):
         ):
             yield counter(PREFIX + name, help, labels, count)
         yield stats.ttft_ratio.family(PREFIX + "ttft_over_predicted", labels)
-
-    def _of_audit(self) -> Iterator[Metric]:
-        totals = AuditTotals() if self._audit is None else self._audit.totals
-        for name, help, count in (
-            ("rejections_audited", "Rejections that were run forward in the simulator.", totals.rejections_audited),
-            ("rejections_wrong", "Those of them that would have kept all SLOs.", totals.rejections_wrong),
-            ("admissions_audited", "Admissions that were run forward, and have ended.", totals.admissions_audited),
-            ("admissions_wrong", "Those of them that missed an SLO.", totals.admissions_wrong),
-            ("audited_predicted_ttft_seconds", "Predicted TTFT of those, summed.", totals.predicted_ttft),
-            ("audited_simulated_ttft_seconds", "TTFT of those run forward, summed.", totals.simulated_ttft),
-            ("audited_ttft_seconds", "TTFT that those got, summed.", totals.ttft),
-        ):
-            yield counter(PREFIX + name, help, self._labels, count)
-        estimate = "Wrong rejections among all, estimated by those that were run forward."
-        yield gauge(PREFIX + "rejections_wrong_estimate", estimate, self._labels, totals.rejections_wrong_estimate)

@@ -125,7 +125,7 @@ def _describe(server: RouterServer) -> list[dict[str, Any]]:
     """Describe all instances, as JSON."""
     now = time.monotonic()
     views = {view.name: view._asdict() for view in server.conductor.instances(now)}
-    publishers = server.feed.publishers
+    publishers = server.events.publishers
     return [
         {
             "name": each.name,
@@ -198,7 +198,6 @@ def _loads_router(server: RouterServer) -> APIRouter:
                 "admission": str(config.admission),
                 "ttft": config.ttft,
                 "tpot": config.tpot,
-                "kv_events": server.feed.endpoints,
                 "time": time.time(),
             }
         )

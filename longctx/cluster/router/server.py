@@ -11,16 +11,15 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 
-from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.decision import Rejection
 from longctx.cluster.conductor.instance import Role
 from longctx.cluster.conductor.request import ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import ProtocolError
 from longctx.cluster.router.instances import Instances
-from longctx.cluster.router.kv_feed import KvFeed
 from longctx.cluster.router.routed_request import RoutedRequest, Routing, rejected
 from longctx.cluster.router.router_metrics import RouterMetrics, RouterStats
 from longctx.models.chat_template import ChatTemplate
@@ -67,7 +66,6 @@ class RouterSettings(NamedTuple):
       look_seconds: between two looks at each instance.
       max_waiting: completions of the prompts of one call.
       metrics_prefix: of the metrics that vLLM has too.
-      kv_events, kv_events_replay: endpoints of one stream out of all instances' KV events, see `KvFeed`.
     """
 
     instance_key: str | None = None
@@ -76,8 +74,6 @@ class RouterSettings(NamedTuple):
     look_seconds: float = 0.25
     max_waiting: int = 1024
     metrics_prefix: str = "longctx"
-    kv_events: str | None = None
-    kv_events_replay: str | None = None
 
 
 class ClusterBackend:
@@ -188,7 +184,6 @@ class RouterServer(Frontend):
       model_names: by which clients may call the model; the first one is in the answers.
       members: that it watches from the start; others register.
       chat_template: instead of the tokenizer's own.
-      audit: observes the conductor's decisions.
     """
 
     def __init__(
@@ -202,7 +197,6 @@ class RouterServer(Frontend):
         settings: ServerSettings | None = None,
         router: RouterSettings | None = None,
         chat_template: ChatTemplate | None = None,
-        audit: ShadowAudit | None = None,
     ) -> None:
         settings, router = settings or ServerSettings(), router or RouterSettings()
         self.model, self._config, self._router, self._members = model, config, router, tuple(members)
@@ -225,12 +219,11 @@ class RouterServer(Frontend):
             model_names, tokenizer, chat_format, CallReader(processor, tokenizer, chat_format, rules), settings
         )
         self.index = PrefixIndex()
-        self.audit = audit
-        self.conductor = Conductor(conductor, self.index, audit)
-        self.feed = KvFeed(self.index, model_names[0], router.kv_events, router.kv_events_replay)
+        self.conductor = Conductor(conductor, self.index)
+        self.events = KvEventReader(self.index)
         self.instances = Instances(
             self.conductor,
-            self.feed,
+            self.events,
             router.instance_key,
             config.page_size,
             page_hash.fingerprint("cluster").hex() if config.prefix_cache else None,
@@ -252,7 +245,6 @@ class RouterServer(Frontend):
             self.instances,
             self.cluster.stats,
             lambda: (self.cluster.num_running, self.cluster.num_waiting),
-            audit,
         )
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -319,7 +311,7 @@ class RouterServer(Frontend):
 
     def close(self) -> None:
         self.preparer.close()
-        self.feed.stop()
+        self.events.close()
 
     async def _keep_up(self) -> None:
         """Change roles by load, and have cold blocks taken out, where the conductor says so."""

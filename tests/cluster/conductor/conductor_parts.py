@@ -11,7 +11,7 @@ from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec, Role
 from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.prefix_index.tiers import Match, Tier
+from longctx.cluster.prefix_index.index import Match, Tier
 
 BLOCK = 100
 

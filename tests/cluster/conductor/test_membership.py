@@ -49,7 +49,7 @@ def test_draining_the_last_one_leaves_nobody() -> None:
     assert found.bound == "no_instance"
     assert conductor.instances(0.0)[1].open_requests == 1  # what it has goes on
     conductor.first_token("a", 1.0)
-    conductor.finished("a", 1.0, 10)
+    conductor.finished("a", 1.0)
     assert conductor.instances(0.0)[1].open_requests == 0
 
 
@@ -73,7 +73,7 @@ def test_requests_of_a_dead_instance_are_told_and_can_be_assigned_anew() -> None
         assert isinstance(found, Assignment)
         assert (found.prefill, found.decode) == ("p1", "d1")
     for name in placed:
-        conductor.finished(name, 2.0, 10)
+        conductor.finished(name, 2.0)
     assert all(each.open_requests == each.reserved_tokens == 0 for each in conductor.instances(2.0))
 
 
@@ -102,7 +102,7 @@ def test_source_of_a_transfer_dies() -> None:
     assert (found.prefill, found.transfer is not None) == ("p1", True)
     assert conductor.remove("p0", 0.0) == ["busy"]
     conductor.first_token("a", 1.0)
-    conductor.finished("a", 1.0, 1)
+    conductor.finished("a", 1.0)
     assert all(not each.open_requests for each in conductor.instances(1.0))
 
 
@@ -166,7 +166,7 @@ def test_role_changes_for_what_comes_and_what_is_there_goes_on() -> None:
     conductor.first_token("a", 1.0)
     conductor.set_role("p1", "prefill", 1.0)
     for name in ("a", "b"):
-        conductor.finished(name, 2.0, 1)
+        conductor.finished(name, 2.0)
     assert all(each.open_requests == each.reserved_tokens == 0 for each in conductor.instances(2.0))
 
 

@@ -262,8 +262,8 @@ def test_memory_forbids_nobody_whom_an_engine_has_let_in(rule: str) -> None:
         assert conductor.prefilled("a", 1.0) is None
         found = conductor.prefilled("b", 2.0, has_memory)
         assert (found is None) == has_memory
-        conductor.finished("a", 3.0, 10)
-        conductor.finished("b", 3.0, 10)
+        conductor.finished("a", 3.0)
+        conductor.finished("b", 3.0)
         assert conductor.loads(3.0) == (0.0, 0.0)
 
 

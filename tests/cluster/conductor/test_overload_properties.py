@@ -75,7 +75,7 @@ def test_any_course_of_events(events: list[tuple], admission: str, decode_second
                 has_ended = conductor.prefilled(chosen, now) is not None
             else:
                 has_ended = True
-                conductor.finished(chosen, now, 10) if kind == "finished" else conductor.cancelled(chosen, now)
+                conductor.finished(chosen, now) if kind == "finished" else conductor.cancelled(chosen, now)
             if has_ended:
                 open_ids.remove(chosen)
         loads = conductor.loads(now)

@@ -240,7 +240,7 @@ def test_request_that_fits_nowhere_is_rejected_for_memory() -> None:
     assert (too_long.bound, too_long.stage) == ("memory", "prefill")
     assert assigned(conductor, request("b", max_tokens=1950), 0.0).decode == "d0"
     assert isinstance(conductor.assign(request("c"), 0.0), Rejection)
-    conductor.finished("b", 1.0, 10)
+    conductor.finished("b", 1.0)
     assert assigned(conductor, request("c"), 1.0).decode == "d0"
 
 
@@ -303,7 +303,7 @@ def test_a_prompt_that_fits_into_a_step_within_the_slo_is_computed_where_it_deco
     assert conductor.assign(request("c", (3, 2)), 0.3).prefill == "d"
     assert conductor.assign(request("long", (4, 3)), 0.6).prefill == "p"  # it would have to be chunked
     for name in "abc":
-        conductor.finished(name, 1.0, 3)
+        conductor.finished(name, 1.0)
 
 
 def test_a_prompt_is_not_inlined_where_it_breaks_the_slo_or_finds_no_memory() -> None:

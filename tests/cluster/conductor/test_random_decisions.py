@@ -171,7 +171,7 @@ class RandomCluster(RuleBasedStateMachine):
 
     def end(self, request_id: str, by: str) -> None:
         if by == "finished":
-            self.conductor.finished(request_id, self.now, 10)
+            self.conductor.finished(request_id, self.now)
         else:
             self.conductor.cancelled(request_id, self.now)
         self.close(request_id)
@@ -181,7 +181,7 @@ class RandomCluster(RuleBasedStateMachine):
         if request_id not in self.open:
             assert self.conductor.prefilled(request_id, self.now) is None
             self.conductor.first_token(request_id, self.now)
-            self.conductor.finished(request_id, self.now, 10**9)
+            self.conductor.finished(request_id, self.now)
             self.conductor.cancelled(request_id, self.now)
 
     @rule(

@@ -89,7 +89,7 @@ def test_a_conductor_changes_roles_and_the_old_work_goes_on() -> None:
     assert all(conductor.role_change(float(now)) is None for now in range(3, 30))
     for i in range(9):
         conductor.prefilled(f"r{i}", 30.0)
-        conductor.finished(f"r{i}", 30.0, 10)
+        conductor.finished(f"r{i}", 30.0)
     assert change.instance not in {each.assignment.decode for each in conductor.state.decoding.values()}
 
 

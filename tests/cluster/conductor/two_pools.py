@@ -70,7 +70,7 @@ class TwoPools:
             self.plan(now + self._decode_seconds(number), lambda now: self._finished(assignment, now))
 
     def _finished(self, assignment: Assignment, now: float) -> None:
-        self.conductor.finished(assignment.request_id, now, 10)
+        self.conductor.finished(assignment.request_id, now)
         self.completed.append(assignment.request_id)
 
     def _sample(self, now: float) -> None:
