@@ -31,7 +31,6 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 _NAME = "kv_transfer_params"
 _LEASE = re.compile(r"[0-9a-f]{32}")
-_HOST = re.compile(r"[\w.:%-]{1,255}")
 _RETRY = 1.0  # seconds after which another instance, or this one, may have room
 
 
@@ -174,16 +173,6 @@ class EngineTransfers:
         """Have another server read a prompt, see `Transfers`."""
         return self.dispatcher.dispatch(prepared, headers)
 
-    def source(self, host: str, port: int, lease_id: str, followers: Sequence[str] = ()) -> LeasedSource:
-        """Make the source of the pages of a lease of another engine; ApiError if it is none of the peers'.
-
-        Args:
-          followers: `host:port` of its other processes.
-        """
-        if not _HOST.fullmatch(host) or not 0 < port < 65536:
-            raise ApiError(400, f"{_NAME}: remote_host and remote_port must be a host and a port", _NAME)
-        return self._source_at([host_port(host, port), *followers], lease_id)
-
     def check_peer(self, host: str, port: int | None = None) -> None:
         """Raise ApiError unless requests come from this host and go to it; with `port`, unless its pages are there."""
         if not self._peers.admits(host, port):
@@ -251,9 +240,8 @@ class EngineTransfers:
         leases = [each.lease for each in handoff.completions if each.lease is not None]
         if not all(map(_LEASE.fullmatch, (lease.partition("/")[0] for lease in leases))):
             raise ApiError(400, f"{_NAME}: a lease must be 32 hexadecimal digits", _NAME)
-        where = params.remote_host, params.remote_port
-        sources = {lease: self.source(*where, lease, params.remote_followers) for lease in leases}
-        return Received(handoff, sources)
+        addresses = [host_port(params.remote_host, params.remote_port), *params.remote_followers]
+        return Received(handoff, {lease: self._source_at(addresses, lease) for lease in leases})
 
 
 def _read_handoff(fields: dict[str, Any]) -> Handoff:

@@ -10,8 +10,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from longctx.cluster.transfer.arrivals import Arrivals
-from longctx.cluster.transfer.export import export_pages, find_wanted
-from longctx.cluster.transfer.lease import Exporter, LeaseGone
+from longctx.cluster.transfer.lease import Exporter, LeaseGone, export_pages, find_wanted
 from longctx.cluster.transfer.options import TransferOptions
 from longctx.cluster.transfer.stats import Outcome, TransferStats
 from longctx.serving.kv_cache.connector import PageFetch

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from longctx.cluster.transfer.arrivals import Arrivals
-from longctx.cluster.transfer.export import check_part
+from longctx.cluster.transfer.lease import check_part
 from longctx.cluster.transfer.messages import (
     Block,
     Corrupt,

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from longctx.cluster.transfer.export import check_part
+from longctx.cluster.transfer.lease import check_part
 from longctx.cluster.transfer.messages import (
     TO_RECEIVER,
     VERSION,

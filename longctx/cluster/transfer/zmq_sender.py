@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from longctx.cluster.transfer.export import Wanted, export_pages, find_wanted, wait_for_lease
-from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone
+from longctx.cluster.transfer.lease import Exporter, Lease, LeaseGone, Wanted, export_pages, find_wanted, wait_for_lease
 from longctx.cluster.transfer.messages import (
     TO_SENDER,
     VERSION,
@@ -155,6 +154,11 @@ class PageSender(SocketThread):
     def num_streams(self) -> int:
         """Number of transfers at the moment."""
         return len(self._streams)
+
+    @property
+    def num_queued_bytes(self) -> int:
+        """Bytes of blocks that were handed to ZeroMQ and have not left."""
+        return self._queue.num_bytes
 
     # The rest runs in the sender's thread.
 
