@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from longctx.cluster.conductor.instance import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
 from longctx.serving.server.series import counter, counters, gauge, gauges, table
 
