@@ -21,10 +21,9 @@ import numpy as np
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import POLICIES, ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
-from longctx.cluster.conductor.decision import Assignment
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
 from longctx.cluster.conductor.overload import ADMISSION_RULES
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.models import LlamaConfig
 from longctx.serving.parallel_plan import ParallelPlan

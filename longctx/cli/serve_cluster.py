@@ -26,9 +26,7 @@ from longctx.cli.serve_flags import address_text, chat_template_text, model_name
 from longctx.cli.terminal import FAILED, Console, interrupts, report_error
 from longctx.cli.transfer_flags import check_transfer_flags
 from longctx.cluster.config import ClusterFile, InstanceEntry, read_cluster
-from longctx.cluster.launcher.launched import Address, Launched, Launcher
-from longctx.cluster.launcher.processes import ProcessLauncher
-from longctx.cluster.launcher.static import StaticLauncher
+from longctx.cluster.launcher.launcher import Address, Launched, Launcher, ProcessLauncher, StaticLauncher
 from longctx.cluster.router.routes import make_router_app
 from longctx.cluster.router.server import Member, RouterServer, RouterSettings
 from longctx.models import load_tokenizer, resolve_model

@@ -5,13 +5,9 @@ from dataclasses import replace
 from math import inf
 from typing import Literal
 
-from longctx.cluster.conductor.block_index import BlockIndex
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Decision, Rejection, RoleChange
-from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role
-from longctx.cluster.conductor.load import Loads, loads
-from longctx.cluster.conductor.membership import check_joins, check_report, check_role
-from longctx.cluster.conductor.overload import Admission, Verdict
+from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role, check_joins, check_report, check_role
+from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
 from longctx.cluster.conductor.pending_blocks import PendingBlocks
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
@@ -21,11 +17,10 @@ from longctx.cluster.conductor.policy import (
     inline_choice,
     select_decode,
 )
-from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.conductor.roles import RoleRule
-from longctx.cluster.conductor.state import ClusterState, InstanceState, OpenRequest
-from longctx.cluster.conductor.swap import Swap, Swapper
-from longctx.cluster.conductor.view import InstanceView, view
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Decision, Rejection, RoleChange
+from longctx.cluster.conductor.state import ClusterState, InstanceState, InstanceView, OpenRequest
+from longctx.cluster.conductor.upkeep import RoleRule, Swap, Swapper
+from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.serving.validation import check_integer, check_real
 
 _LATEST = 2**32 - 1  # seconds: an index keeps 32 bits of them
@@ -66,7 +61,7 @@ class Conductor:
       ('p1', 'd0', 10240)
     """
 
-    def __init__(self, config: ConductorConfig, index: BlockIndex) -> None:
+    def __init__(self, config: ConductorConfig, index: PrefixIndex) -> None:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
@@ -86,7 +81,7 @@ class Conductor:
           TypeError, ValueError: the spec is out of range, an instance of its name is there, or it is of another
             fingerprint or block size than those that are.
         """
-        check_joins(spec, self.state.instances.values())
+        check_joins(spec, [each.spec for each in self.state.instances.values()])
         self.state.add(InstanceState(spec, spec.role))
 
     def drain(self, name: str, now: float) -> None:
@@ -232,7 +227,7 @@ class Conductor:
         open_request = self.state.prefilling.get(request_id)
         if open_request is None:
             return None
-        verdict = None if open_request.generated else self._admission.before_decode(self.state, open_request, now)
+        verdict = None if open_request.generated else self._admission.check("decode", self.state, open_request, now)
         if has_memory:
             verdict = None if verdict is None or verdict.bound == "memory" else verdict
         elif verdict is None and not open_request.is_held:
@@ -294,7 +289,7 @@ class Conductor:
 
     def instances(self, now: float) -> list[InstanceView]:
         """All instances, for metrics and pages."""
-        return [view(each, now) for each in self.state.instances.values()]
+        return [each.view(now) for each in self.state.instances.values()]
 
     def swaps(self, now: float) -> list[Swap]:
         """The cold blocks that instances should swap out; ask every second or so, and pass them on."""
@@ -351,7 +346,7 @@ class Conductor:
             choice.queue, choice.transfer_seconds, choice.prefill_seconds,
         )  # fmt: skip
         placed = OpenRequest(request, assignment, generated, now, context, reserved, is_held)
-        verdict = None if generated else self._admission.before_prefill(self.state, placed, now)
+        verdict = None if generated else self._admission.check("prefill", self.state, placed, now)
         if verdict is not None:
             return self._rejection(request, verdict, "prefill", assignment, waited), placed
         return assignment, placed

@@ -18,8 +18,7 @@ import httpx
 import msgspec
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Bound, Decision, Rejection
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, Bound, ClusterRequest, Decision, Rejection
 from longctx.cluster.router.instance_client import ProtocolError, Refused
 from longctx.cluster.router.instances import Instance, Instances
 from longctx.cluster.router.router_metrics import RouterStats

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.instance import TIERS
-from longctx.cluster.conductor.request import ClusterRequest
-from longctx.cluster.prefix_index.index import PrefixIndex
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
+from longctx.cluster.prefix_index.index import TIERS, PrefixIndex
 from longctx.cluster.router.instances import Instances
 from longctx.serving.request.output import FinishReason, Output
 from longctx.serving.request.request import Request

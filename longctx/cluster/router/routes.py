@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from longctx.cluster.conductor.instance import TIERS
+from longctx.cluster.prefix_index.index import TIERS
 from longctx.cluster.router.instances import Instance
 from longctx.cluster.router.server import RouterServer
 from longctx.models.builtin import TINY

@@ -13,9 +13,8 @@ import numpy as np
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import ConductorConfig
-from longctx.cluster.conductor.decision import Rejection
 from longctx.cluster.conductor.instance import Role
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import ClusterRequest, Rejection
 from longctx.cluster.prefix_index.index import PrefixIndex
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.instance_client import ProtocolError

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from longctx.cluster.conductor.decision import Assignment, Bound
 from longctx.cluster.conductor.instance import Role
+from longctx.cluster.conductor.request import Assignment, Bound
 from longctx.simulation.record import Record, Served
 
 
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A request that was not served, see `longctx.cluster.conductor.decision.Rejection`.
+    """A request that was not served, see `longctx.cluster.conductor.request.Rejection`.
 
     Attributes:
       due: when it came, seconds from the beginning of the workload. at: when it was rejected.

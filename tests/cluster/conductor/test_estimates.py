@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from conductor_parts import SetIndex, cluster, instance, request
+from conductor_parts import cluster, instance, request
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import Report
-from longctx.cluster.conductor.view import InstanceView
+from longctx.cluster.conductor.request import Assignment, Rejection
+from longctx.cluster.conductor.state import InstanceView
 
 
 def one_of_each(**settings: Any) -> Conductor:
@@ -46,8 +46,7 @@ def test_queue_is_the_sum_of_prompts_less_what_the_first_has_had() -> None:
 def test_prompt_that_waits_for_its_transfer_does_not_begin() -> None:
     slow = instance("p0", bandwidth=1_000_000.0)  # a thousand tokens a second
     conductor = cluster(slow, instance("p1"), instance("d0", "decode"), admission="none")
-    assert isinstance(conductor.index, SetIndex)
-    conductor.index.store("p0", request("", (1, 10)).keys.tolist())
+    conductor.index.store("p0", "device", request("", (1, 10)).keys.tolist())
     conductor.assign(request("busy", rest=9000), 0.0, exclude={"p1"})
     found = conductor.assign(request("a", (1, 10), rest=2000), 0.0)
     assert isinstance(found, Assignment)

@@ -10,10 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from longctx.cluster.conductor.conductor import Conductor
 from longctx.cluster.conductor.config import POLICIES, ConductorConfig
-from longctx.cluster.conductor.decision import Assignment, Rejection
 from longctx.cluster.conductor.instance import ROLES, Report, Role
 from longctx.cluster.conductor.overload import ADMISSION_RULES
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 from longctx.cluster.conductor.state import NO_DECODES
 from longctx.cluster.prefix_index.index import PrefixIndex
 

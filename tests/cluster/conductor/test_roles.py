@@ -4,9 +4,9 @@ import pytest
 from conductor_parts import cluster, instance, request
 
 from longctx.cluster.conductor.config import RoleConfig
-from longctx.cluster.conductor.decision import Assignment, RoleChange
-from longctx.cluster.conductor.load import Loads
-from longctx.cluster.conductor.roles import Candidate, RoleRule
+from longctx.cluster.conductor.overload import Loads
+from longctx.cluster.conductor.request import Assignment, RoleChange
+from longctx.cluster.conductor.upkeep import Candidate, RoleRule
 
 CONFIG = RoleConfig(high=0.9, low=0.4, seconds=10.0, cool_down=30.0)
 PREFILL_SHORT, DECODE_SHORT, EVEN = Loads(1.5, 0.1), Loads(0.1, 1.5), Loads(0.7, 0.7)

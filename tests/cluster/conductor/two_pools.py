@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.decision import Assignment, Rejection
-from longctx.cluster.conductor.load import Loads
-from longctx.cluster.conductor.request import ClusterRequest
+from longctx.cluster.conductor.overload import Loads
+from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
 
 
 class Sample(NamedTuple):
