@@ -10,7 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import RowBuckets, Rows, is_full
+from longctx.serving.scheduler.row_buckets import Rows, is_full
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
@@ -38,7 +38,7 @@ class StepShapes:
     ) -> None:
         self._config, self._plan, self._num_pages = config, plan, num_pages
         self._num_top = min(config.max_logprobs, model.vocab_size)
-        self._buckets = RowBuckets.of(plan, config)
+        self._buckets = config.step_rows(plan)
         shape = ModelShape(model.num_heads, model.num_kv_heads, model.head_dim).split(plan.tensor)
         page_bytes = 2 * config.page_size * shape.num_kv_heads * shape.head_size * element_bytes
         sizes = {"pass_kv": most_bytes, "all_gather": most_bytes / plan.context}

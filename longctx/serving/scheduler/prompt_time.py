@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
+from longctx.serving.request.request import Request
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
 
 # So many steps are predicted one by one. The steps of a longer prompt are looked at in so many places, and where ranks
@@ -73,6 +74,27 @@ class PromptTime:
             return self.predictor.seconds(Work().with_sharded(context, 1, ranks, samples=True, exchange="pass_q"))
         work = Work().with_chunk(fullest - 1, 1, True, self._is_spread(context + 1, limit))
         return self.predictor.seconds(work._replace(elsewhere=context + 1 - fullest))
+
+    def check_targets(self, request: Request, cached: int, length: int, stages: int) -> None:
+        """ValueError if what a request asks for can't be met by an engine that does nothing else.
+
+        Its prompt has `length` tokens, of which the cache has the first `cached`. A token takes a step in each stage.
+        """
+        if request.ttft_deadline is not None:
+            least = self.prefill_seconds(min(cached, length - 1), length, request.tpot_target)
+            if least > request.ttft_deadline:
+                raise ValueError(
+                    f"ttft_deadline={request.ttft_deadline} can't be met: {length - cached:,} tokens take "
+                    f"{least:.3g} s even alone, by the engine's profile"
+                )
+        if request.tpot_target is not None:
+            last = length + request.sampling.max_tokens - 2  # tokens before the last one that is computed
+            least = stages * self.decode_seconds(last, request.tpot_target)
+            if least > request.tpot_target:
+                raise ValueError(
+                    f"tpot_target={request.tpot_target} can't be met: a token after {last:,} others takes "
+                    f"{least:.3g} s even alone, by the engine's profile"
+                )
 
     def _step(self, start: int, stop: int, limit: float) -> tuple[int, float]:
         """The tokens of the next step of a prompt that ends at `stop`, and its seconds."""

@@ -1,14 +1,9 @@
 """Numbers of rows that steps are compiled for, and the exchanges of steps with such numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from longctx.serving.config import EngineConfig
 
 Rows = tuple[int, int, int]
 """Numbers of sharded, replicated and local rows of a rank."""
@@ -41,21 +36,6 @@ class RowBuckets(NamedTuple):
 
     plan: ParallelPlan
     kinds: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-    @classmethod
-    def of(cls, plan: ParallelPlan, config: EngineConfig) -> RowBuckets:
-        if plan.context == 1:
-            return cls(plan, ((0,), (0,), config.row_buckets))
-        buckets, sharded = (0, *config.growing_buckets(8)), (0, *config.sharded_buckets)
-        if not plan.shards_rows:
-            return cls(plan, ((0,), buckets, buckets))
-        if plan.placement == "grow":
-            return cls(plan, (sharded, buckets, buckets))
-        # All ranks have pages of every sequence: no row is local. Without predictions single rows alone are replicated,
-        # one of a sequence, and with pass-Q none.
-        most = {"auto": config.token_budget, "pass_q": 0}.get(str(plan.exchange), config.max_running)
-        replicated = (*(rows for rows in buckets if rows < most), next(rows for rows in buckets if rows >= most))
-        return cls(plan, (sharded, replicated, (0,)))
 
     @property
     def largest(self) -> Rows:
