@@ -8,8 +8,8 @@ from longctx.models.footprint import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.chunking import Chunking
+from longctx.serving.scheduler.exchange_rule import RowBuckets
 from longctx.serving.scheduler.policy import Policy, make_policy
-from longctx.serving.scheduler.row_buckets import RowBuckets
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_real, check_text, shown
 

@@ -19,9 +19,8 @@ from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
 from longctx.serving.scheduler.exchange_rule import SHARDED, ExchangeRule
-from longctx.serving.scheduler.policy import make_policy
+from longctx.serving.scheduler.policy import TenantShares, make_policy
 from longctx.serving.scheduler.scheduler import Scheduler
-from longctx.serving.scheduler.tenants import TenantShares
 
 if TYPE_CHECKING:
     from longctx.models.tokenizer import Tokenizer

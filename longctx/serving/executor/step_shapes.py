@@ -10,7 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.executor.messages import NOTHING_CACHED, Message, Messages
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.runner.step_inputs import Shape
-from longctx.serving.scheduler.row_buckets import Rows, is_full
+from longctx.serving.scheduler.exchange_rule import Rows, is_full
 
 MOST_BYTES = 1 << 30
 """Of a message of cached pages: what is more goes in several."""
