@@ -10,8 +10,7 @@ from longctx.serving.config import EngineConfig
 from longctx.serving.engine.core import Core
 from longctx.serving.engine.input_processor import InputProcessor, SequenceMaker
 from longctx.serving.kv_cache.page_pool import PagePool
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import Sessions
+from longctx.serving.kv_cache.prefix import PageHash, Sessions
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.mesh import MeshPredictor

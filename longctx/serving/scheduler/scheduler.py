@@ -17,7 +17,7 @@ from typing import Literal
 from longctx.serving.kv_cache.connector import TIERS, Loaded
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker

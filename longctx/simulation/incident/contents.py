@@ -9,8 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash
-from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.kv_cache.prefix import KEY_BYTES, PageHash, PartialPage, Sessions
 
 
 class Contents:

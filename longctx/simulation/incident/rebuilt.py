@@ -14,7 +14,7 @@ from longctx.serving.engine.ordered_core import OrderedCore
 from longctx.serving.engine.run_step import DecisionLog
 from longctx.serving.executor.submit_queue import EndedStep, SubmitQueue
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.predictor.runtime import Predictor, check_predictor
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.records import Arrived, Cancelled, LoadEnded, Snapshot, split_keys

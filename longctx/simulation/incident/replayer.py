@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from longctx.serving.distributed.digest import DecisionDigest, describe, plan_bytes
 from longctx.serving.executor.submit_queue import EndedStep
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.predictor.runtime import Predictor
 from longctx.serving.predictor.work import Work
 from longctx.serving.recording.reader import RecordedLog
