@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.serving.executor.page_stats import MoverStats as MoverStats
+from longctx.serving.executor.interface import MoverStats as MoverStats
 from longctx.serving.kv_cache.connector import Loaded, PageBlock, PageFetch, PageLoad, PageSink, PageSource, PageStore
 from longctx.serving.runner.model_runner import DeviceRead, ModelRunner
 from longctx.serving.scheduler.batch import Batch

@@ -14,8 +14,7 @@ from longctx.serving.distributed.digest import DecisionDigest, pack
 from longctx.serving.distributed.orders import request_to_fields
 from longctx.serving.executor.submit_queue import EndedStep
 from longctx.serving.kv_cache.connector import Loaded
-from longctx.serving.kv_cache.prefix import PageHash
-from longctx.serving.kv_cache.sessions import PartialPage, Sessions
+from longctx.serving.kv_cache.prefix import PageHash, PartialPage, Sessions
 from longctx.serving.recording.header import Header
 from longctx.serving.recording.reader import segment_name
 from longctx.serving.recording.records import (

@@ -8,11 +8,13 @@ a replay of decisions reads. Tokens and sampling parameters are there for a repl
 private log.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from longctx.serving.distributed.orders import request_from_fields
 from longctx.serving.kv_cache.prefix import KEY_BYTES
+from longctx.serving.request.request import Request
 
 PartialPage = tuple[bytes, int, int]
 """A session's last page: its key, its number in the sequence, and how many of its tokens count."""
@@ -180,3 +182,23 @@ def decode(payload: bytes) -> Record:
 def split_keys(joined: bytes) -> list[bytes]:
     """Keys that were joined."""
     return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+
+
+class RecordedRequest(NamedTuple):
+    """A request, and the tokens of each of its completions, as far as they came."""
+
+    request: Request
+    tokens: list[list[int]]
+
+
+def request_of(content: Content, request_id: str) -> Request:
+    """A recorded request, with the seed that it had.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        sampling = content.fields["sampling"] | {"seed": content.seed}
+        return request_from_fields(content.fields | {"sampling": sampling}, content.tokens, request_id)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"request {request_id!r} is not as this version of longctx records it: {error}") from None

@@ -13,10 +13,9 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Policy, by_urgency, lends_steps
+from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
-from longctx.serving.scheduler.tenants import TenantShares
 from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;

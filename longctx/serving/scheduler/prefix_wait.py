@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from longctx.serving.kv_cache.page_pool import PagePool
 from longctx.serving.scheduler.forecast import Forecast
-from longctx.serving.scheduler.policy import Policy
+from longctx.serving.scheduler.policy import Policy, TenantShares
 from longctx.serving.scheduler.running import Running
 from longctx.serving.scheduler.sequence import Sequence, State
-from longctx.serving.scheduler.tenants import TenantShares
 
 
 def find_prefix(pool: PagePool, sequence: Sequence, page_size: int) -> list[int]:

@@ -17,19 +17,17 @@ from typing import Literal
 from longctx.serving.kv_cache.connector import TIERS, Loaded
 from longctx.serving.kv_cache.page_pool import Key, PagePool
 from longctx.serving.kv_cache.placement import Placer
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.scheduler.admission import Admission
 from longctx.serving.scheduler.batch import Batch, Chunk, TableRun
 from longctx.serving.scheduler.chunking import Chunker
-from longctx.serving.scheduler.forecast import Forecast
+from longctx.serving.scheduler.forecast import Forecast, PromptTime
 from longctx.serving.scheduler.growth import Growth
 from longctx.serving.scheduler.page_loads import PageLoads
 from longctx.serving.scheduler.page_planner import PagePlanner
-from longctx.serving.scheduler.page_stores import PageStores
 from longctx.serving.scheduler.policy import by_urgency
 from longctx.serving.scheduler.preemption import Preemption
-from longctx.serving.scheduler.prompt_time import PromptTime
-from longctx.serving.scheduler.running import Running
+from longctx.serving.scheduler.running import PageStores, Running
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.scheduler.step_budget import Share

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from longctx.serving.kv_cache.connector import TIERS
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.placement import Placement
-from longctx.serving.kv_cache.sessions import PartialPage
+from longctx.serving.kv_cache.prefix import PartialPage
 from longctx.serving.request.completion import Completion
 
 

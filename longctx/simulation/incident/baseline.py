@@ -9,7 +9,7 @@ from longctx.serving.predictor.work import Work
 from longctx.serving.recording.records import NOT_FINITE, STOP
 from longctx.serving.request.output import Event, Output
 from longctx.serving.scheduler.batch import Batch
-from longctx.simulation.incident.executor import Outcome
+from longctx.simulation.incident.rebuilt import Outcome
 from longctx.simulation.incident.replayer import Moment, Replayer
 from longctx.simulation.instance.device_speed import DeviceSpeed
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.index import TierIndex
-from longctx.serving.kv_cache.tiers.listener import TierListener
+from longctx.serving.kv_cache.tiers.index import TierIndex, TierListener
 from longctx.serving.kv_cache.tiers.parts import part_shape
 
 _POPULATE_WRITE = 23  # of madvise, Linux 5.14

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.host_memory import HostPage, HostTier, PageName
+from longctx.serving.kv_cache.tiers.loader import Workers
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.parts import copy_pages
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.workers import Workers
 
 
 class Intake:

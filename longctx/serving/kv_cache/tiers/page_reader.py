@@ -7,9 +7,9 @@ import numpy as np
 
 from longctx.serving.kv_cache.page_layout import PageSlice
 from longctx.serving.kv_cache.page_pool import Key
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier, Piece
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.remote import CHECKSUM_BYTES, RemoteStore, remote_name
 
 

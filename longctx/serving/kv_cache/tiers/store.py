@@ -14,21 +14,18 @@ from longctx.serving.kv_cache.connector import PageRead, PageStore
 from longctx.serving.kv_cache.page_layout import PageLayout, PageSlice
 from longctx.serving.kv_cache.page_pool import Key
 from longctx.serving.kv_cache.prefix import with_followers
-from longctx.serving.kv_cache.tiers.checksum import PageChecksum
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.kv_cache.tiers.disk_tier import DiskTier
-from longctx.serving.kv_cache.tiers.eviction import check_eviction
-from longctx.serving.kv_cache.tiers.fetch import TierFetch
 from longctx.serving.kv_cache.tiers.host_memory import HostMemory, HostPage, HostTier
+from longctx.serving.kv_cache.tiers.index import TierListener, check_eviction
 from longctx.serving.kv_cache.tiers.intake import Intake
-from longctx.serving.kv_cache.tiers.listener import TierListener
-from longctx.serving.kv_cache.tiers.loader import PageLoader
+from longctx.serving.kv_cache.tiers.loader import PageLoader, TierFetch
+from longctx.serving.kv_cache.tiers.page_file import PageChecksum
 from longctx.serving.kv_cache.tiers.page_reader import PageReader
 from longctx.serving.kv_cache.tiers.parts import check_part
 from longctx.serving.kv_cache.tiers.remote import RemoteProbe, RemoteStore, open_remote, remote_name
 from longctx.serving.kv_cache.tiers.stats import TierStats
-from longctx.serving.kv_cache.tiers.write_back import WriteBackQueue
-from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, Writer
+from longctx.serving.kv_cache.tiers.writer import DiskWriter, RemoteWriter, WriteBackQueue, Writer
 from longctx.serving.validation import check_integer
 
 _MOST_QUEUE_BYTES = 2**30
