@@ -168,7 +168,7 @@ class RoutedRequest:
             elif decision.is_deferred:
                 pause = max(decision.retry_after, _LEAST_PAUSE)
             else:
-                routing.stats.note_rejection(decision)
+                routing.stats.rejections[decision.bound, decision.stage] += 1
                 raise rejected(decision) if self._refusal is None else self._refusal
             await asyncio.sleep(min(pause, _MOST_PAUSE))
             pause *= 2
@@ -210,11 +210,11 @@ class RoutedRequest:
         self._has_begun = True
         self._excluded[instance.name] = self._routing.clock() + _FAILED_PAUSE
         self._problem = f"{instance.name}: {problem}"
-        self._routing.stats.note_failure(instance.name, why)
+        self._routing.stats.failures[instance.name, why] += 1
 
     def _note_refusal(self, instance: Instance, error: Refused) -> None:
         """Note that an instance does not take the request. ApiError: no instance would."""
-        self._routing.stats.note_failure(instance.name, "refused")
+        self._routing.stats.failures[instance.name, "refused"] += 1
         pause = _REFUSED_PAUSE if self._has_begun else math.inf
         self._excluded[instance.name] = self._routing.clock() + pause
         self._problem = f"{instance.name}: {error}"
@@ -285,9 +285,10 @@ class RoutedRequest:
         routing, stats = self._routing, self._routing.stats
         with_tokens = [event for event in events if event.token_ids]
         stats.output_tokens += len(with_tokens)
+        gaps = stats.histograms["inter_token_latency_seconds"]
         for event in with_tokens:
             if event.index in self._last_token:
-                stats.note_gap(now - self._last_token[event.index])
+                gaps.observe(now - self._last_token[event.index])
             self._last_token[event.index] = now
         if not with_tokens or self._relayed.num_tokens - len(with_tokens) > self._had:
             return
@@ -298,7 +299,7 @@ class RoutedRequest:
             stats.note_first(now - self._arrival, predicted)
         rejection = routing.conductor.prefilled(self._request.request_id, now, has_memory=True)
         if rejection is not None:
-            stats.note_rejection(rejection)
+            stats.rejections[rejection.bound, rejection.stage] += 1
             raise rejected(rejection)
 
     def _tell(self, events: list[Event]) -> None:

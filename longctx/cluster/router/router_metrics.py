@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from longctx.cluster.conductor.conductor import Conductor
-from longctx.cluster.conductor.request import Assignment, ClusterRequest, Rejection
+from longctx.cluster.conductor.request import Assignment, ClusterRequest
 from longctx.cluster.prefix_index.index import TIERS, PrefixIndex
 from longctx.cluster.router.instances import Instances
 from longctx.serving.request.output import FinishReason, Output
@@ -48,7 +48,7 @@ class RouterStats:
       assignments: by (prefill instance, decode instance).
       transfers: prefixes that were sent, by (source, prefill instance).
       prompt_tokens, cached_tokens: of what was assigned: of prompts, and of those what is in a cache, by prediction.
-      rejections: by (bound, stage).
+      rejections: of which clients were told, by (bound, stage).
       failures: by (instance, why): `"refused"`, `"broken"`, `"nonsense"`.
       refusals: answers to clients, by reason.
       retries: requests that went on elsewhere.
@@ -87,23 +87,11 @@ class RouterStats:
             self.prompt_tokens += request.prompt_tokens
             self.cached_tokens += assignment.cached
 
-    def note_rejection(self, rejection: Rejection) -> None:
-        """Count a rejection of which a client is told."""
-        self.rejections[rejection.bound, rejection.stage] += 1
-
-    def note_failure(self, name: str, why: str) -> None:
-        """Count a request that an instance did not bring to its end."""
-        self.failures[name, why] += 1
-
     def note_first(self, seconds: float, predicted: float | None) -> None:
         """Observe a TTFT; `predicted`: by the conductor, None if the request was placed several times."""
         self.histograms["time_to_first_token_seconds"].observe(seconds)
         if predicted:
             self.ttft_ratio.observe(seconds / predicted)
-
-    def note_gap(self, seconds: float) -> None:
-        """Observe the seconds between two tokens of a completion."""
-        self.histograms["inter_token_latency_seconds"].observe(seconds)
 
     def note_end(self, output: Output, request: Request) -> None:
         """Count a completion that has ended."""

@@ -136,7 +136,7 @@ class ClusterBackend:
         request = _cluster_request(prepared, name)
         decision = routing.conductor.assign(request, now)
         if isinstance(decision, Rejection) and not decision.is_deferred:
-            stats.note_rejection(decision)
+            stats.rejections[decision.bound, decision.stage] += 1
             raise rejected(decision)
         routed = RoutedRequest(routing, prepared, request, now if arrival is None else arrival, sink)
         task = asyncio.get_running_loop().create_task(routed.run(decision), name=f"request {name}")

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any
 
 from longctx.cluster.transfer.arrivals import Arrivals
@@ -102,24 +103,25 @@ class LocalReceiver:
         return LocalSource(self, exporter, lease_id, fingerprint, release)
 
 
+@dataclass(frozen=True, eq=False)
 class LocalSource:
-    """`LeasedSource` of the pages of a lease in this process. Closing a fetch releases the lease if `release`."""
+    """`LeasedSource` of the pages of a lease in this process. Closing a fetch releases the lease if `releases`."""
 
-    def __init__(
-        self, receiver: LocalReceiver, exporter: Exporter, lease_id: str, fingerprint: bytes, release: bool
-    ) -> None:
-        self._receiver, self._exporter, self._lease_id = receiver, exporter, lease_id
-        self._fingerprint, self._release = fingerprint, release
+    receiver: LocalReceiver
+    exporter: Exporter
+    lease_id: str
+    fingerprint: bytes
+    releases: bool
 
     def fetch(self, keys: List[Key], wake: Any) -> PageFetch:
-        receiver = self._receiver
+        receiver = self.receiver
         window = threading.Semaphore(receiver.options.window_blocks)
         closed = threading.Event()
 
         def on_close() -> None:
             closed.set()
             window.release()
-            if self._release:
+            if self.releases:
                 self.release()
 
         def run() -> None:
@@ -131,16 +133,16 @@ class LocalSource:
 
     def release(self) -> None:
         """Release the lease: it will not be fetched."""
-        self._exporter.release(self._lease_id)
+        self.exporter.release(self.lease_id)
 
     def _copy(
         self, keys: list[Key], arrivals: Arrivals, window: threading.Semaphore, closed: threading.Event
     ) -> Outcome:
-        receiver, deadline = self._receiver, time.monotonic() + self._receiver.options.deadline
+        receiver, deadline = self.receiver, time.monotonic() + self.receiver.options.deadline
         try:
-            lease = self._exporter.open(self._lease_id)
-            receiver.layout.check_same(lease.layout, f"lease {self._lease_id}")
-            if self._fingerprint != receiver.fingerprint:
+            lease = self.exporter.open(self.lease_id)
+            receiver.layout.check_same(lease.layout, f"lease {self.lease_id}")
+            if self.fingerprint != receiver.fingerprint:
                 raise ValueError("the pages are of another model or of other weights")
             wanted = find_wanted(lease, keys, receiver.part)
         except (LeaseGone, ValueError) as error:
@@ -148,7 +150,7 @@ class LocalSource:
             return "refused"
         is_closed = lambda: closed.is_set() or time.monotonic() > deadline  # noqa: E731
         try:
-            for block in export_pages(self._exporter, lease, wanted, receiver.options, is_closed):
+            for block in export_pages(self.exporter, lease, wanted, receiver.options, is_closed):
                 if not window.acquire(timeout=max(0.0, deadline - time.monotonic())):
                     return "late"
                 receiver.stats.add_block(block.data.nbytes)

@@ -104,31 +104,33 @@ class MooncakeStaging:
     def __init__(self, engine: Any, ip: str, num_slots: int, slot_bytes: int) -> None:
         self._slots = RegisteredSlots(engine, num_slots, slot_bytes)
         self._segment = f"{ip}:{engine.get_rpc_port()}"
-        self._changed = threading.Condition()
-        self._free = list(range(num_slots))
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(num_slots):
+            self._free.put(slot)
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
 
     def put(self, data: np.ndarray, is_closed: Callable[[], bool]) -> Place | None:
         """Wait for a slot, and copy a block `[bytes]` uint8 there; None: closed."""
         if data.nbytes > self.slot_bytes:
             raise ValueError(f"a block of {data.nbytes} bytes does not fit a slot of {self.slot_bytes}")
-        with self._changed:
-            while not self._free:
+        while True:
+            try:
+                slot = self._free.get(timeout=_WAIT_SECONDS)
+                break
+            except queue.Empty:
                 if is_closed():
                     return None
-                self._changed.wait(_WAIT_SECONDS)
-            slot = self._free.pop()
         self._slots.slot(slot, data.nbytes)[:] = data
         return Place(self._segment, self._slots.address_of(slot), slot)
 
     def free(self, slot: int) -> None:
-        with self._changed:
-            self._free.append(slot)
-            self._changed.notify()
+        """Let another block use a slot."""
+        self._free.put(slot)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Number of slots without a block."""
+        return self._free.qsize()
 
     def close(self) -> None:
         """Release the memory, after the sender was closed."""
