@@ -230,6 +230,9 @@ class EngineConfig:
 
         Args:
           plan: of the engine's devices.
+
+        Returns:
+          Buckets of sharded, replicated and local rows.
         """
         if plan.context == 1:
             return RowBuckets(plan, ((0,), (0,), self.row_buckets))

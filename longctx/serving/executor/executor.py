@@ -36,7 +36,7 @@ BLOCK = 1024  # entries that `set_entries` sends at a time
 
 
 class PageTables:
-    """How many pages of each slot each rank has, and where the next ones are written.
+    """Pages of each slot on each rank, and where the next ones are written.
 
     Args:
       num_pages: of each rank.
@@ -99,7 +99,7 @@ Place = tuple[int, int, int]
 
 @dataclass
 class PendingResults:
-    """What a batch in the last stage has made, on its way to the host."""
+    """Results of a batch in the last stage, on their way to the host."""
 
     drawn: SampledTokens
     num_samples: int  # of a rank, in the arrays of `drawn`
@@ -339,7 +339,7 @@ class DeviceExecutor:
             self._biased[slot] = bool(params.logit_bias)
 
     def assemble(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, Shape]:
-        """What the step that begins a batch is told, and its shape: a batch for every stage, the last one's samples."""
+        """Return inputs and shape of the step that begins a batch: a batch for every stage, the last one's samples."""
         self._stages.append(self._lay_out(batch))
         shape = self._shape()
         empty = self._plan.stage - len(self._stages)

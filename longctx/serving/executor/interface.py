@@ -50,12 +50,12 @@ class Executor(Protocol):
 
     @property
     def page_layout(self) -> PageLayout:
-        """Of the pages that are read."""
+        """Layout of the pages that are read."""
         ...
 
     @property
     def sources(self) -> dict[str, PageSource]:
-        """Where loads get pages from, by name (`PageLoad.source`)."""
+        """Sources of loads' pages, by name (`PageLoad.source`)."""
         ...
 
     def compile(self, progress: Progress = ignore_progress) -> None:
@@ -69,7 +69,7 @@ class Executor(Protocol):
 
 @dataclass
 class MoverStats:
-    """What has been moved since the beginning.
+    """Counts of what has been moved since the beginning.
 
     Attributes:
       stored_pages, stored_bytes: that were read from the devices. dropped_stores: pages that the sink wanted, and for

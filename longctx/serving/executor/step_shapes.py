@@ -22,7 +22,7 @@ class Message(NamedTuple):
     rounds: int
 
     def rounds_for(self, pages: int) -> int:
-        """How many times it takes to send so many pages."""
+        """Return how many messages it takes to send `pages` pages."""
         return -(-pages // self.pages) if self.pages else 1
 
 
@@ -57,7 +57,7 @@ class Messages:
         return self._messages[0]
 
     def of(self, pages: int) -> Message:
-        """For so many pages on the rank that has most: the longest message that they fill."""
+        """Return the longest message that `pages` pages fill, those of the rank that has most."""
         return max((x for x in self._messages if x.pages <= pages), default=self.shortest)
 
 
@@ -118,7 +118,7 @@ class StepShapes:
         return [shape for shape in shapes if not any(exceeds(other, shape) for other in shapes)]
 
     def holding(self, rows: Rows) -> Shape:
-        """The smallest shape with so many rows of each kind."""
+        """Return the smallest shape that has these rows of each kind."""
         return self._shape(self._buckets.round_up(rows))
 
     def of_step(self, rows: Rows, exchange: str, pages: int) -> Shape:

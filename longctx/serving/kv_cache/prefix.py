@@ -32,7 +32,7 @@ def with_followers(keys: Iterable[bytes], parents: Mapping[bytes, bytes]) -> lis
 
 
 class PageHash:
-    """BLAKE2b under a secret key, so that nobody can craft a prompt that collides with another's.
+    """BLAKE2b under a secret key, so that no client can craft a prompt that collides with another's.
 
     Engines that are to recognise each other's pages share the secret; requests of different tenants, or of one tenant
     with different salts, have different chains.
@@ -79,7 +79,7 @@ class PartialPage(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """Where a session's last turn stopped: the key before its partial page, that page's key, number and tokens."""
+    """End of a session's last turn: the key before its partial page, that page's key, number and tokens."""
 
     parent: bytes
     key: bytes

@@ -1,4 +1,4 @@
-"""What a log is made of: records, as MessagePack by msgspec.
+"""Records of a log, as MessagePack by msgspec.
 
 A step's record takes some microseconds to write and some hundred bytes; as JSON it would take twice as many of both,
 and keys of pages are bytes.
@@ -24,7 +24,7 @@ STOP, NOT_FINITE = 1, 2
 
 
 class Content(msgspec.Struct, array_like=True, frozen=True):
-    """What a private log leaves out of an arrival: the prompt, int32 little-endian, and all fields of the request.
+    """Contents that a private log leaves out of an arrival: the prompt, int32 little-endian, and the request's fields.
 
     `seed`: of its first completion, also where the engine has drawn it.
     """
@@ -141,7 +141,7 @@ class LeftBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, frozen=True, tag=7):
-    """What an engine without requests knows, where a file of a log begins; decisions are hashed anew from there on.
+    """State of an engine without requests, with which a file of a log begins; decisions are hashed anew from there on.
 
     `slots`: free ones, and resting ones with the steps from which they are free. `pages`: of each rank, as in
     `RankState`, int32 little-endian and keys joined. `factor`, `windows`, `chunker`: what was measured and planned

@@ -102,7 +102,7 @@ class Completion:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many most likely tokens its prompt's positions ask for; None: it asks for no logprobs of its prompt."""
+        """Number of most likely tokens asked for at the prompt's positions; None: no logprobs are asked for there."""
         return self.params.prompt_logprobs if self.index == 0 else None
 
     def push(self, token: int, logprob: TokenLogprob | None, now: float) -> tuple[str, FinishReason | None]:
@@ -133,7 +133,7 @@ class Completion:
         page_hash.extend(keys, self.tokens, page_hash.root(self.request.tenant, self.request.cache_salt))
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Of the prompt's tokens from position `start` on; those that a preempted request computes anew are known."""
+        """Add log probabilities of the prompt's tokens from `start` on; after preemption some of them are known."""
         known = self.prompt_logprobs
         assert known is not None
         assert start <= len(known) + 1

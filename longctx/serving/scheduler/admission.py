@@ -48,12 +48,12 @@ class PredictedEnds:
         self._shares, self.token_seconds, self._now = shares, token_seconds, now
 
     def decode_end(self, sequence: Sequence) -> float:
-        """When a sequence ends whose prompt has been read."""
+        """Return when a sequence ends whose prompt has been read."""
         tokens = sequence.prompt_length + sequence.max_tokens - sequence.length
         return self._now + tokens * self.token_seconds
 
     def end(self, sequence: Sequence, order: tuple[float, float]) -> float:
-        """When a sequence ends that is read, or would be: after the prompts before it, or in turns with all.
+        """Return when a sequence ends that is read, or would be: after the prompts before it, or in turns with all.
 
         In turns, each of the others has had as much time as this one when it ends, or all that it needs.
         """
@@ -121,7 +121,7 @@ class Reservation:
             self.time = end
 
     def allows(self, pages: List[int], end: float) -> bool:
-        """Whether a sequence that takes so many pages until `end` may pass."""
+        """Return whether a sequence that takes `pages` until `end` may pass."""
         return end <= self.time or all(count <= left for count, left in zip(pages, self.surplus, strict=True))
 
     def pass_by(self, other: Sequence, pages: List[int], end: float) -> None:
@@ -202,11 +202,11 @@ class Admission:
 
     @property
     def reservations(self) -> dict[Sequence, Reservation]:
-        """Of the most urgent sequences that wait for memory, as they were found last."""
+        """Return the reservations of the most urgent sequences that wait for memory, as they were found last."""
         return self._reservations
 
     def waits_for(self, sequence: Sequence) -> Sequence | None:
-        """Who computes the pages of a prefix that a sequence waits for."""
+        """Return the sequence that computes the pages of a prefix which a sequence waits for."""
         return self._waits.leader_of(sequence)
 
     def add(self, sequence: Sequence) -> None:
@@ -224,7 +224,7 @@ class Admission:
         self._rank_again()
 
     def admit(self, batch: Batch, now: float) -> None:
-        """Admit whoever can be. `batch.blocked` has those that run and wait for memory; who waits is added to them."""
+        """Admit the sequences that can be; those that lack memory are added to `batch.blocked`."""
         self._admit_waiting(batch, now)
         if self._blocked is not None:  # found in this step, or before, and nothing has changed since
             batch.blocked.append(self._blocked.sequence)
@@ -336,7 +336,7 @@ class Admission:
             self._remember_blocked(sequence, len(sequence.keys), now)
 
     def _reserve(self, sequence: Sequence, needs: list[int], now: float) -> Reservation:
-        """The reservation of a sequence that lacks so many pages, as predicted now."""
+        """Return the reservation of a sequence that lacks `needs` pages, as predicted now."""
         reservation = self._reservations.get(sequence) or Reservation(sequence)
         ends = self._predict_ends(now)
         running = [(s, ends.end(s, self._order(s, now))) for s in self._running.prefilling]
@@ -373,7 +373,7 @@ class Admission:
         return -sequence.priority, self._policy.urgency(sequence, now)
 
     def _by_urgency(self, waiting: list[Sequence], now: float) -> Iterator[Sequence]:
-        """Whoever may be admitted next, first."""
+        """Sort sequences by their turn to be admitted."""
         return by_urgency(self._policy, waiting, now, self._tenants)
 
     def _still_blocked(self) -> _Blocked | None:

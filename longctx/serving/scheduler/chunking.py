@@ -1,4 +1,4 @@
-"""How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
+"""Rows of a step for each prompt: chunk sizes, and prompts that share a step."""
 
 import functools
 import math
@@ -186,7 +186,7 @@ class Chunker:
             self._recent.append(rows)
 
     def state(self) -> tuple[list[int], int]:
-        """What it remembers of batches that have been planned."""
+        """Return what it remembers of batches that have been planned."""
         return list(self._recent), self._grown
 
     def restore(self, recent: List[int], grown: int) -> None:
@@ -274,7 +274,7 @@ class Chunker:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)
 
     def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
-        """Who may share the ranks of a prompt: those that need less than it does."""
+        """Return the prompts that may share the ranks of a prompt: those that need less than it does."""
         borrowers = [
             s
             for s in others

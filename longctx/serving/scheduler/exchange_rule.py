@@ -21,7 +21,7 @@ _RINGS = ("pass_kv", "all_gather")  # exchanges in which keys travel
 
 
 def allows_kv_exchange(plan: ParallelPlan, buckets: List[int], sharded: int, *others: int) -> bool:
-    """Whether a step with so many rows of each kind is compiled for other exchanges than pass-Q, by a rule.
+    """Return whether a step with these rows of each kind is compiled for other exchanges than pass-Q.
 
     Where pages interleave, every step is compiled for the exchanges that the paper's rules choose from, and for those
     of `"auto"` if it has few replicated rows. Where sequences grow, there are many more combinations of rows: there a
@@ -53,7 +53,7 @@ class RowBuckets(NamedTuple):
         return sharded, replicated, local
 
     def round_up(self, rows: Rows) -> Rows:
-        """The smallest buckets that hold so many rows; for no row at all, those of one row."""
+        """Return the smallest buckets that hold these rows; for no row at all, those of one row."""
         if not any(rows):
             kind = max(number for number, buckets in enumerate(self.kinds) if any(buckets))
             rows = int(kind == 0), int(kind == 1), int(kind == 2)
@@ -182,7 +182,7 @@ class ExchangeRule:
         return self.shards(start, start + sequence.remaining, keys)
 
     def exchanges(self, tokens: int, cached: int, *others: int) -> List[str]:
-        """Those of which sharded rows take the fastest, of so many new tokens after cached ones.
+        """Return the exchanges of which sharded rows take the fastest, for `tokens` new tokens after `cached` ones.
 
         Args:
           others: rows of the other kinds in the step.
@@ -212,7 +212,7 @@ class ExchangeRule:
         return sum(_count_rows(chunks, self._plan.context)) <= self._rows
 
     def choose(self, chunks: List[Chunk]) -> tuple[Exchange | None, list[Work]]:
-        """What a step's rows exchange, None for nothing, and the work of each rank with that."""
+        """Return the exchange of a step's rows, None for none, and the work of each rank with it."""
         ranks = self._plan.context
         sharded = [chunk for chunk in chunks if chunk.sharded] if ranks > 1 else []
         if not sharded:
@@ -262,7 +262,7 @@ class ExchangeRule:
         return Exchange(name, f"predicted: {predicted}, {_size(sharded)}"), works[name]
 
     def _offered(self, sharded: int, *others: int) -> List[str]:
-        """What a rule may choose from in a step with so many rows of each kind on the fullest rank."""
+        """Return the exchanges a rule may choose from, given the rows of each kind on the fullest rank."""
         if self._buckets and not allows_kv_exchange(self._plan, self._buckets, sharded, *others):
             return ["pass_q"]
         return self._known

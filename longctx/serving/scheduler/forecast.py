@@ -15,8 +15,8 @@ from longctx.serving.scheduler.exchange_rule import ExchangeRule
 from longctx.serving.scheduler.sequence import Sequence, State
 from longctx.serving.scheduler.slo import Slo
 
-# So many steps are predicted one by one. The steps of a longer prompt are looked at in so many places, and where ranks
-# fill up, in so many rounds of all ranks.
+# Steps that are predicted one by one; places at which the steps of a longer prompt are looked at; and, where ranks
+# fill up, rounds of all ranks.
 _LOOKED_AT, _PARTS, _FOLLOWED = 16, 4, 2
 
 
@@ -126,7 +126,7 @@ class PromptTime:
         return count, self.predictor.seconds(work._replace(elsewhere=max(0, rest)))
 
     def _is_spread(self, tokens: int, limit: float) -> bool:
-        """Whether a sequence of so many tokens is on several ranks."""
+        """Return whether a sequence of `tokens` tokens is on several ranks."""
         return self.placer.num_ranks > 1 and (tokens > limit or not self.placer.grows)
 
     def _limit(self, tpot: float | None) -> float:
@@ -135,7 +135,7 @@ class PromptTime:
         return pages if self.placer.grows else math.inf
 
     def _keys(self, tokens: int, limit: float) -> list[int]:
-        """How many of a sequence's first tokens each rank has."""
+        """Return how many of a sequence's first tokens each rank has."""
         ranks = self.placer.num_ranks
         if ranks == 1:
             return [tokens]
@@ -145,7 +145,7 @@ class PromptTime:
         return [int(rounds * limit + min(max(0, rest - rank * limit), limit)) for rank in range(ranks)]
 
     def _edges(self, start: int, stop: int, limit: float) -> list[int]:
-        """Where steps change their course: the fullest rank begins to get more, or gets no more; `stop` is the last."""
+        """Return where steps change: the fullest rank begins to get more, or gets no more; `stop` is the last."""
         ranks = self.placer.num_ranks
         edges = {start + (stop - start) * i // _PARTS for i in range(1, _PARTS + 1)}
         if limit < math.inf:
@@ -156,7 +156,7 @@ class PromptTime:
 
 # A change of the predictor's correction for which the predictions of all prompts are corrected.
 _NOTABLE = 0.05
-# A prompt's rest is predicted as a whole whenever this share of it has been computed: one part of so many.
+# A prompt's rest is predicted as a whole each time one part of this many has been computed.
 _PARTS = 16
 
 

@@ -71,7 +71,7 @@ class TenantShares:
             self._forget()
 
     def state(self) -> tuple[dict[str, float], float]:
-        """What is remembered of tenants that have no requests."""
+        """Return what is remembered of tenants that have no requests."""
         return dict(self._served), self._virtual
 
     def restore(self, served: Mapping[str, float], virtual: float) -> None:
@@ -82,7 +82,7 @@ class TenantShares:
         self._served[tenant] += tokens / self._weights.get(tenant, 1.0)
 
     def _forget(self) -> None:
-        """Nobody is served less than `_virtual` when it comes back, so those that were need not be remembered."""
+        """Forget tenants below `_virtual`: a tenant that returns counts as served that much anyway."""
         if not self._active:
             self._virtual = max(self._served.values())
         if len(self._served) > _REMEMBERED:
@@ -114,7 +114,7 @@ class Policy(Protocol):
 def by_urgency(
     policy: Policy, sequences: Iterable[Sequence], now: float, tenants: TenantShares | None = None
 ) -> Iterator[Sequence]:
-    """The most urgent of the tenant whose turn it is first. Whoever stops early pays for no more than a look at each.
+    """The most urgent of the tenant whose turn it is first. Stopping early costs no more than a look at each.
 
     Higher priorities come before all others, and tenants before urgency: a policy orders the prompts of one tenant.
     """

@@ -30,7 +30,7 @@ class PageStores:
         self._evicted: list[PageStore] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Whoever looks ahead stores nothing."""
+        """Return an empty copy: a scheduler that is run ahead stores nothing."""
         return
 
     def __bool__(self) -> bool:

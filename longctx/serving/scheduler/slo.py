@@ -1,4 +1,4 @@
-"""What is promised to a request that asks for nothing in particular: `Slo`."""
+"""Service-level objectives of requests that have none of their own: `Slo`."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ class Slo:
 
     Attributes:
       ttft_factor: the first token is due after this many times the predicted seconds of the prompt read alone.
-      ttft_least: but not before so many seconds, since a short prompt waits for a step or two in any case.
+      ttft_least: but not before this many seconds, since a short prompt waits for a step or two in any case.
       tpot: seconds between tokens at most; None: nothing is promised.
       tpot_factor: but not less than this many times the predicted seconds of a token decoded alone, so that a slow
         machine has a target that it can keep while it reads prompts.

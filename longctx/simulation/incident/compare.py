@@ -46,7 +46,7 @@ def recorded_batch(make_replayer: Callable[..., Replayer], number: int, step: in
 
 
 def compare(baseline: Baseline, control: Alternative, alternative: Alternative) -> dict[str, Any]:
-    """How the requests fared that had ended by themselves, as plain data.
+    """Return the figures of the requests that had ended by themselves, as plain data.
 
     Args:
       control: the recorded settings, predicted from the decision on from which the alternative is.
@@ -169,7 +169,7 @@ def _agreement(ours: np.ndarray, real: np.ndarray) -> dict[str, float | None]:
 
 
 def accuracy_table(found: dict[str, Any]) -> str:
-    """What `simulate_incident` found, as a table."""
+    """Return the result of `simulate_incident` as a table."""
     rows: list[tuple[str, ...]] = [("", "recorded", "measured steps", "off by", "predicted steps", "off by")]
     for name in ("ttft", "tpot"):
         recorded = found[name]["recorded"]

@@ -51,7 +51,7 @@ _TOKENS = {STOP: STOPS, NOT_FINITE: -1}
 
 
 class Outcome(NamedTuple):
-    """How a completion ended, other than by its length: why, and with which of its samples, by number."""
+    """End of a completion other than by its length: the reason, and which of its samples was the last, by number."""
 
     reason: int
     sample: int
@@ -116,7 +116,7 @@ class Contents:
         self.new_left: deque[PartialPage | None] = deque()
 
     def key(self, order: int, page: int) -> bytes:
-        """The key of a sequence's page; one that nobody else has if its contents never came to be."""
+        """The key of a sequence's page; a unique one if its contents never came to be."""
         keys = self.keys[order]
         if page == len(keys):
             made_up = hashlib.blake2b(f"{order} {page}".encode(), digest_size=KEY_BYTES, person=b"made up")
@@ -156,7 +156,7 @@ class RecordedSessions(Sessions):
         if new:
             self._contents.left[order] = new.popleft()
         page = self._contents.left.get(order)
-        # It may stop elsewhere than recorded; then nobody knows that page's key.
+        # It may stop elsewhere than recorded; then that page's key is not known.
         ends_there = page is not None and divmod(len(tokens), self._page_size) == (page.number, page.tokens)
         return page if ends_there else None
 

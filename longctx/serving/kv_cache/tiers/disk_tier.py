@@ -95,7 +95,7 @@ class DiskFolder:
         return True
 
     def _make(self, root: Path) -> Path:
-        """A new folder, which nobody sees before it is locked."""
+        """Make a new folder, which other processes don't see before it is locked."""
         name = uuid.uuid4().hex
         hidden = root / f"new-{name}"
         hidden.mkdir(mode=0o700)
@@ -208,7 +208,7 @@ class DiskTier:
 
     @property
     def parents(self) -> dict[Key, Key]:
-        """Of each page that can be found, the key of the page before it; empty: none or not known."""
+        """Return, for each page that can be found, the key of the page before it; empty: none or not known."""
         return {key: self._pieces[key][-1].record.parent for key in self._complete}
 
     def listen(self, listener: TierListener) -> None:
@@ -232,17 +232,17 @@ class DiskTier:
     def forget(self, key: Key) -> list[Path]:
         """Forget a page and all that its files have; the files to delete, so that a restart doesn't find it."""
         files = {piece.file.path for piece in self._pieces.get(key, [])}
-        doomed = [path for path in sorted(files) if path in self.index]
+        paths_to_delete = [path for path in sorted(files) if path in self.index]
         for path in files:
             self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def clear(self) -> list[Path]:
         """Forget all pages; the files to delete."""
-        doomed = [path for path in self._files if path in self.index]
+        paths_to_delete = [path for path in self._files if path in self.index]
         for path in list(self._files):
             self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def pin(self, key: Key, until: float) -> bool:
         """Keep the files of a page until a time; False if it isn't there, or too much is pinned."""
@@ -265,15 +265,15 @@ class DiskTier:
         size = offset + len(records) * header.page_bytes
         if size > self.index.capacity:
             return None
-        doomed = self._make_room(size)
+        paths_to_delete = self._make_room(size)
         if not self.index.has_room(size):
             return None
         path = self._folder.own / f"{next(self._numbers):012d}{SUFFIX}"
-        return DiskFile(path, header, offset, size), doomed
+        return DiskFile(path, header, offset, size), paths_to_delete
 
-    def write(self, file: DiskFile, payloads: list[memoryview], doomed: list[Path]) -> None:
+    def write(self, file: DiskFile, payloads: list[memoryview], paths_to_delete: list[Path]) -> None:
         """Write the planned file. OSError: it can't be written."""
-        self.delete(doomed)
+        self.delete(paths_to_delete)
         write_page_file(file.path, file.header, payloads)
 
     def commit(self, file: DiskFile) -> None:
@@ -346,10 +346,10 @@ class DiskTier:
             self._add(file)
 
     def _make_room(self, size: int) -> list[Path]:
-        doomed = self.index.make_room(size)
-        for path in doomed:
+        paths_to_delete = self.index.make_room(size)
+        for path in paths_to_delete:
             self.num_evicted += self._forget_file(path)
-        return doomed
+        return paths_to_delete
 
     def _add_to_index(self, file: DiskFile, first: PageRecord = _NO_PAGE) -> None:
         self.index.add(file.path, file.size, first.number, self._file_of(first.parent))
@@ -361,7 +361,7 @@ class DiskTier:
             self._update(record.key)
 
     def _forget_file(self, path: Path) -> int:
-        """How many pages it had."""
+        """Forget a file, and return how many pages it had."""
         if path in self.index:
             self.index.remove(path)
         file = self._files.pop(path, None)

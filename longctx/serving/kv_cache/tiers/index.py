@@ -16,7 +16,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Use:
-    """How an entry has been used.
+    """Use of an entry.
 
     Attributes:
       number: its place in its chain of pages.
@@ -153,7 +153,7 @@ class TierIndex(Generic[Name]):
 
     @property
     def names(self) -> list[Name]:
-        """Of all entries, in the order in which they were added."""
+        """Return the names of all entries, in the order in which they were added."""
         return list(self._entries)
 
     def add(self, name: Name, size: int, number: int = 0, parent: Name | None = None) -> None:
@@ -236,7 +236,7 @@ class TierIndex(Generic[Name]):
         return self.used + size <= self.capacity
 
     def remove(self, name: Name) -> None:
-        """Forget an entry, whoever holds it."""
+        """Forget an entry, even if it is held."""
         entry = self._entries.pop(name)
         self._order.discard(name)
         self.used -= entry.size

@@ -125,7 +125,7 @@ class Workers:
         self._jobs.put((urgency, next(self._serials), job))
 
     def close(self, timeout: float) -> None:
-        """End when all jobs are done; wait so many seconds at most."""
+        """End when all jobs are done; wait at most `timeout` seconds."""
         for _ in self._threads:
             self._jobs.put((_LAST, next(self._serials), None))
         for thread in self._threads:
@@ -191,7 +191,7 @@ class PageLoader:
         self._stats, self._admit = stats, admit
         self._chunk = max(1, _CHUNK_BYTES // host.memory.page_bytes)
         self._workers = Workers(_THREADS, "kv-load")
-        # A remote store that hangs keeps nobody else waiting.
+        # A remote store that hangs delays no other load.
         self._remote_workers = Workers(1, "kv-load-remote") if remote is not None else None
         self._loads: set[_Load] = set()
         self._is_closed = False

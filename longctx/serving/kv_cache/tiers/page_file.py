@@ -34,7 +34,7 @@ class PageChecksum:
         self._fingerprint = fingerprint
 
     def __call__(self, key: Key, part: PageSlice, data: bytes | memoryview) -> int:
-        """Of the contiguous payload of a page's part."""
+        """Return the checksum of the contiguous payload of a page's part."""
         seed = xxhash.xxh3_64_intdigest(b"%d %b %b %r" % (len(key), key, self._fingerprint, tuple(part)))
         return xxhash.xxh3_64_intdigest(data, seed=seed)
 
@@ -67,7 +67,7 @@ class PageRecord(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """What a file says of its pages.
+    """Header of a file of pages.
 
     Attributes:
       layout, fingerprint: of the model whose pages they are. part: layers and heads that are in the file.
@@ -191,7 +191,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers after so many bytes."""
+    """Return what is left of buffers after `count` bytes."""
     rest = list(buffers)
     while rest and count >= len(rest[0]):
         count -= len(rest.pop(0))

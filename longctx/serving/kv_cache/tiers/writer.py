@@ -59,7 +59,7 @@ class WriteBackQueue:
         return dropped
 
     def take(self, max_bytes: int) -> list[HostPage]:
-        """The pages that came first, of at most so many bytes together, and at least one if there is one."""
+        """Return the pages that came first, at most `max_bytes` together, and at least one if there is one."""
         keys = list(self._waiting)[: max(1, max_bytes // self._page_bytes)]
         return [self._pop(key) for key in keys]
 
@@ -111,7 +111,7 @@ class Writer(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Of pages that wait."""
+        """Bytes of the pages that wait."""
         return self._queue.num_bytes
 
     def add(self, page: HostPage) -> None:
@@ -218,9 +218,9 @@ class DiskWriter(Writer):
             if planned is None:
                 self._counters.dropped += len(pages)
                 return
-        file, doomed = planned
+        file, paths_to_delete = planned
         try:
-            disk.write(file, [self._host.memory.buffer(page.slot) for page in pages], doomed)
+            disk.write(file, [self._host.memory.buffer(page.slot) for page in pages], paths_to_delete)
         except OSError as error:
             self._fail(error, len(pages))
             return

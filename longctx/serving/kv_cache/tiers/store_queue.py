@@ -13,10 +13,10 @@ from longctx.serving.kv_cache.tiers.parts import copy_pages
 from longctx.serving.kv_cache.tiers.stats import TierStats
 
 
-class Intake:
-    """At most so many bytes of pages come at a time; more are dropped. `lock` guards the tiers and the counters.
+class StoreQueue:
+    """Pages on their way from the devices into host memory, at most `queue_bytes` of them; more are dropped.
 
-    All methods but `close` are called under the lock, and wait for nothing.
+    `lock` guards the tiers and the counters. All methods but `close` are called under the lock, and wait for nothing.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Intake:
                 self._lock.notify_all()
 
     def _finish(self, key: Key, page: HostPage | None, checksum: int | None, is_kept: bool, read: PageRead) -> None:
-        """Let a page be found, if it has come whole and nobody has forgotten it meanwhile."""
+        """Let a page be found, if it has come whole and has not been forgotten meanwhile."""
         is_wanted = is_kept and self._arriving.get(key) is read
         if is_wanted:
             del self._arriving[key]
