@@ -8,7 +8,6 @@ from typing import Literal
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Costs, InstanceSpec, Report, Role, check_joins, check_report, check_role
 from longctx.cluster.conductor.overload import Admission, Loads, Verdict, loads
-from longctx.cluster.conductor.pending_blocks import PendingBlocks
 from longctx.cluster.conductor.policy import (
     POLICY_FUNCTIONS,
     Policy,
@@ -65,7 +64,7 @@ class Conductor:
         self.config, self.index, self.state = config, index, ClusterState(config)
         self._policy: Policy = POLICY_FUNCTIONS[config.policy] if isinstance(config.policy, str) else config.policy
         self._swapper = Swapper(config)
-        self._pending, self._admission = PendingBlocks(), Admission(config)
+        self._admission = Admission(config)
         self._roles = None if config.roles is None else RoleRule(config.roles)
 
     # Instances.
@@ -360,7 +359,7 @@ class Conductor:
         keys = request.keys[:usable]
         held = {name: match.blocks for name, match in self.index.match(keys).items()}
         matches = dict(held)
-        for name, blocks in self._pending.match(keys).items():
+        for name, blocks in self.state.pending.match(keys).items():
             if blocks > matches.get(name, 0):
                 matches[name] = blocks
         seed, senders = f"{self.config.seed} {request.request_id}", self.state.senders
@@ -396,14 +395,14 @@ class Conductor:
             instances[placed.transfer.source].sends[request.request_id] = ready
         instances[placed.prefill].begin_prefill(open_request, now, ready)
         instances[placed.decode].begin_decode(open_request)
-        self._pending.add(placed.prefill, request.keys)
+        self.state.pending.add(placed.prefill, request.keys)
         self.index.touch(request.keys, now)
         self.state.prefilling[request.request_id] = open_request
 
     def _end_prefill(self, open_request: OpenRequest, now: float, was_computed: bool) -> None:
         placed, request = open_request.assignment, open_request.request
         self.state.instances[placed.prefill].end_prefill(request.request_id, now, was_computed)
-        self._pending.remove(placed.prefill, request.keys)
+        self.state.pending.remove(placed.prefill, request.keys)
         if placed.transfer is not None and placed.transfer.source in self.state.instances:
             self.state.instances[placed.transfer.source].sends.pop(request.request_id, None)
         del self.state.prefilling[request.request_id]

@@ -44,45 +44,14 @@ class Loads(NamedTuple):
     prefill: float
     decode: float
 
-    @property
-    def cluster(self) -> float:
-        """The greater of both: the load of a cluster (6.2)."""
-        return max(self)
-
 
 def ratio(seconds: float, slo: float) -> float:
-    """A predicted time over its SLO; inf if the prediction is no number: nothing may pass by nonsense."""
+    """Divide a predicted time by its SLO; NaN gives inf, as it must not satisfy a limit."""
     return inf if isnan(seconds) else seconds / slo
 
 
-def prefill_load(instance: InstanceState, ttft: float, now: float) -> float:
-    """The load of an instance that prefills: the TTFT of whoever comes last, before its own prompt, over the SLO.
-
-    Prompts are computed in their order, so nobody who waits has a longer predicted TTFT.
-    """
-    return ratio(instance.queue(now), ttft)
-
-
-def max_ttft(state: ClusterState, instance: str, now: float) -> tuple[float, float]:
-    """The greatest predicted TTFT of the prompts that an instance has (6.1), and when that prompt will be computed.
-
-    A prompt that is late has waited for longer than was predicted.
-    """
-    found = 0.0, now
-    for open_request in state.prefilling.values():
-        if open_request.assignment.prefill == instance:
-            end = max(open_request.prefill_end, now)
-            found = max(found, (end - open_request.assigned_at, end))
-    return found
-
-
-def decode_load(instance: InstanceState, demand: Decodes, tpot: float) -> Load:
-    """The load of an instance by a demand: of TBT over its SLO and of memory, the one that binds."""
-    return _greater(tbt_load(instance, demand, tpot), memory_load(instance, demand))
-
-
 def decode_pool_load(pool: Sequence[tuple[InstanceState, Decodes]], tpot: float) -> Load:
-    """The load of the decode pool: the mean TBT over its SLO of all instances (6.4), or their mean share of memory."""
+    """Compute the load of the decode pool: the mean TBT over its SLO (6.4), or the mean share of memory."""
     if not pool:
         return Load(inf, "no_instance")
     tbt = sum(tbt_load(instance, demand, tpot) for instance, demand in pool)
@@ -91,10 +60,10 @@ def decode_pool_load(pool: Sequence[tuple[InstanceState, Decodes]], tpot: float)
 
 
 def decode_pool_load_with(pool: Sequence[tuple[InstanceState, Decodes]], request: Decodes, tpot: float) -> Load:
-    """The load of the decode pool with one more request.
+    """Compute the load of the decode pool with one more request.
 
-    Of TBT it is the mean, as if the request were spread over all instances (6.4). But its keys and values lie on one:
-    of memory it is the least load that an instance would have with all of it.
+    The TBT is the mean, as if the request were spread over all instances (6.4). But its keys and values lie on one
+    instance: the load of memory is the least that an instance would have with all of it.
     """
     if not pool:
         return Load(inf, "no_instance")
@@ -104,33 +73,37 @@ def decode_pool_load_with(pool: Sequence[tuple[InstanceState, Decodes]], request
 
 
 def tbt_load(instance: InstanceState, demand: Decodes, tpot: float) -> float:
-    """Predicted TBT over its SLO."""
+    """Divide the predicted TBT by its SLO."""
     # Below 0 after requests were taken off whose tokens the last report did not count yet.
     batch, tokens = ceil(demand.batch - _ROUNDING), max(0, int(demand.tokens))
     return ratio(instance.spec.costs.decode_seconds(batch, tokens), tpot) if batch > 0 else 0.0
 
 
 def memory_load(instance: InstanceState, demand: Decodes) -> float:
-    """What is needed of memory, or of places in the batch, over what there is."""
+    """Return the share of memory, or of places in the batch, that a demand needs."""
     spec = instance.spec
     memory = max(0.0, demand.reserved) / spec.decode_tokens if spec.decode_tokens else inf
     return max(memory, demand.batch / spec.max_running)
 
 
 def loads(state: ClusterState, now: float) -> Loads:
-    """Compute the loads of both pools now: the mean over their instances; one that does both is in both."""
+    """Compute the loads of both pools now; an instance that does both is in both.
+
+    That of the prefill pool is the mean over its instances of the TTFT over its SLO. Prompts are computed in order: the
+    last one has the longest TTFT, which is that of the queue.
+    """
     config, prefills, decodes = state.config, state.prefill_pool(), state.decode_pool()
-    prefill = sum(prefill_load(each, config.ttft, now) for each in prefills) / len(prefills) if prefills else inf
+    prefill = sum(ratio(each.queue(now), config.ttft) for each in prefills) / len(prefills) if prefills else inf
     return Loads(prefill, decode_pool_load([(each, each.decoding) for each in decodes], config.tpot).value)
 
 
 def future_demands(
     state: ClusterState, now: float, then: float, decode_seconds: float
 ) -> list[tuple[InstanceState, Decodes]]:
-    """What will decode on each instance of the decode pool at a moment to come (6.4, system level).
+    """Predict the decodes of each instance of the decode pool at a moment to come (6.4, system level).
 
     Prompts that will have been computed by then are added, evenly to all instances; requests that will have decoded for
-    `decode_seconds` are taken off. Nothing is known of those who will come between.
+    `decode_seconds` are taken off. Requests that come in between are not known.
 
     Args:
       then: seconds of the same clock as `now`, not before it.
@@ -159,14 +132,11 @@ def future_demands(
     return [(each, Decodes(*demands[each.name]).plus(share)) for each in pool]
 
 
-def _greater(tbt: float, memory: float) -> Load:
-    return Load(tbt, "tbt") if tbt >= memory else Load(memory, "memory")
-
-
 class Verdict(NamedTuple):
-    """Why a request is rejected.
+    """Reason of a rejection.
 
     Attributes:
+      bound: the limit that forbids the request.
       load: that is above the limit.
       retry_after: seconds after which it may be accepted, by prediction; inf: never, as far as is known.
     """
@@ -178,13 +148,15 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What an admission rule is asked.
+    """Input of an admission rule.
 
     Attributes:
       before: the stage that is to begin.
-      open_request: the request, and where it goes, with its predicted TTFT and TBT.
+      state: the cluster.
+      open_request: the request and its instances, with its predicted TTFT and TBT.
+      now: seconds of the driver's clock.
       ttft, tpot: SLOs in seconds that hold for it.
-      decode_seconds: t_d, what a request's decoding is assumed to take.
+      decode_seconds: t_d, the assumed duration of a request's decoding.
       prefill_load_of: see `ConductorConfig.prefill_load`.
       decode_limit: of the decode pool's load before a prefill, where 1 is that of its SLO or memory.
     """
@@ -201,48 +173,56 @@ class Question:
 
     @property
     def prefill_end(self) -> float:
-        """When its prompt will have been computed, by prediction."""
+        """Predicted time at which its prompt will have been computed."""
         return self.now + self.open_request.assignment.ttft
 
     def prefill_load(self) -> Load:
-        """The predicted TTFT of this request over its SLO; or the greatest one of its instance, without it (6.1)."""
+        """Return the predicted TTFT of this request over its SLO; or the greatest of its instance, without it (6.1).
+
+        A prompt that is late has waited for longer than was predicted.
+        """
         placed = self.open_request.assignment
         if self.prefill_load_of == "request":
             return Load(ratio(placed.ttft, self.ttft), "ttft")
-        seconds, end = max_ttft(self.state, placed.prefill, self.now)
+        seconds, end = 0.0, self.now
+        for other in self.state.prefilling.values():
+            if other.assignment.prefill == placed.prefill:
+                other_end = max(other.prefill_end, self.now)
+                seconds, end = max((seconds, end), (other_end - other.assigned_at, other_end))
         return Load(ratio(seconds, self.ttft), "prefill_load", end)
 
     def tbt_load(self) -> Load:
-        """The TBT of the instance where it decodes over its SLO, as it is now, with this request (algorithm 1, 27)."""
+        """Return the TBT over its SLO, now and with this request, of the instance that decodes it (algorithm 1, 27)."""
         instance = self.state.instances[self.open_request.assignment.decode]
         return self._tbt_load(instance, instance.decoding)
 
     def predicted_tbt_load(self) -> Load:
-        """The same at `prefill_end`."""
+        """Return the same at `prefill_end`."""
         name = self.open_request.assignment.decode
         [(instance, demand)] = (each for each in self._future_demands if each[0].name == name)
         return self._tbt_load(instance, demand)._replace(at=self.prefill_end)
 
     def decode_pool_load(self) -> Load:
-        """The load of the decode pool as it is now, with this request, over `decode_limit`."""
+        """Return the load of the decode pool now, with this request, over `decode_limit`."""
         return self._pool_load([(each, each.decoding) for each in self.state.decode_pool()])
 
     def predicted_decode_pool_load(self) -> Load:
-        """The load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
+        """Return the load of the decode pool at `prefill_end`, with this request (6.4), over `decode_limit`."""
         return self._pool_load(self._future_demands)._replace(at=self.prefill_end)
 
     def least_decode_pool_load(self) -> Load:
-        """The load of the decode pool with this request alone, over `decode_limit`."""
+        """Return the load of the decode pool with this request alone, over `decode_limit`."""
         return self._pool_load([(each, NO_DECODES) for each in self.state.decode_pool()])
 
     def least_tbt_load(self) -> Load:
-        """The least TBT over its SLO that an instance would have with this request alone."""
+        """Return the least TBT over its SLO that an instance would have with this request alone."""
         return min(self._tbt_load(each, NO_DECODES) for each in self.state.decode_pool())
 
     def decode_load(self) -> Load:
-        """The load of the instance where it decodes, as it is now, with this request."""
+        """Return the load, now and with this request, of the instance that decodes it."""
         instance = self.state.instances[self.open_request.assignment.decode]
-        return decode_load(instance, instance.decoding.plus(self.open_request.decodes), self.tpot)
+        demand = instance.decoding.plus(self.open_request.decodes)
+        return _greater(tbt_load(instance, demand, self.tpot), memory_load(instance, demand))
 
     @cached_property  # of all open requests
     def _future_demands(self) -> list[tuple[InstanceState, Decodes]]:
@@ -265,12 +245,12 @@ def none(question: Question) -> Load | None:
 
 
 def baseline(question: Question) -> Load | None:
-    """Check each stage's own load before it (6.1). A prefill may be in vain."""
+    """Check each stage's own load before it (6.1). A prefill may be computed for nothing."""
     return question.prefill_load() if question.before == "prefill" else question.decode_load()
 
 
 def early_rejection(question: Question) -> Load | None:
-    """Check the greater load of both pools before the prefill (6.2), and decode's once more before it decodes.
+    """Check the greater load of both pools before the prefill (6.2), and that of decode again before it decodes.
 
     Before the prefill, the TBT of the selected instance counts too (algorithm 1, line 27): the pool's is a mean.
     """
@@ -297,7 +277,7 @@ ADMISSION_RULES: dict[str, AdmissionRule] = {
 
 
 class Admission:
-    """The admission of a conductor: its rule, the limits of priorities, and t_d. It changes nothing of the state.
+    """Admission of a conductor: its rule, the limits of priorities, and t_d. It does not change the state.
 
     Attributes:
       decode_seconds: t_d: as configured, or a running mean over requests that have finished.
@@ -315,7 +295,7 @@ class Admission:
     ) -> Verdict | None:
         """Check a request before a stage; it is not in the estimates of that stage yet. None: it may pass."""
         config, request = self._config, open_request.request
-        # Its own TTFT is its own affair; a batch has one TBT, so a laxer one must not spoil that of others.
+        # A request may have a laxer TTFT of its own; but a batch has one TBT, which must suit the others.
         ttft, tpot = request.ttft or config.ttft, min(request.tpot or config.tpot, config.tpot)
         question = Question(
             before, state, open_request, now, ttft, tpot, self.decode_seconds, config.decode_limit, config.prefill_load
@@ -326,7 +306,7 @@ class Admission:
         return Verdict(load.bound, load.value, retry_seconds(question, load, limit))
 
     def learn(self, seconds: float) -> None:
-        """Take note of how long the decoding of a request took that has finished.
+        """Update t_d by the decoding of a finished request, in seconds.
 
         Raises:
           TypeError, ValueError: `seconds` is not finite, or negative.
@@ -337,7 +317,7 @@ class Admission:
             self.decode_seconds += (seconds - self.decode_seconds) / self._learned
 
     def memory_seconds(self, state: ClusterState, reserved: int, now: float) -> float:
-        """Seconds until so many tokens of KV cache are free where somebody decodes, by prediction; inf: never."""
+        """Predict the seconds until `reserved` tokens of KV cache are free on an instance that decodes; inf: never."""
         lacks = {
             each.name: reserved + each.decoding.reserved + each.held.reserved - each.spec.decode_tokens
             for each in state.decode_pool()
@@ -352,7 +332,7 @@ class Admission:
         return max(_LEAST_RETRY, self.decode_seconds) if lacks else inf
 
     def limit(self, priority: int) -> float:
-        """The load above which a request of a priority is rejected: each step up adds `priority_step`.
+        """Return the load above which a request of a priority is rejected: each step up adds `priority_step`.
 
         It stays between half and twice `load_limit`.
         """
@@ -361,11 +341,11 @@ class Admission:
 
 
 def retry_seconds(question: Question, load: Load, limit: float) -> float:
-    """Seconds after which a request like this one would pass, by prediction, if nobody else came until then.
+    """Predict the seconds after which a request like this one would pass, if no other came until then.
 
     The load of an instance falls when its prompt with the greatest TTFT is computed. A queue gets shorter by a second
-    a second: for a TTFT, what is above the limit, if its own prefill leaves room. The decode pool gets emptier as the
-    oldest requests end, `decode_seconds` after they began: until the share of them has that is above the limit.
+    a second: a TTFT needs the seconds above the limit, if its own prefill leaves room. The decode pool gets emptier as
+    the oldest requests end, `decode_seconds` after they began, until the share above the limit has ended.
     """
     placed, state, now = question.open_request.assignment, question.state, question.now
     if load.bound == "ttft":
@@ -386,9 +366,13 @@ def retry_seconds(question: Question, load: Load, limit: float) -> float:
         if each.decode_since is not None and (load.bound != "tbt" or each.assignment.decode == placed.decode)
     ]
     coming = 0
-    if at > now:  # who will have ended by then was not counted, and who is in prefill now was
+    if at > now:  # the load counts those in prefill now, and not those that will have ended by then
         ends, coming = [end for end in ends if end > at], len(state.prefilling)
     above = ceil((len(ends) + coming) * (1 - limit / load.value))
     if not 0 < above <= len(ends):
         return max(_LEAST_RETRY, question.decode_seconds)
     return max(_LEAST_RETRY, ends[above - 1] - at)
+
+
+def _greater(tbt: float, memory: float) -> Load:
+    return Load(tbt, "tbt") if tbt >= memory else Load(memory, "memory")

@@ -1,8 +1,12 @@
 """State of a cluster at a moment: instances, open requests, and the estimates of both."""
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import InstanceSpec, Report, Role
@@ -266,8 +270,46 @@ class InstanceState:
         # The contexts of others are not reported: they are taken to be as long as those of the batch, on average.
         tokens = batch * report.decode_tokens // report.decoding if batch else 0
         self.others = Decodes(batch, tokens, tokens)
-        batch, tokens = report.decoding + own.batch, report.decode_tokens + own.tokens
-        self.decoding = Decodes(batch, tokens, ours.reserved + self.others.reserved)
+        self.decoding = Decodes(
+            report.decoding + own.batch, report.decode_tokens + own.tokens, ours.reserved + self.others.reserved
+        )
+
+
+class PendingBlocks:
+    """Blocks that instances do not have yet, and will have once their assigned prompts are computed.
+
+    A key stands for its block and all before it: of two prompts with a key in common all earlier keys are equal, too.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Counter[int]] = {}  # of each instance, the number of its prompts with a key
+
+    def __len__(self) -> int:
+        """Number of distinct blocks, over all instances."""
+        return sum(map(len, self._prompts.values()))
+
+    def add(self, instance: str, keys: np.ndarray) -> None:
+        """Add a prompt, keys uint64 `[blocks]`."""
+        self._prompts.setdefault(instance, Counter()).update(keys.tolist())
+
+    def remove(self, instance: str, keys: np.ndarray) -> None:
+        """Remove a prompt that was added."""
+        counts = self._prompts.get(instance, Counter())
+        for key in keys.tolist():
+            if counts[key] > 1:
+                counts[key] -= 1
+            else:
+                del counts[key]
+        if not counts:
+            self._prompts.pop(instance, None)
+
+    def match(self, keys: np.ndarray) -> dict[str, int]:
+        """Count the leading blocks of a prompt that each instance will have; instances with none are left out."""
+        wanted, found = keys.tolist(), dict[str, int]()
+        for instance, counts in self._prompts.items():
+            if wanted and wanted[0] in counts:
+                found[instance] = bisect_left(wanted, True, key=lambda key, counts=counts: key not in counts)
+        return found
 
 
 class ClusterState:
@@ -279,6 +321,7 @@ class ClusterState:
       senders: instances that may send blocks to others: those that prefill, draining ones too.
       prefilling: open requests whose prompt is not computed yet, by id, in the order of their assignment.
       decoding: those that decode, in the order in which they began to.
+      pending: blocks of the prompts in `prefilling`.
     """
 
     def __init__(self, config: ConductorConfig) -> None:
@@ -289,6 +332,7 @@ class ClusterState:
         self._decodes: list[InstanceState] = []
         self.prefilling: dict[str, OpenRequest] = {}
         self.decoding: dict[str, OpenRequest] = {}
+        self.pending = PendingBlocks()
 
     def find(self, request_id: str) -> OpenRequest | None:
         """Return an open request; None: there is none of this id."""

@@ -248,7 +248,7 @@ class RandomCluster(RuleBasedStateMachine):
             assert not each.open
         assert not self.conductor.state.prefilling
         assert not self.conductor.state.decoding
-        assert len(self.conductor._pending) == 0
+        assert len(self.conductor.state.pending) == 0
 
 
 RandomCluster.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
