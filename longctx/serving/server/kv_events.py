@@ -1,6 +1,6 @@
 """KV events: the full pages that an engine can find, published to routers in vLLM's wire form.
 
-Messages are msgpack batches `[time, events, rank]`, one for each step that changed something, each event a map 
+Messages are msgpack batches `[time, events, rank]`, one for each step that changed something, each event a map
 with its name as `type`. They are numbered from 0 without gaps, so a subscriber that misses some asks for them
 (`kv_publisher.py`). Keys of pages are hashes under the engine's secret key, of which 64 bits are sent; consumers that
 compare prompts hash `token_ids` their own way. So readers of the events read prompts.
