@@ -117,7 +117,7 @@ class Exporter(Protocol):
       ...         return read
       ...     def release(self, lease_id):
       ...         pass
-      >>> shelf: Exporter = Shelf()  # arrays of this process; an engine has `longctx.cluster.engine_exporter`
+      >>> shelf: Exporter = Shelf()  # arrays of this process; an engine has `longctx.cluster.engine_messenger`
       >>> [block] = shelf.read(lease.lease_id, 0, shelf.num_ready(lease.lease_id), (0, 2)).result()
       >>> block.data.shape  # pages, layers, keys and values, page_size, KV heads, head size
       (3, 2, 2, 4, 1, 4)
