@@ -14,6 +14,7 @@ from cluster.ways import OPTIONS
 from longctx.cluster.transfer.messages import (
     TO_SENDER,
     Block,
+    Close,
     End,
     FromSender,
     Grant,
@@ -59,13 +60,15 @@ class FakeSender:
         self._opened = opened or (lambda fetch: Opened(fetch, LAYOUT, b""))
 
     def answer(self, frames: Callable[[int], Frames], copies: int = 1) -> None:
-        """Open the next transfer, wait until blocks are granted, and send some frames."""
+        """Open the next transfer, wait until blocks are granted, and send some frames, unless it is refused before."""
         while True:
             assert self.socket.poll(5000), "nothing is asked for"
             peer, header = self.socket.recv_multipart()
             message = decode(header, TO_SENDER)
             if isinstance(message, Open):
                 self.socket.send_multipart([peer, encode(self._opened(message.fetch))])
+            elif isinstance(message, Close):
+                return
             elif isinstance(message, Grant) and message.blocks:
                 break
         for _ in range(copies):
