@@ -16,7 +16,7 @@ from longctx.models.params import Params
 from longctx.nnx.chunks import map_rows
 from longctx.nnx.loss import sum_cross_entropy
 from longctx.nnx.weight_shards import gather_weights, weight_specs
-from longctx.parallel.mesh_attention import METHODS
+from longctx.parallel.context_parallel import METHODS
 from longctx.parallel.mesh_axes import MeshAxes, with_auto_axes
 from longctx.parallel.reshard import pad_sequence, reshard_to_contiguous, reshard_to_layout
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from longctx.annotations import Integer, Real
 
@@ -75,7 +76,30 @@ class ModelShape:
         return ModelShape(self.num_heads // tensor, max(1, self.num_kv_heads // tensor), self.head_size)
 
 
-_LIMITS = (("latency", 0), ("collective_latency", 0), ("contention", 0), ("memory_bandwidth", math.inf))
+def check_numbers(record: Any) -> dict[str, float]:
+    """Check the name of a dataclass and its numbers, and return these as floats, but for those that are None.
+
+    Shares and overlaps are at most 1; latencies, seconds, contention and overlaps may be 0.
+
+    Raises:
+      ValueError: one of them is out of range, or the name is no string.
+    """
+    if not isinstance(record.name, str):
+        raise ValueError(f"name must be a string, got {record.name!r}")
+    numbers = {}
+    for field in dataclasses.fields(record):
+        name, value = field.name, getattr(record, field.name)
+        if name in ("name", "flops") or (value is None and field.default is None):
+            continue
+        most = 1.0 if name.endswith(("share", "overlap")) else math.inf
+        may_be_zero = name.endswith(("latency", "seconds", "contention", "overlap"))
+        number = numbers[name] = as_float(value)
+        is_right = 0 < number <= most and number < math.inf
+        if not (is_right or (may_be_zero and number == 0) or (value == field.default == math.inf)):
+            kind = "finite number that is not negative" if may_be_zero else "positive, finite number"
+            limit = "" if most == math.inf else f", at most {most:g}"
+            raise ValueError(f"{name} must be a {kind}{limit}, got {value!r}")
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +149,7 @@ class Hardware:
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise ValueError(f"name must be a string, got {self.name!r}")
-        for field in dataclasses.fields(self)[:-1]:
-            name, value = field.name, getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            number, at_limit = as_float(value), (name, value) in _LIMITS
-            if math.isnan(number) or not (at_limit or 0 < number < math.inf):
-                raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+        check_numbers(self)
 
     def __str__(self) -> str:
         rates = f"{self.peak_flops / 1e12:,.4g} TFLOP/s, {self.bandwidth / 1e9:,.4g} GB/s to the next rank"
@@ -244,14 +260,6 @@ Examples:
   >>> H100_TCP.hop(12.5e9)  # seconds for 12.5 GB
   1.000035
 """
-
-# Achieved rates, which the paper advises to use (3.4): 502 TFLOP/s (appendix A), and over RDMA 26.5 GB/s, our estimate
-# from table 5's four SendRecv, less latency. Over TCP 3 GB/s per rank (4.2.1), where a rank must be a GPU: if 8 GPUs of
-# a host shared 3 GB/s, they could not hide pass-KV at 128k tokens on 4 hosts (equation 2: T >= 334,667), and they do.
-H100_RDMA_ACHIEVED = dataclasses.replace(
-    H100_RDMA, peak_flops=502e12, bandwidth=26.5e9, name=f"{H100_RDMA.name}, achieved"
-)
-H100_TCP_ACHIEVED = dataclasses.replace(H100_TCP, peak_flops=502e12, bandwidth=3e9, name=f"{H100_TCP.name}, achieved")
 
 
 @dataclasses.dataclass(frozen=True)
