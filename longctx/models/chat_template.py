@@ -14,13 +14,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from longctx.models.python_child import module_command, module_environment
 
 MAX_SECONDS = 5.0
 """CPU time that rendering may take, compiling the template included."""
@@ -176,3 +175,13 @@ def _forget_worker() -> None:
 atexit.register(lambda: _worker.close())
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_worker)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module`; the working directory is searched for modules only if it is in our path."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment() -> dict[str, str]:
+    """Its environment: ours, and our module search path."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

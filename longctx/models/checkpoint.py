@@ -29,11 +29,10 @@ from longctx.models.config import LlamaConfig
 from longctx.models.gguf import GgufReader
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import Layout, layouts
-from longctx.models.json_file import check_directory, is_gguf
 from longctx.models.llama import Llama
 from longctx.models.params import Params, param_specs, stacking_on
 from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader
-from longctx.models.validation import shown
+from longctx.models.validation import check_directory, is_gguf, shown
 
 TensorReader = SafetensorsReader | GgufReader
 """What reads tensors by their Hugging Face names."""

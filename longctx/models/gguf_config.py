@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from longctx.models.config import LlamaConfig
-from longctx.models.gguf import ROPE_FREQUENCIES, GgufReader
-from longctx.models.gguf_header import GgufHeader
+from longctx.models.gguf import ROPE_FREQUENCIES, GgufHeader, GgufReader
 from longctx.models.rope_config import Llama3Scaling, RopeConfig
 from longctx.models.safetensors_reader import CheckpointError
 from longctx.models.validation import check_integer, check_real, shown

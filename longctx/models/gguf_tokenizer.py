@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longctx.models.chat_template import ChatTemplate
+from longctx.models.gguf import read_header
 from longctx.models.gguf_config import end_ids
-from longctx.models.gguf_header import read_header
 from longctx.models.validation import check_bool, check_integer, check_token_ids, shown
 
 if TYPE_CHECKING:

@@ -26,10 +26,9 @@ from longctx.kernels import attention, plan_attention
 from longctx.kernels.arrays import check_ids, check_int32
 from longctx.kernels.bits import widen
 from longctx.models.config import LlamaConfig
-from longctx.models.cpu_weights import OutputMajor
-from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_stacks import in_order
 from longctx.models.params import Params, abstract_params, init_params
+from longctx.models.projections import OutputMajor, PartlyQuantized, RowQuantized
 from longctx.models.rope import apply_rope, rope_cos_sin, rope_table
 
 Cache = Any

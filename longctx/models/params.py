@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from longctx.annotations import Real
-from longctx.kernels.fp8 import BITS
+from longctx.kernels.fp8 import BITS, quantize_rows
 from longctx.models.config import LlamaConfig
-from longctx.models.fp8 import PartlyQuantized, RowQuantized
 from longctx.models.layer_runs import STACKED, Layer, Run, Stacking, layer_runs
-from longctx.models.layer_stacks import by_run, take_apart
+from longctx.models.layer_stacks import by_run, stacks_of, take_apart
+from longctx.models.projections import PartlyQuantized, RowQuantized
 from longctx.models.validation import check_bool
 
 Params = dict[str, Any]
@@ -153,8 +154,6 @@ def init_params(
         params = init_params(config, key, dtype, initializer_range)
         return params | {"layers": take_apart(params["layers"])}
     if config.quantization is not None:
-        from longctx.models.quantize import quantize_params  # which imports this file
-
         plain = init_params(dataclasses.replace(config, quantization=None), key, dtype, initializer_range)
         return quantize_params(plain, config)
 
@@ -222,3 +221,32 @@ def param_specs(config: LlamaConfig, mesh: Mesh, apart: bool | None = None) -> P
 def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:
     name = _MESH_AXIS.get(axis)
     return name if name in mesh.shape and size % mesh.shape[name] == 0 else None
+
+
+def quantize_params(params: Params, config: LlamaConfig) -> Params:
+    """Quantise the weights that `config.quantization` names.
+
+    Args:
+      params: those of the same configuration with `quantization=None`.
+
+    Returns:
+      Parameters with the structure of `abstract_params(config)`.
+    """
+    (plain,) = stacks_of(params["layers"])
+
+    def of_run(run: Run) -> Params:
+        first = run.layers[0]
+        assert first is not None  # one stage has no layers of zeros
+        stack = jax.tree.map(lambda x: x[first : first + len(run.layers)], plain)
+        return {name: _quantize(name, x, config) if name in run.quantized else x for name, x in stack.items()}
+
+    return params | {"layers": by_run(layer_runs(config), of_run)}
+
+
+def _quantize(name: str, stack: jax.Array, config: LlamaConfig) -> RowQuantized:
+    """A stack `[layer, *inputs, *outputs]`."""
+    assert config.quantization is not None
+    inputs = INPUT_AXES.get(name, 1)
+    order = (0, *range(1 + inputs, stack.ndim), *range(1, 1 + inputs))
+    values, scale = quantize_rows(jnp.transpose(stack, order), inputs)
+    return RowQuantized(lax.bitcast_convert_type(values, BITS), scale, config.quantization.activation_scale_ub)

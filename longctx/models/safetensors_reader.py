@@ -15,8 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from longctx.models.json_file import MAX_JSON_BYTES, check_directory, decode, is_file, parse_json, read_json
-from longctx.models.validation import check_integer, shown
+from longctx.models.validation import (
+    MAX_JSON_BYTES,
+    check_directory,
+    check_integer,
+    decode,
+    is_file,
+    parse_json,
+    read_json,
+    shown,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

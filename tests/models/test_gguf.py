@@ -30,8 +30,7 @@ from longctx.models import (
 )
 from longctx.models import checkpoint as loading
 from longctx.models.checkpoint import read_model
-from longctx.models.gguf import GgufReader
-from longctx.models.gguf_header import read_header
+from longctx.models.gguf import GgufReader, read_header
 from longctx.models.params import Params
 
 CASE = Case(hidden_size=256, intermediate_size=256, layers=2)

@@ -1,7 +1,6 @@
 """Text as tokens come, ended by stop strings."""
 
-from longctx.models.stream_decoder import StreamDecoder
-from longctx.models.tokenizer import Tokenizer
+from longctx.models.tokenizer import StreamDecoder, Tokenizer
 
 
 class Detokenizer:
