@@ -1,4 +1,4 @@
-"""What `longctx.models` exports, each loaded when it is first used."""
+"""Public names of `longctx.models`, each loaded when it is first used."""
 
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint_save import save_checkpoint as save_checkpoint

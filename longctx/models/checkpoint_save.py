@@ -117,7 +117,7 @@ def _pieces(model: Llama, params: Params) -> list[_Piece]:
 
 
 def _stacking(model: Llama, params: Params) -> Stacking:
-    """How the parameters are stacked; for one stage if the model can't be written from there."""
+    """Return how the parameters are stacked; for one stage if the model can't be written from there."""
     stacking = stacking_of(params.get("layers"))
     if stacking.stages > model.config.num_layers or any(run.partly for run in layer_runs(model.config, stacking)):
         return stacking._replace(stages=1)

@@ -14,12 +14,12 @@ import numpy as np
 
 from longctx.kernels.fp8 import E4M3
 from longctx.models.chat_template import module_command, module_environment
-from longctx.models.checkpoint import TensorReader, tensor_problems
+from longctx.models.checkpoint import tensor_problems
 from longctx.models.config import LlamaConfig
 from longctx.models.gguf import GgufReader, require_gguf
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.hf_names import SCALE_SUFFIX
-from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, list_tensors
+from longctx.models.safetensors_reader import CheckpointError, SafetensorsReader, TensorReader, list_tensors
 from longctx.models.validation import check_directory, is_file, is_gguf, read_text, shown
 
 Progress = Callable[[int, int], None]
@@ -78,27 +78,26 @@ def _gguf_problems(path: Path, progress: Progress | None) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    with reader:
-        try:
-            config = config_from_gguf(reader)
-            yield from map(str, tensor_problems(reader, config))
-        except CheckpointError as error:
-            yield str(error)
-        yield from _all_value_problems(reader, progress)
+    try:
+        config = config_from_gguf(reader)
+        yield from map(str, tensor_problems(reader, config))
+    except CheckpointError as error:
+        yield str(error)
+    yield from _all_value_problems(reader, progress)
     yield from tokenizer_problems(path, None if config is None else config.vocab_size)
 
 
 def weight_problems(directory: Path, config: LlamaConfig | None, progress: Progress | None = None) -> Iterator[str]:
-    """What is wrong with the safetensors files; with no config, the names and shapes of tensors are not checked."""
+    """List what is wrong with the safetensors files; without a config, names and shapes are not checked."""
     tensors, broken = list_tensors(directory)
     yield from map(str, broken)
-    with SafetensorsReader(directory, tensors) as reader:
-        if config is not None and not broken:  # the tensors of a broken file would all be missing
-            try:
-                yield from map(str, tensor_problems(reader, config))
-            except CheckpointError as error:
-                yield str(error)
-        yield from _all_value_problems(reader, progress)
+    reader = SafetensorsReader(directory, tensors)
+    if config is not None and not broken:  # the tensors of a broken file would all be missing
+        try:
+            yield from map(str, tensor_problems(reader, config))
+        except CheckpointError as error:
+            yield str(error)
+    yield from _all_value_problems(reader, progress)
 
 
 def _all_value_problems(reader: TensorReader, progress: Progress | None) -> Iterator[str]:
@@ -109,12 +108,12 @@ def _all_value_problems(reader: TensorReader, progress: Progress | None) -> Iter
 
 
 def _value_problems(reader: TensorReader, name: str) -> Iterator[str]:
-    if not reader.is_supported(name):
+    if reader.tensors[name].dtype not in reader.dtypes:
         return
     wrong = total = 0
     try:
         for block in reader.blocks(name):
-            if isinstance(reader, SafetensorsReader) and name.endswith(SCALE_SUFFIX):
+            if name.endswith(SCALE_SUFFIX):
                 reader.check_scale(name, block)
             if block.dtype == np.uint8:
                 block = block.view(E4M3)
@@ -133,11 +132,7 @@ _SUM = re.compile(r"[0-9a-f]{64}")
 
 
 def checksum_problems(directory: Path) -> Iterator[str]:
-    """Compare each file with its sum, and yield what differs.
-
-    Sums are read from lists as `sha256sum` writes them (`SHA256SUMS`, `sha256sums.txt`, `*.sha256`), and from what the
-    Hugging Face hub's client leaves: `.cache/huggingface/download/*.metadata`, or links to blobs that are named by sum.
-    """
+    """Compare files with the SHA-256 sums that lists of `sha256sum` and the cache of the Hugging Face hub have."""
     try:
         for source, name, expected in _expected_sums(directory):
             problem = f"{source}: {name}" if expected is None else _sum_difference(directory, source, name, expected)

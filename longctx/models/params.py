@@ -62,13 +62,7 @@ _MESH_AXIS = {
 
 
 class Param(NamedTuple):
-    """A parameter: its axes, and which layers it has.
-
-    Attributes:
-      axes: the names of its axes.
-      layers: the model's layers along the axis "layer", see `Run`; none without that axis.
-      dtype: None: the one in which a model is loaded.
-    """
+    """Parameter: its axes, the model's layers along the axis "layer", and its dtype (None: that of the model)."""
 
     axes: Axes
     layers: tuple[Layer, ...] = ()
@@ -76,12 +70,7 @@ class Param(NamedTuple):
 
 
 def param_table(config: LlamaConfig, stacking: Stacking = STACKED) -> Params:
-    """Every parameter, as a pytree whose leaves are `Param`s.
-
-    Args:
-      stacking: of the layers. Unless they are apart, stages make a difference only where some layers are quantised and
-        others are not, or where they don't divide the layers.
-    """
+    """Make a pytree of every parameter, whose leaves are `Param`s, for layers that are stacked so."""
     table: Params = {
         "embed": Param(("vocab", "hidden")),
         "layers": by_run(layer_runs(config, stacking), functools.partial(_layer_table, config), stacking),
@@ -144,10 +133,9 @@ def init_params(
     initializer_range: Real = 0.02,
     apart: bool = False,
 ) -> Params:
-    """Random parameters: normal weights with standard deviation `initializer_range`, norms of 1, biases of 0.
+    """Make random parameters: normal weights of deviation `initializer_range`, norms of 1, biases of 0.
 
-    Those of a quantised model are quantised after that. Layers that are `apart` have the weights that stacked ones
-    have.
+    Those of a quantised model are quantised after that; layers that are `apart` have the same weights.
     """
     check_bool("apart", apart)
     if apart:
@@ -171,12 +159,9 @@ def init_params(
 
 
 def stacking_on(config: LlamaConfig, mesh: Mesh | None, apart: bool | None = None) -> Stacking:
-    """How layers are stacked on a mesh, or on the first device if it is None.
+    """Choose how layers are stacked on a mesh, or on the first device if it is None.
 
-    For its stages, if there are layers for all of them, else for 1.
-
-    Args:
-      apart: whether each place of a stage is apart; None: on accelerators, not on CPUs.
+    They are stacked for its stages, if there are layers for all, else for 1; `apart` is by default so on accelerators.
     """
     stages = 1 if mesh is None else mesh.shape.get("stage", 1)
     if apart is not None:
@@ -224,14 +209,7 @@ def _mesh_axis(mesh: Mesh, axis: str, size: int) -> str | None:
 
 
 def quantize_params(params: Params, config: LlamaConfig) -> Params:
-    """Quantise the weights that `config.quantization` names.
-
-    Args:
-      params: those of the same configuration with `quantization=None`.
-
-    Returns:
-      Parameters with the structure of `abstract_params(config)`.
-    """
+    """Quantise the weights that `config.quantization` names, of parameters of the same model without it."""
     (plain,) = stacks_of(params["layers"])
 
     def of_run(run: Run) -> Params:

@@ -85,11 +85,11 @@ def quantize_checkpoint(
     if out.exists() and (not out.is_dir() or {*out.iterdir()} - {*stagings(out)}):
         raise ValueError(f"{out} must be a directory that is empty or does not exist")
     chosen = _weights(dataclasses.replace(config, quantization=quantization))
-    with SafetensorsReader(directory) as reader:
-        for problem in tensor_problems(reader, config, reads_values=False):
-            raise problem
-        with replacing_files(out) as staging:
-            _write(reader, chosen, quantization, staging, progress)
+    reader = SafetensorsReader(directory)
+    for problem in tensor_problems(reader, config, reads_values=False):
+        raise problem
+    with replacing_files(out) as staging:
+        _write(reader, chosen, quantization, staging, progress)
 
 
 def _weights(config: LlamaConfig) -> set[str]:

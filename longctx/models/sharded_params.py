@@ -93,11 +93,7 @@ def _shard_in_process(params: Params, config: LlamaConfig, mesh: Mesh, stays_sta
 
 
 def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
-    """Shard over several processes. Arrays on the mesh stay there; of arrays that every process holds, each takes its
-    part.
-
-    Arrays with the right sharding are not copied.
-    """
+    """Shard over several processes: arrays on the mesh stay, and each process takes its part of those that all hold."""
 
     def finish(params: Params) -> Params:
         params = _pad_params(params, config, mesh)
@@ -134,10 +130,7 @@ def _shard_over_processes(params: Params, config: LlamaConfig, mesh: Mesh) -> Pa
 def abstract_sharded_params(
     config: LlamaConfig, mesh: Mesh, dtype: Any = jnp.float32, apart: bool | None = None
 ) -> Params:
-    """The result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`.
-
-    No array is allocated. `apart` as for `shard_params`.
-    """
+    """Return the result of `shard_params`, but for its arrangement on CPUs, as `jax.ShapeDtypeStruct`."""
     params = abstract_params(device_config(config, mesh), dtype, stacking_on(config, mesh, apart))
     if "lm_head" not in params:
         params["lm_head"] = _head(params["embed"], mesh)
@@ -237,9 +230,7 @@ def _head(matrix: Any, mesh: Mesh) -> OutputMajor:
 
 
 def stack_for_stages(params: Params, config: LlamaConfig, stages: int) -> Params:
-    """The parameters with their layers stacked for so many stages, or as much apart as they are.
-
-    Those that have this structure already are returned as they are; others are copied to the host.
+    """Stack the layers for `stages` stages, or as much apart as they are, if they are not stacked so already.
 
     Raises:
       ValueError: they have the structure of no number of stages; or of another one than these, and are partly

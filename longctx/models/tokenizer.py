@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         ...
 
     @property
@@ -461,7 +461,7 @@ _BYTES = _byte_characters()
 
 
 def _problems(directory: Path, vocab_size: int | None) -> Iterator[str]:
-    """What is wrong with a tokenizer and its chat template; `checkpoint_verify` runs it as a process."""
+    """List what is wrong with a tokenizer and its chat template; `checkpoint_verify` runs it as a process."""
     try:
         tokenizer = load_tokenizer(directory)
         tokenizer.decode(tokenizer.encode(_TEXT))

@@ -82,12 +82,7 @@ MAX_DEPTH = 64
 
 
 def check_directory(path: Path) -> None:
-    """Check for a directory.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: the system cannot look at this path, for example because of its length or its permissions.
-    """
+    """Check for a directory; FileNotFoundError: there is none; ValueError: the system cannot look at the path."""
     if not stat.S_ISDIR(_mode(path)):
         raise FileNotFoundError(f"no such directory: {path}")
 
@@ -118,12 +113,7 @@ def _mode(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it cannot be read, is too large or too deep, or holds no JSON object.
-    """
+    """Read a JSON object; FileNotFoundError: no such file; ValueError: unreadable, too large, too deep, no object."""
     return parse_json(str(path), read_text(path))
 
 

@@ -160,7 +160,7 @@ class Hardware:
         return self.latency + num_bytes / self.bandwidth
 
     def collective(self, num_bytes: Real, count: int = 1) -> float:
-        """Seconds of collectives, in each of which a rank sends a part of so many bytes.
+        """Seconds of collectives, in each of which a rank sends a part of the bytes.
 
         Args:
           num_bytes: of all parts together.
@@ -172,7 +172,7 @@ class Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """What ranks send in one layer of attention, and how long that takes where nothing hides it.
+    """Bytes that ranks send in one layer of attention, and seconds of sending them where nothing hides it.
 
     With one rank nothing is sent.
 
@@ -204,7 +204,7 @@ class LayerCost:
         return 0.0 if self.num_ranks == 1 else self.hardware.collective(num_bytes, count)
 
     def ring(self, hop: Real, attention: Real) -> float:
-        """What N - 1 hops add to N partial attentions of so many seconds each."""
+        """Seconds that N - 1 hops add to N partial attentions."""
         lost = self.hardware.contention * min(hop, attention)
         return (self.num_ranks - 1) * (max(0.0, hop - attention) + lost)
 
@@ -213,7 +213,7 @@ class LayerCost:
         return self.collective((self.num_ranks - 1) * rows * self.state_bytes)
 
     def gather_keys(self, keys: Real) -> float:
-        """All ranks get the keys of all, of which each has so many."""
+        """Seconds of gathering the keys of all ranks on each of them."""
         return self.collective((self.num_ranks - 1) * keys * self.key_bytes)
 
     def merge(self, rows: Real) -> float:
@@ -334,7 +334,7 @@ def predict_times(
     layer = LayerCost(model, hardware, n)
 
     def compute(queries: int, cached_keys: Real) -> float:
-        """Of some queries to one shard, which has so many cached keys."""
+        """Seconds of the attention of some queries to one shard."""
         flops = 4 * queries * (cached_keys + (new + 1) / 2 / n) * model.num_heads * model.head_size
         read = (rows + math.ceil(cached_keys)) * layer.key_bytes
         return max(flops / hardware.peak_flops, read / hardware.memory_bandwidth)

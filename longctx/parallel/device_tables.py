@@ -13,7 +13,7 @@ DTYPES = ("float8", "bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What an accelerator can do by its data sheet, and which share of that is reached.
+    """Rates of an accelerator by its data sheet, and the shares of them that are reached.
 
     Attributes:
       name: what it is called.
@@ -77,11 +77,11 @@ class Device:
             object.__setattr__(self, name, value)
 
     def reached_flops(self, element_bytes: Real = 2) -> float:
-        """FLOP/s that products with weights of so many bytes reach; those of bfloat16 if there is no other number."""
+        """FLOP/s that products with weights of this size reach; those of bfloat16 if there is no other number."""
         return self._peak(element_bytes) * self.flops_share
 
     def reached_attention(self, element_bytes: Real = 2) -> float:
-        """FLOP/s that attention's products reach, of elements of so many bytes."""
+        """FLOP/s that attention's products reach, of elements of this size."""
         share = self.flops_share if self.attention_share is None else self.attention_share
         return self._peak(element_bytes) * share
 
@@ -209,7 +209,7 @@ LINKS = {
     "memory": Link("memory", 10e9, 0.0),
     "ethernet-10g": Link("ethernet-10g", 1.25e9, 100e-6),
 }
-# What connects devices of one host, and devices of several, where nobody says more.
+# Default links within a host and across hosts.
 FOUND = {
     "H200": ("nvlink-h100", "rdma-400g"),
     "H100": ("nvlink-h100", "rdma-400g"),

@@ -115,13 +115,7 @@ class PassKV:
 def pass_kv_forward(
     operands: Operands, keys_of: Callable[[int], Tokens], *, kernel: Kernel, axis_name: str
 ) -> tuple[Array, Array]:
-    """The state of this rank's queries over the keys of all ranks.
-
-    Args:
-      operands: this rank's, varying over the axis; their `keys` are not read.
-      keys_of: a function from a hop to the positions and segments of the keys that are here after it
-        (`longctx.parallel.ring.tokens_by_hop` makes one). A caller with many layers gathers them once.
-    """
+    """Compute the state of this rank's queries over the keys of all ranks; `keys_of` is as `tokens_by_hop` makes it."""
     q, k, v, queries, _ = operands
 
     def step(state: Any, kv: Array, keys: Tokens, source: Array) -> Any:

@@ -100,10 +100,7 @@ def ring_pass_q(
 @final
 @dataclasses.dataclass(frozen=True)
 class PassQ:
-    """The `Algorithm` of `ring_pass_q`: `kernel` computes on each rank of the mesh axis.
-
-    With `decode`, each query is a sequence of its own.
-    """
+    """The `Algorithm` of `ring_pass_q`; with `decode`, each query is a sequence of its own."""
 
     axis_name: str
     kernel: Kernel
@@ -139,12 +136,10 @@ def pass_q_forward(
     *,
     axis_name: str,
 ) -> tuple[Array, Array]:
-    """The state of this rank's queries over the keys of all ranks.
+    """Compute the state of this rank's queries `[B, T, N, H]` over the keys of all ranks.
 
-    Args:
-      q: this rank's queries `[B, T, N, H]`, varying over the axis.
-      queries_of: a function from a hop to the metadata of the queries that are here after it.
-      attend_local: `attend_local(q, metadata)` is the state of some rank's queries over this rank's keys.
+    `queries_of` gives the metadata of the queries that are here after a hop, and `attend_local(q, metadata)` the state
+    of some rank's queries over this rank's keys.
     """
     num_ranks = lax.axis_size(axis_name)
 
