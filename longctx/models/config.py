@@ -274,8 +274,9 @@ def _stretched(max_positions: int, rope: RopeConfig) -> int:
 
 
 def _sized(family: LlamaConfig, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> LlamaConfig:
-    sizes = {"num_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate, "num_heads": heads}
-    return dataclasses.replace(family, **sizes, **others)
+    return dataclasses.replace(
+        family, num_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_heads=heads, **others
+    )
 
 
 _LLAMA2 = LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, max_positions=4096, bos_id=1, eos_ids=(2,))

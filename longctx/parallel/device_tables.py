@@ -73,8 +73,9 @@ class Device:
             if not 0 < as_float(value) < math.inf:
                 raise ValueError(f"flops of {dtype} must be a positive, finite number, got {value!r}")
         flops = {dtype: as_float(value) for dtype, value in self.flops.items()}
-        for name, value in (numbers | {"flops": flops}).items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "flops", flops)
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)
 
     def reached_flops(self, element_bytes: Real = 2) -> float:
         """FLOP/s that products with weights of this size reach; those of bfloat16 if there is no other number."""
