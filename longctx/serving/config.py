@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from longctx.models.footprint import check_kv_dtype
+from longctx.models.validation import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
-from longctx.serving.scheduler.chunking import Chunking
 from longctx.serving.scheduler.policy import Policy, make_policy
-from longctx.serving.scheduler.row_buckets import RowBuckets
+from longctx.serving.scheduler.row_buckets import Chunking, RowBuckets
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import check_bool, check_integer, check_real, check_text, shown
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from longctx.parallel.choose import EmpiricalRule, paper_rule
 from longctx.serving.kv_cache.placement import Placer
 from longctx.serving.validation import check_integer, check_real
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `--help` reads plans: the rules load numpy
     from longctx.models import LlamaConfig
+    from longctx.parallel.choose import EmpiricalRule
 
 EXCHANGES = ("auto", "kvp", "pass_q", "pass_kv", "all_gather", "algorithm_1", "algorithm_5", "empirical")
 PLACEMENTS = ("grow", "interleave")
@@ -79,10 +79,8 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for name in ("stage", "context", "tensor"):
             object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
-        if isinstance(self.exchange, EmpiricalRule):
-            object.__setattr__(self, "exchange", self.exchange.name)
-        elif self.exchange not in EXCHANGES:
-            self._check_coefficients()
+        if self.exchange not in EXCHANGES:
+            object.__setattr__(self, "exchange", self._empirical_exchange())
         if self.placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
         if self.rank_tokens is not None:
@@ -132,9 +130,16 @@ class ParallelPlan:
         name, _, coefficients = str(self.exchange).partition(":")
         if name != "empirical":
             return None
+        from longctx.parallel.choose import EmpiricalRule, paper_rule
+
         return EmpiricalRule.parse(coefficients) if coefficients else paper_rule()
 
-    def _check_coefficients(self) -> None:
+    def _empirical_exchange(self) -> str:
+        """Return the name of an exchange that is a rule with coefficients."""
+        from longctx.parallel.choose import EmpiricalRule
+
+        if isinstance(self.exchange, EmpiricalRule):
+            return self.exchange.name
         about = f"exchange must be one of {', '.join(EXCHANGES)}, or empirical:ALPHA,BETA,GAMMA, got {self.exchange!r}"
         if not isinstance(self.exchange, str):
             raise TypeError(about)
@@ -145,6 +150,7 @@ class ParallelPlan:
             EmpiricalRule.parse(coefficients)
         except ValueError as error:
             raise ValueError(f"{about}: {error}") from None
+        return self.exchange
 
     def check(
         self,

@@ -17,9 +17,10 @@ from longctx.serving.predictor.correction import Corrected
 from longctx.serving.predictor.mesh import MeshPredictor
 from longctx.serving.predictor.roofline import roofline
 from longctx.serving.predictor.runtime import Predictor
-from longctx.serving.scheduler.chunking import Chunker, Chunking, limit_of_rank
+from longctx.serving.scheduler.chunking import Chunker, limit_of_rank
 from longctx.serving.scheduler.exchange_rule import SHARDED, ExchangeRule
 from longctx.serving.scheduler.policy import make_policy
+from longctx.serving.scheduler.row_buckets import Chunking
 from longctx.serving.scheduler.scheduler import Scheduler
 from longctx.serving.scheduler.tenants import TenantShares
 

@@ -1,14 +1,46 @@
-"""Numbers of rows that steps are compiled for, and the exchanges of steps with such numbers."""
+"""Rows of steps: how many prompts may fill, the numbers that steps are compiled for, and the exchanges of these."""
 
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
+from longctx.serving.validation import shown
 
 Rows = tuple[int, int, int]
 """Numbers of sharded, replicated and local rows of a rank."""
 
 _RINGS = ("pass_kv", "all_gather")  # exchanges in which keys travel
+
+
+class Chunking(NamedTuple):
+    """`static`: `tokens` rows in every step (Sarathi). `adaptive`: up to `tokens`, as many as keep the decodes' TPOT.
+
+    Source: Medha, 3.2; Mnemosyne, 4.2.
+    """
+
+    adaptive: bool
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str, token_budget: int, max_running: int) -> "Chunking":
+        """From `"adaptive"`, `"static"` or `"static:N"`.
+
+        Raises:
+          TypeError, ValueError: it is none of these, or N is not `max_running` to `token_budget`: with fewer, decodes
+            might leave no row for any prompt.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"chunking must be a string, got {text!r}")
+        name, colon, number = text.partition(":")
+        is_number = number.isascii() and number.isdecimal() and len(number) < 10
+        if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not is_number)):
+            raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {shown(text)}')
+        tokens = int(number) if colon else token_budget
+        if not max_running <= tokens <= token_budget:
+            raise ValueError(
+                f"chunking must have max_running={max_running} to token_budget={token_budget} tokens, got {text!r}"
+            )
+        return cls(name == "adaptive", tokens)
 
 
 def allows_kv_exchange(plan: ParallelPlan, buckets: List[int], sharded: int, *others: int) -> bool:

@@ -9,7 +9,7 @@ from longctx.cluster.conductor.audit import ShadowAudit
 from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.instance import Role
 from longctx.models.config import LlamaConfig
-from longctx.models.footprint import check_kv_dtype
+from longctx.models.validation import check_kv_dtype
 from longctx.parallel.topology import AXES, Topology
 from longctx.serving.config import EngineConfig
 from longctx.serving.kv_cache.tiers.config import TierConfig
