@@ -22,7 +22,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from longctx.cli import line_reader, main
-from longctx.cli.chat_loop import COMMANDS, ChatLoop
+from longctx.cli.chat import COMMANDS, ChatLoop
 from longctx.cli.conversation import Conversation
 from longctx.cli.line_reader import PipeReader, TerminalReader
 from longctx.cli.terminal import Console
@@ -354,7 +354,7 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_are_checked_before_weights_are_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("longctx.cli.chat.load_checkpoint", lambda *arguments: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("longctx.cli.engine.load_checkpoint", lambda *arguments: pytest.fail("weights are loaded"))
     assert main(["chat", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 

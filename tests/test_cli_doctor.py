@@ -12,8 +12,8 @@ import pytest
 
 from longctx import extras
 from longctx.cli import doctor_jax, doctor_probe, doctor_system, main
-from longctx.cli.cache_folder import VARIABLE
 from longctx.cli.doctor_report import MAX_CHARACTERS, Report, first_line, shown
+from longctx.cli.files import CACHE_VARIABLE as VARIABLE
 from longctx.cli.terminal import Console
 from longctx.models.builtin import TINY
 

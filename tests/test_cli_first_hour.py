@@ -1,6 +1,5 @@
 """What the commands check beforehand, by the flag's own name, and where they print what."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -35,7 +34,7 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*arguments: object) -> None:
         raise AssertionError("weights are loaded")
 
-    for module in ("bench", "demo", "generate", "profile"):
+    for module in ("engine", "profile"):
         monkeypatch.setattr(f"longctx.cli.{module}.load_checkpoint", load)
 
 
@@ -209,8 +208,7 @@ with terminal.stdout_is_ours():
 
 
 def test_summaries_of_commands_are_sentences() -> None:
-    for name in COMMANDS:
-        summary = importlib.import_module(f"longctx.cli.arguments.{name.replace('-', '_')}").SUMMARY
+    for summary in COMMANDS.values():
         assert summary[0].isupper()
         assert summary.endswith(".")
 
@@ -275,7 +273,7 @@ def test_failed_completions_are_exit_status_1(
 
     for prepare in ("compile", "warm_up"):
         monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
-    monkeypatch.setattr("longctx.cli.prompt_progress.steps", fail)
+    monkeypatch.setattr("longctx.cli.engine.steps", fail)
     for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
         assert main(arguments) == 1
         last = capsys.readouterr().err.splitlines()[-1]

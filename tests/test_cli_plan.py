@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longctx.cli import main
-from longctx.cli.arguments import serve
-from longctx.cli.config_flags import engine_config, given_topology, parallel_plan
+from longctx.cli import command_parser, main
 from longctx.cli.plan import serve_command, tokens
+from longctx.cli.settings import engine_config, given_topology, parallel_plan
 from longctx.parallel.topology import Topology
 from longctx.serving import EngineConfig, ParallelPlan, Slo
 from longctx.simulation.deployment import Deployment
@@ -30,9 +29,7 @@ def parsed(command: str) -> argparse.Namespace:
     """The flags of a `longctx serve` command."""
     program, name, *arguments = shlex.split(command)
     assert (program, name) == ("longctx", "serve")
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return command_parser("serve").parse_args(arguments)
 
 
 def test_the_best_plans_meet_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

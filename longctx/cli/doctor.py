@@ -27,12 +27,7 @@ def _check_checkpoint(options: argparse.Namespace) -> int:
 
     console = Console(options.quiet)
     model = resolve_model(options.model, options.quiet)
-    with console.bar(desc="reading", unit="tensor", leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with console.progress("reading", "tensor", leave=False) as progress:
         problems = verify(model, progress)
     if options.json:
         _print(json.dumps({"model": str(model), "problems": problems}, indent=2))

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,22 @@ class Console:
         """Print a line."""
         if not self._is_quiet:
             print(text, file=sys.stderr, flush=True)
+
+    @property
+    def has_bars(self) -> bool:
+        """Whether progress bars are shown."""
+        return not self._is_quiet and sys.stderr.isatty()
+
+    @contextmanager
+    def progress(self, desc: str, unit: str, **settings: Any) -> Iterator[Callable[[int, int], None]]:
+        """Show a bar, and yield what moves it: a function of what is done and of the total."""
+        with self.bar(desc=desc, unit=unit, **settings) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
 
     def bar(self, **settings: Any) -> "tqdm":
         """A progress bar, which only a terminal shows."""

@@ -18,6 +18,8 @@ from longctx.serving.validation import check_integer, check_real
 Launcher = Literal["processes", "ray", "static"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 """Who starts the instances: the router's own machine, a Ray cluster, or somebody else."""
+Messenger = Literal["zmq", "mooncake-tcp", "mooncake-rdma"]
+"""The transports of pages between instances."""
 STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
 _MOST = 1024  # instances

@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from longctx.cluster.conductor.audit import AuditTotals
 from longctx.cluster.conductor.instance import TIERS
-from longctx.serving.server.rendered_metrics import RenderedMetrics, check_prefix
+from longctx.serving.server.rendered_metrics import RenderedMetrics
 from longctx.serving.server.series import counter, counters, gauge, gauges, table
+from longctx.serving.server.settings import check_prefix
 
 if TYPE_CHECKING:
     from longctx.cluster.router.server import RouterServer

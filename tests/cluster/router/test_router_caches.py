@@ -14,8 +14,7 @@ from longctx.cluster.prefix_index.listeners import IndexUpdater
 from longctx.cluster.prefix_index.reader import KvEventReader
 from longctx.cluster.router.server import RouterSettings
 from longctx.serving.kv_cache.tiers.config import TierConfig
-from longctx.serving.server.observers import ObserverSettings
-from longctx.serving.server.settings import ServerSettings
+from longctx.serving.server.settings import ObserverSettings, ServerSettings
 
 PAGE = 16
 
