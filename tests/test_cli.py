@@ -84,7 +84,7 @@ def test_generate_prints_several_completions(checkpoint: Path, capsys: pytest.Ca
         (["--prompt", "the " * 64], "more than the model's context of 64"),
         (["--prompt", "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
         (["--prompt", "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
-        (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be at least 1"),
+        (["--prompt", "the", "--chunk-size", "0"], "--chunk-size must be an integer of at least 1"),
         (["--prompt", "the", "--n", "2"], "--n=2 contradicts --temperature=0"),
         (["--prompt", "the", "--chat"], "no chat template"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
@@ -144,9 +144,9 @@ def test_demo_answers_about_a_given_document(tmp_path: Path, capsys: pytest.Capt
         (["--document", __file__, "--question", " \n"], "--question is empty"),
         (["--tokens", "10"], "--tokens must be at least"),
         (["--questions", "999"], "--questions must be at most"),
-        (["--questions", "0"], "--questions must be at least 1, got 0"),
+        (["--questions", "0"], "--questions must be an integer of at least 1, got 0"),
         (["--tokens", "1000000"], "--tokens must be at most 131,0"),
-        (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be at least 1, got 0"),
+        (["--chunk-size", "0", "--tokens", "512"], "--chunk-size must be an integer of at least 1, got 0"),
     ],
 )
 def test_demo_names_invalid_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_synthetic_workload_is_served(checkpoint: Path, tmp_path: Path, capsys
         (["--workload", "TRACE", "--max-length", "20"], "--max-length 20 leaves no request"),
         (["--workload", "TRACE", "--scale-lengths", "0"], "--scale-lengths must be above 0"),
         (["--max-length", "129"], "--max-length must be at most the model's context of 128"),
-        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--requests", "0"], "--requests must be an integer of 1 to 1000000, got 0"),
         (["--prompt-tokens", "9:3"], "--prompt-tokens must have 1 <= LOW <= HIGH"),
         (["--output-tokens", "many"], "--output-tokens must be N, LOW:HIGH or LOW:HIGH:log, got 'many'"),
         (["--rate", "-1"], "--rate must be at least 1e-06"),

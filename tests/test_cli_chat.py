@@ -340,8 +340,8 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--chunk-size", "0"], "--chunk-size must be at least 1, got 0"),
-        (["--max-length", "1"], "--max-length must be at least 2, got 1"),
+        (["--chunk-size", "0"], "--chunk-size must be an integer of at least 1, got 0"),
+        (["--max-length", "1"], "--max-length must be an integer of at least 2, got 1"),
         (["--max-length", "999999"], "--max-length must be at most the model's context of 131072, got 999999"),
         (["--system", " "], "--system is empty"),
         (["--system", "\udce9"], "--system must be valid Unicode"),

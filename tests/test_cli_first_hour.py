@@ -52,10 +52,10 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*BENCH, "--json", "/proc/none/results.json"], "--json: no such directory: /proc/none"),
         ([*BENCH, "--json", "/proc/results.json"], "--json: /proc/results.json can't be written"),
         ([*BENCH, "--plot", "/"], "--plot must be a file, and / is a directory"),
-        ([*BENCH[:1], "--requests", "99999999999"], "--requests must be at most 1,000,000, got 99999999999"),
+        ([*BENCH[:1], "--requests", "99999999999"], "--requests must be an integer of 1 to 1000000, got 99999999999"),
         (["bench", "--prompt-tokens", "9999999"], "longer than the model's context of 131072 tokens"),
         (["bench", "--prompt-tokens", "9" * 30], "--prompt-tokens must be at most"),
-        (["bench", "--shared-prefix", "9" * 30], "--shared-prefix must be at most"),
+        (["bench", "--shared-prefix", "9" * 30], "--shared-prefix must be an integer of 0 to 2147483647"),
         ([*GENERATE, "the", "--temperature", "1", "--n", "100000"], "--n must be at most --max-running=64, got 100000"),
         ([*GENERATE, "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
         ([*GENERATE, "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
@@ -70,7 +70,7 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["demo", "--tokens", "99999999999"], "--tokens must be at most 131,0"),
         (["demo", "--tokens", "10"], "--tokens must be at least 2"),
         (["demo", "--questions", "999"], "--questions must be at most 2"),
-        (["demo", "--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["demo", "--seed", "-1"], "--seed must be an integer of at least 0, got -1"),
         (["demo", "--tokens", "512", "--chunk-size", "99999999999"], "lower --chunk-size"),
         (["profile", "/"], "FILE must be a file, and / is a directory"),
         (["profile", "/proc/profile.json"], "FILE: /proc/profile.json can't be written"),
@@ -257,7 +257,7 @@ def test_memory_that_runs_out_is_exit_status_1(
         def fail(*arguments: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("longctx.cli.generate.load_checkpoint", fail)
+        monkeypatch.setattr("longctx.cli.engine.load_checkpoint", fail)
         assert main([*GENERATE, "the"]) == 1
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("longctx: failed: ")
@@ -273,7 +273,7 @@ def test_failed_completions_are_exit_status_1(
 
     for prepare in ("compile", "warm_up"):
         monkeypatch.setattr(Engine, prepare, lambda engine, progress: None)
-    monkeypatch.setattr("longctx.cli.engine.steps", fail)
+    monkeypatch.setattr("longctx.cli.generate.steps", fail)
     for arguments in ([*GENERATE, "the"], ["demo", "--tokens", "300", "--questions", "1"]):
         assert main(arguments) == 1
         last = capsys.readouterr().err.splitlines()[-1]

@@ -124,7 +124,7 @@ def test_the_serve_command_has_the_plan_s_settings(kv_dtype: str | None) -> None
     for planned in found.plans:
         flags = parsed(serve_command(planned, options))
         assert parallel_plan(flags) == planned.deployment.plan
-        assert engine_config(flags, max_length=flags.max_length) == planned.deployment.config
+        assert engine_config(flags, max_logprobs=EngineConfig.max_logprobs) == planned.deployment.config
         assert given_topology(flags) == (RDMA if planned.devices > 1 else None)
 
 
@@ -173,8 +173,8 @@ def test_tokens_are_parsed() -> None:
 
 
 WRONG = [
-    (["--gpus", "0"], "--gpus must be at least 1"),
-    (["--gpus", "1000000000"], "--gpus must be at most 65,536"),
+    (["--gpus", "0"], "--gpus must be an integer of 1 to 65536"),
+    (["--gpus", "1000000000"], "--gpus must be an integer of 1 to 65536"),
     (["--context", "many"], "--context must be tokens such as"),
     (["--context", "100M"], "--context must be at most"),
     (["--ttft", "0"], "--ttft must be above 0"),

@@ -91,7 +91,7 @@ def test_routers_and_instances_have_the_same_pages() -> None:
     engine = parse(["--config", str(EXAMPLE / "engine.toml")])
     found = read_cluster(EXAMPLE / "static.toml").engine
     assert (found["page-size"], found["max-length"]) == (engine.page_size, engine.max_length)
-    assert engine.ignore_deadlines
+    assert not engine.heeds_deadlines
     assert engine.kv_events
     assert engine.kv_events_replay
 

@@ -167,7 +167,7 @@ def test_the_router_knows_the_pages_of_the_engines() -> None:
     assert found.launcher == "static"
     for name, value in found.engine.items():
         assert getattr(engine, name.replace("-", "_")) == value
-    assert engine.ignore_deadlines
+    assert not engine.heeds_deadlines
     assert engine.kv_events
     assert engine.kv_events_replay
     assert router.host == engine.host == "0.0.0.0"

@@ -1,4 +1,4 @@
-"""The process that `doctor_jax` starts: what JAX has here, and what longctx would pick and why, as a line of JSON."""
+"""The process that `ask_jax` starts: what JAX has here, and what longctx would pick and why, as a line of JSON."""
 
 import json
 import os

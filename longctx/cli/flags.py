@@ -14,15 +14,55 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 from longctx.serving.validation import FieldType, field_types
 
 _Settings = TypeVar("_Settings")
-_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", tuple[int, ...]: "N,N"}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", tuple[int, ...]: "N,N", Mapping[str, float]: "NAME=X"}
 _ENTRY = re.compile(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", re.MULTILINE)
+
+
+_UNITS = {"": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B?)")
+
+
+def parse_integers(flag: str, text: str) -> tuple[int, ...]:
+    """Return integers from `8,64,512`; ValueError names the flag."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{flag} must be integers with commas between them, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def parse_weights(flag: str, texts: Iterable[str]) -> dict[str, float]:
+    """Return numbers by name from texts such as `NAME=2.5`; ValueError names the flag."""
+    weights = {}
+    for text in texts:
+        name, _, weight = text.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise ValueError(f"{flag} must be NAME=X, got {text!r}") from None
+    return weights
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Return a number of bytes, such as `8GiB`; ValueError names the flag."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{flag} must be a number of bytes, or as 8GiB or 500MB, got {text!r}")
+    unit = found[2] if found[2] != "B" else ""
+    return int(float(found[1]) * _UNITS[unit.replace("K", "k")])
+
+
+_PARSERS: dict[Any, Callable[[str, Any], Any]] = {tuple[int, ...]: parse_integers, Mapping[str, float]: parse_weights}
 
 
 class Flags(NamedTuple):
     """Flags of fields of a dataclass, in one section of a command's help.
 
     A flag is named like its field, `--token-budget` of `token_budget`; that of a switch which is on by default is
-    `--no-...`. The help is the first sentence of the field's entry in the docstring, and what that says about None.
+    `--no-...`, and one that may be repeated has no plural, `--allow-host` of `allow_hosts`. The help is the first
+    sentence of the field's entry in the docstring, and what that says about None.
 
     Attributes:
       settings: the dataclass.
@@ -90,20 +130,21 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
     is_required = default is dataclasses.MISSING and not group.are_changes
     if group.are_changes or is_required:
         default = None
-    is_off = kind.kind is bool and default is True
-    name = flag(group.names.get(field.name, f"no_{dest}" if is_off else dest))
+    is_off, repeats = kind.kind is bool and default is True, _repeats(kind)
+    name = flag(group.names.get(field.name, f"no_{dest}" if is_off else dest.removesuffix("s") if repeats else dest))
+    parse = group.parse.get(field.name, _PARSERS.get(kind.kind))
     more: dict[str, Any] = {"help": _help(group, field.name, kind, default)}
     if kind.kind is bool:
         more |= {"action": "store_false" if is_off else "store_true"}
     else:
-        word = _METAVARS.get(kind.kind, field.name.rpartition("_")[2].upper())
-        more |= {"default": default, "metavar": "SIZE" if group.parse.get(field.name) is parse_bytes else word}
+        word = _METAVARS.get(kind.kind, name.rpartition("-")[2].upper())
+        more |= {"default": default, "metavar": "SIZE" if parse is parse_bytes else word}
         choices = group.choices.get(field.name, kind.choices)
         if choices:
             more |= {"choices": list(choices), "metavar": None}
-        if kind.kind in (int, float, Path) and field.name not in group.parse:
+        if kind.kind in (int, float, Path) and parse is None:
             more["type"] = kind.kind
-        if get_origin(kind.kind) is not None and get_args(kind.kind)[0] is str:  # texts of a flag that may be repeated
+        if repeats:
             more |= {"action": "append", "default": []}
     if field.name in group.positional:
         section.add_argument(dest, **more)
@@ -111,7 +152,12 @@ def _add_flag(section: Any, group: Flags, field: "dataclasses.Field[Any]") -> Pa
     if is_required and field.name not in group.exclusive:
         more["required"] = True
     section.add_argument(name, *group.aliases.get(field.name, ()), dest=dest, **more)
-    return Parsed(dest, name, group.parse.get(field.name))
+    return Parsed(dest, name, parse)
+
+
+def _repeats(kind: FieldType) -> bool:
+    """Whether a flag may be repeated: its field has texts."""
+    return get_origin(kind.kind) is not None and get_args(kind.kind)[0] is str
 
 
 def _help(group: Flags, name: str, kind: FieldType, default: Any) -> str:
@@ -124,7 +170,7 @@ def _help(group: Flags, name: str, kind: FieldType, default: Any) -> str:
         text = text.replace(f"; {found[0]}", "") + f"; default: {found[1]}"
     if kind.kind is not bool and default not in (None, "", (), {}) and "default: " not in text:
         text += f"; default: {default:g}" if isinstance(default, float) else f"; default: {default}"
-    if get_origin(kind.kind) is not None and get_args(kind.kind)[0] is str:
+    if _repeats(kind):
         text += "; may be repeated"
     return re.sub(r"`\"?|\"?`", "", text).replace("%", "%%")
 
@@ -162,9 +208,12 @@ def _value(given: Any, parsed: Parsed) -> Any:
 
 def check_options(options: argparse.Namespace) -> None:
     """Check the ranges of flags that are the command line's own; ValueError names the flag."""
-    for settings in options.fields:
+    for settings, parsed in options.fields.items():
         if settings.__module__.startswith("longctx.cli."):
-            read(settings, options)
+            for name, each in parsed.items():
+                value = getattr(options, each.name)
+                if value is not None:
+                    field_types(settings)[name].check(each.flag, value)
 
 
 @contextmanager
@@ -185,39 +234,3 @@ def prefixing(prefix: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from None
-
-
-def parse_integers(flag: str, text: str) -> tuple[int, ...]:
-    """Return integers from `8,64,512`; ValueError names the flag."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{flag} must be integers with commas between them, got {text!r}")
-    return tuple(map(int, text.split(",")))
-
-
-def parse_weights(flag: str, texts: Iterable[str]) -> dict[str, float]:
-    """Return numbers by name from texts such as `NAME=2.5`; ValueError names the flag."""
-    weights = {}
-    for text in texts:
-        name, _, weight = text.rpartition("=")
-        try:
-            weights[name] = float(weight)
-        except ValueError:
-            raise ValueError(f"{flag} must be NAME=X, got {text!r}") from None
-    return weights
-
-
-_UNITS = {"": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kMGT", 1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?B|B?)")
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    """Return a number of bytes, such as `8GiB`; ValueError names the flag."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{flag} must be a number of bytes, or as 8GiB or 500MB, got {text!r}")
-    unit = found[2] if found[2] != "B" else ""
-    return int(float(found[1]) * _UNITS[unit.replace("K", "k")])

@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     check_output("FILE", options.out)
     options.model = resolve_model(options.model, options.quiet)
     model, dtype = read_model(options.model, options.dtype)
-    config = engine_config(options, max_length=options.max_length)
+    config = engine_config(options)
     plan = parallel_plan(options)
     mesh = plan_mesh(plan)
     check_memory(console, model, config, plan, mesh, dtype)

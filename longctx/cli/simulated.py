@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longctx.cli.commands import ModelFlags, SimulateFlags, WorkloadFlags
 from longctx.cli.files import check_input
+from longctx.cli.flag_sets import ModelFlags, SimulateFlags, WorkloadFlags
 from longctx.cli.flags import flag, naming, prefixing
 from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
 from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise

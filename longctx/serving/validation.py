@@ -6,6 +6,7 @@ import math
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from longctx.annotations import Real
 from longctx.models.validation import MAX_INT32 as MAX_INT32
 from longctx.models.validation import check_bool as check_bool
 from longctx.models.validation import check_integer as check_integer
@@ -43,7 +44,7 @@ class FieldType(NamedTuple):
       kind: `int`, `float`, `bool` or `str`, of values that `check_fields` checks, or another type.
       is_optional: whether the field may be None.
       choices: the values of a `Literal`.
-      range: of a number.
+      range: of a number. None: any integer; a float is not checked.
     """
 
     kind: Any
@@ -63,9 +64,9 @@ class FieldType(NamedTuple):
             return check_integer(name, value, int(low), None if high == math.inf else int(high))
         elif self.kind is float:
             low, high, is_open = self.range or Range(-math.inf)
-            if is_open and not check_real(name, value, -math.inf) > low:
+            if is_open and isinstance(value, Real) and not value > low:
                 raise ValueError(f"{name} must be above {low:g}, got {shown(value)}")
-            return check_real(name, value, low, high)
+            return value if self.range is None else check_real(name, value, low, high)
         elif self.kind is bool:
             check_bool(name, value)
         elif self.kind is str:
