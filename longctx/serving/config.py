@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longctx.models.validation import check_kv_dtype
 from longctx.serving.kv_cache.tiers.config import TierConfig
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.scheduler.policy import Policy, make_policy
-from longctx.serving.scheduler.row_buckets import Chunking, RowBuckets
 from longctx.serving.scheduler.slo import Slo
 from longctx.serving.validation import (
     Count,
@@ -21,6 +20,10 @@ from longctx.serving.validation import (
     check_text,
     shown,
 )
+
+if TYPE_CHECKING:  # `--help` reads settings: these load numpy
+    from longctx.serving.scheduler.chunking import Chunking
+    from longctx.serving.scheduler.exchange_rule import RowBuckets
 
 MAX_RUN_AHEAD = 8
 
@@ -122,7 +125,7 @@ class EngineConfig:
                 f"token_budget must have a row for each of max_running={self.max_running}, got {self.token_budget}"
             )
         make_policy(self.policy, self.max_share)
-        Chunking.parse(self.chunking, self.token_budget, self.max_running)
+        self._parse_chunking()
         if not isinstance(self.slo, Slo):
             raise TypeError(f"slo must be an Slo, got {self.slo!r}")
         if not isinstance(self.tiers, TierConfig | None):
@@ -218,17 +221,27 @@ class EngineConfig:
 
         They end at the rows that `chunking` lets a step have: a step of so many is full.
         """
-        most = Chunking.parse(self.chunking, self.token_budget, self.max_running).tokens
+        most = self._parse_chunking().tokens
         buckets = self.growing_buckets(8)
         most = max(most, buckets[0])
         return (*(rows for rows in buckets if rows < most), most)
 
-    def step_rows(self, plan: ParallelPlan) -> RowBuckets:
+    def _parse_chunking(self) -> "Chunking":
+        from longctx.serving.scheduler.chunking import Chunking
+
+        return Chunking.parse(self.chunking, self.token_budget, self.max_running)
+
+    def step_rows(self, plan: ParallelPlan) -> "RowBuckets":
         """Return the numbers of rows of each kind that the steps of a plan are compiled for.
 
         Args:
           plan: of the engine's devices.
+
+        Returns:
+          Buckets of sharded, replicated and local rows.
         """
+        from longctx.serving.scheduler.exchange_rule import RowBuckets
+
         if plan.context == 1:
             return RowBuckets(plan, ((0,), (0,), self.row_buckets))
         buckets, sharded = (0, *self.growing_buckets(8)), (0, *self.sharded_buckets)

@@ -17,8 +17,7 @@ from longctx.serving.predictor.exchange import ExchangeCost
 from longctx.serving.predictor.roofline import GPUS, roofline
 from longctx.serving.predictor.runtime import readable_tokens
 from longctx.serving.scheduler.batch import Batch
-from longctx.serving.scheduler.chunking import limit_of_rank
-from longctx.serving.scheduler.row_buckets import Chunking
+from longctx.serving.scheduler.chunking import Chunking, limit_of_rank
 from longctx.simulation import Instance, Simulation
 from longctx.simulation.workloads import WorkloadRequest
 

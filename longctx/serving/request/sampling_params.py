@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, checked when it is made: `SamplingParams`."""
+"""`SamplingParams`, checked when they are made."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _Positive = Annotated[int, Range(1, MAX_INT32)]
 _Penalty = Annotated[float, Range(-2, 2)]
 
 MAX_LOGIT_BIAS = 300
-"""Tokens that a request may have biases for; the devices hold so many for each slot."""
+"""Tokens that a request may have biases for; the devices hold this many for each slot."""
 
 
 class SamplingLevel(IntEnum):
@@ -43,7 +43,7 @@ class SamplingLevel(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    r"""How a request's tokens are drawn, and when it ends. The defaults are greedy.
+    r"""Rules by which a request's tokens are drawn, and when it ends. The defaults are greedy.
 
     Integers are below 2**31, as the devices hold them.
 
@@ -66,7 +66,7 @@ class SamplingParams:
       stop: text that ends an answer and is not part of it.
       stop_token_ids: tokens that end it; they stay in the token ids, and out of the text.
       ignore_eos: go on after the model's own end tokens.
-      logprobs: with each token, return its log probability and those of so many most likely ones (before biases,
+      logprobs: with each token, return its log probability and those of this many most likely ones (before biases,
         penalties, temperature and the keep rules).
       prompt_logprobs: return the same for the prompt's tokens, but the first. Such a request computes its whole prompt.
 

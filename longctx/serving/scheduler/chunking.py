@@ -1,10 +1,11 @@
-"""How many rows of a step each prompt gets: chunk sizes, and prompts that share a step."""
+"""Rows of a step for each prompt: chunk sizes, and prompts that share a step."""
 
 import functools
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as List
+from typing import NamedTuple
 
 from longctx.serving.parallel_plan import ParallelPlan
 from longctx.serving.predictor.correction import Corrected
@@ -12,16 +13,46 @@ from longctx.serving.predictor.runtime import Predictor, chunk_curve, readable_t
 from longctx.serving.predictor.work import Work
 from longctx.serving.scheduler.batch import Chunk
 from longctx.serving.scheduler.exchange_rule import ExchangeRule
-from longctx.serving.scheduler.policy import Policy, by_urgency, lends_steps
-from longctx.serving.scheduler.row_buckets import Chunking
+from longctx.serving.scheduler.policy import Policy, TenantShares, by_urgency, lends_steps
 from longctx.serving.scheduler.sequence import Sequence
 from longctx.serving.scheduler.step_budget import Share, StepBudget
-from longctx.serving.scheduler.tenants import TenantShares
+from longctx.serving.validation import shown
 
 # Shares of the tokens per second of the best chunk: below the first a chunk is a waste, whatever decodes were promised;
 # below the second, the prompt loses more than those gain that may come meanwhile; above the last a larger one gains
 # nothing, but keeps them waiting.
 EFFICIENT, _GOOD, _BEST = 0.5, 0.9, 0.95
+
+
+class Chunking(NamedTuple):
+    """`static`: `tokens` rows in every step (Sarathi). `adaptive`: up to `tokens`, as many as keep the decodes' TPOT.
+
+    Source: Medha, 3.2; Mnemosyne, 4.2.
+    """
+
+    adaptive: bool
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str, token_budget: int, max_running: int) -> "Chunking":
+        """From `"adaptive"`, `"static"` or `"static:N"`.
+
+        Raises:
+          TypeError, ValueError: it is none of these, or N is not `max_running` to `token_budget`: with fewer, decodes
+            might leave no row for any prompt.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"chunking must be a string, got {text!r}")
+        name, colon, number = text.partition(":")
+        is_number = number.isascii() and number.isdecimal() and len(number) < 10
+        if name not in ("static", "adaptive") or (colon and (name == "adaptive" or not is_number)):
+            raise ValueError(f'chunking must be "static", "static:N" or "adaptive", got {shown(text)}')
+        tokens = int(number) if colon else token_budget
+        if not max_running <= tokens <= token_budget:
+            raise ValueError(
+                f"chunking must have max_running={max_running} to token_budget={token_budget} tokens, got {text!r}"
+            )
+        return cls(name == "adaptive", tokens)
 
 
 def limit_of_rank(predictor: Predictor, chunking: Chunking, tpot: float | None, stages: int, most: int) -> float:
@@ -155,7 +186,7 @@ class Chunker:
             self._recent.append(rows)
 
     def state(self) -> tuple[list[int], int]:
-        """What it remembers of batches that have been planned."""
+        """Return what it remembers of batches that have been planned."""
         return list(self._recent), self._grown
 
     def restore(self, recent: List[int], grown: int) -> None:
@@ -243,7 +274,7 @@ class Chunker:
         return smallest_chunk(self.predictor, self.chunking, start, efficient)
 
     def _borrowers(self, step: StepBudget, head: Sequence, others: List[Sequence]) -> list[Sequence]:
-        """Who may share the ranks of a prompt: those that need less than it does."""
+        """Return the prompts that may share the ranks of a prompt: those that need less than it does."""
         borrowers = [
             s
             for s in others

@@ -1,4 +1,4 @@
-"""What is promised to a request that asks for nothing in particular: `Slo`."""
+"""Service-level objectives of requests that have none of their own: `Slo`."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal

@@ -11,7 +11,7 @@ from longctx.cluster.conductor.config import ConductorConfig
 from longctx.cluster.conductor.costs import PredictorCosts
 from longctx.cluster.conductor.instance import Costs
 from longctx.cluster.prefix_index.index import PrefixIndex
-from longctx.serving.scheduler.row_buckets import Chunking
+from longctx.serving.scheduler.chunking import Chunking
 from longctx.simulation.cluster.changes import Change
 from longctx.simulation.cluster.cluster_instance import ClusterInstance
 from longctx.simulation.cluster.cluster_record import ClusterRecord
