@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.cli.files import check_input
 from longctx.cli.flag_sets import ModelFlags, SimulateFlags, WorkloadFlags
-from longctx.cli.flags import flag, naming, prefixing
+from longctx.cli.flags import check_options, flag, naming, prefixing
 from longctx.cli.settings import ENGINE_FLAGS, engine_config, given_topology, parallel_plan
 from longctx.cli.workload import check_workload, keep_fitting, read_requests, tokenise
 from longctx.models.config import LlamaConfig
@@ -127,6 +127,7 @@ def make_requests(options: argparse.Namespace, model: LlamaConfig) -> tuple[list
 
 def check_simulation(options: argparse.Namespace) -> None:
     """Check flags alone; ValueError, with the flag."""
+    check_options(options)  # those of a sweep's point, too
     if options.mix is not None:
         for name in ("workload", "prompt_tokens", "output_tokens", "shared_prefix", "limit", "scale_lengths"):
             if getattr(options, name) is not None:
