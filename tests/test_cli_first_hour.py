@@ -39,55 +39,6 @@ def loads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("loads_no_weights")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*BENCH, "--num-pages", "999999999999"], "lower --num-pages or --page-size; about"),
-        ([*BENCH, "--max-running", "99999999", "--token-budget", "99999999"], "lower --max-running or --token-budget"),
-        ([*BENCH, "--stage", "0"], "--stage must be an integer of at least 1, got 0"),
-        ([*BENCH, "--stage", "5"], "--stage must be at most the model's 4 layers, got 5"),
-        ([*BENCH, "--context", "99"], "--stage * --context * --tensor must be at most the number of devices, 8, got"),
-        ([*BENCH, "--context", "99999999"], "--stage * --context * --tensor must be at most 1024 for a process"),
-        ([*BENCH, "--json", "/"], "--json must be a file, and / is a directory"),
-        ([*BENCH, "--json", "/proc/none/results.json"], "--json: no such directory: /proc/none"),
-        ([*BENCH, "--json", "/proc/results.json"], "--json: /proc/results.json can't be written"),
-        ([*BENCH, "--plot", "/"], "--plot must be a file, and / is a directory"),
-        ([*BENCH[:1], "--requests", "99999999999"], "--requests must be an integer of 1 to 1000000, got 99999999999"),
-        (["bench", "--prompt-tokens", "9999999"], "longer than the model's context of 131072 tokens"),
-        (["bench", "--prompt-tokens", "9" * 30], "--prompt-tokens must be at most"),
-        (["bench", "--shared-prefix", "9" * 30], "--shared-prefix must be an integer of 0 to 2147483647"),
-        ([*GENERATE, "the", "--temperature", "1", "--n", "100000"], "--n must be at most --max-running=64, got 100000"),
-        ([*GENERATE, "the", "--max-tokens", "0"], "--max-tokens must be an integer of 1 to"),
-        ([*GENERATE, "the", "--top-p", "2"], "--top-p must be finite and 1e-06 to 1"),
-        ([*GENERATE, "the", "--n", "2"], "--n=2 contradicts --temperature=0"),
-        ([*GENERATE, "the", "--seed", "-1"], "--seed must be an integer of 0 to"),
-        ([*GENERATE, "caf\udce9"], r"--prompt must be valid Unicode, got 'caf\udce9'"),
-        ([*GENERATE, "the", "--stop", "\udce9"], r"--stop must be valid Unicode, got '\udce9'"),
-        (["bench", "--rate", "1e-300"], "--rate must be at least 1e-06"),
-        (["bench", "--workload", "/"], "--workload: / is a directory"),
-        (["bench", "--workload", "/proc/none"], "--workload: no such file: /proc/none"),
-        (["bench", "--profile", "/"], "--profile: / is a directory"),
-        (["demo", "--tokens", "99999999999"], "--tokens must be at most 131,0"),
-        (["demo", "--tokens", "10"], "--tokens must be at least 2"),
-        (["demo", "--questions", "999"], "--questions must be at most 2"),
-        (["demo", "--seed", "-1"], "--seed must be an integer of at least 0, got -1"),
-        (["demo", "--tokens", "512", "--chunk-size", "99999999999"], "lower --chunk-size"),
-        (["profile", "/"], "FILE must be a file, and / is a directory"),
-        (["profile", "/proc/profile.json"], "FILE: /proc/profile.json can't be written"),
-    ],
-)
-def test_flags_are_checked_before_weights_are_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert message in err.splitlines()[-1]
-    assert out == ""
-    assert "num_facts" not in err
-    assert "num_bytes" not in err
-
-
-@pytest.mark.usefixtures("loads_no_weights")
 def test_lengths_are_scaled_within_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"input_length": 5, "output_length": 5}')

@@ -170,26 +170,3 @@ def test_no_plan_meets_a_target_that_is_out_of_reach(capsys: pytest.CaptureFixtu
 
 def test_tokens_are_parsed() -> None:
     assert [tokens(text) for text in ("4096", "128K", "1.5M", "10m")] == [4096, 128_000, 1_500_000, 10_000_000]
-
-
-WRONG = [
-    (["--gpus", "0"], "--gpus must be an integer of 1 to 65536"),
-    (["--gpus", "1000000000"], "--gpus must be an integer of 1 to 65536"),
-    (["--context", "many"], "--context must be tokens such as"),
-    (["--context", "100M"], "--context must be at most"),
-    (["--ttft", "0"], "--ttft must be above 0"),
-    (["--tpot", "nan"], "--tpot must be above 0"),
-    (["--model", "gpt-5"], "--model must be one of"),
-    (["--hardware", "abacus"], "--topology must be one of"),
-    (["--qps", "2"], "--qps needs --workload"),
-    (["--workload", "absent.csv"], "--workload: no such file"),
-    (["--output-tokens", "0"], "--output-tokens must be"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_is_wrong_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(*TARGET, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
